@@ -1,0 +1,23 @@
+"""The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
+
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearPreferenceBase,
+)
+from liger_chunked.types import CrossEntropyMetrics, LogitOptions, Pairs, PreferenceMetrics, TokenStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CrossEntropyMetrics",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearPreferenceBase",
+    "LogitOptions",
+    "Pairs",
+    "PreferenceMetrics",
+    "TokenStats",
+    "linear_token_stats",
+]

@@ -1,0 +1,80 @@
+"""What the engine asks of its inputs; every message names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import Head
+
+
+def _described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def compute_dtype(head: Head, input: Tensor, prefix: str = "") -> torch.dtype:
+    """The dtype of the GEMMs: autocast's where autocast is on, otherwise the one that `input` and `weight` share.
+
+    Raises:
+        TypeError: floating tensors of different dtypes outside autocast.
+    """
+    device = input.device.type
+    tensors = {f"{prefix}input": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
+    dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
+    # As autocast itself does, float64 is left alone.
+    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes.values():
+        return torch.get_autocast_dtype(device)
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+        raise TypeError(f"{prefix}input, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}")
+    return input.dtype
+
+
+def check_projection(head: Head, input: Tensor, prefix: str = "") -> None:
+    """`input @ weight.T + bias` makes sense.
+
+    Raises:
+        TypeError: something that is not a floating tensor, or dtypes that do not fit.
+        ValueError: shapes or devices that do not fit.
+    """
+    weight, bias = head
+    for name, x in (("weight", weight), ("input", input), ("bias", bias)):
+        if x is None and name == "bias":
+            continue
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = _described(x) if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {got}")
+    if weight.ndim != 2 or weight.shape[0] == 0:
+        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {_described(weight)}")
+    if input.ndim not in (2, 3):
+        raise ValueError(f"{prefix}input must be (N, H) or (B, T, H), got {_described(input)}")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{prefix}input and {prefix}weight must agree on the hidden size: {prefix}input is {_described(input)}, "
+            f"{prefix}weight (V, H) is {_described(weight)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {_described(bias)}")
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.device != input.device:
+            raise ValueError(f"{prefix}{name} is on {x.device}, {prefix}input on {input.device}: expected one device")
+    compute_dtype(head, input, prefix)
+
+
+def check_target(target: Tensor, input: Tensor, name: str = "target") -> None:
+    """`target` has an integer for each row of `input`, on its device.
+
+    Raises:
+        TypeError: not an integer tensor.
+        ValueError: another shape or device than `input`.
+    """
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        got = _described(target) if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(f"{name} must be a tensor of token ids (int64), got {got}")
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of input {_described(input)}, "
+            f"got {_described(target)}"
+        )
+    if target.device != input.device:
+        raise ValueError(f"{name} is on {target.device}, input on {input.device}: expected one device")

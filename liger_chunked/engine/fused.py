@@ -1,0 +1,194 @@
+"""Gradient in forward: a loss of token statistics that computes its own gradients on the way.
+
+    for pack in groups:
+        project, statistics
+        loss, g = autograd over the objective, on a few numbers per token
+        logits -> gradient in place, dX, dW          while the logits are still there
+
+Backward then only multiplies by the upstream scalar. It hands its gradients over rather than copying them, so that a
+second backward over a retained graph computes them anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.schedule import (
+    Group,
+    Layout,
+    Pack,
+    Tile,
+    budget_elements,
+    largest,
+    lay_out,
+    packs,
+    row_blocks,
+    tiles,
+)
+from liger_chunked.kernels import LogitsCotangents, scale_
+from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
+
+
+class Objective(Protocol):
+    """A loss that is a sum over groups: given the statistics of some groups, their share of it, a scalar.
+
+    `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
+    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch.
+    """
+
+    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Everything of a step but the tensors that gradients are for."""
+
+    layout: Layout
+    packs: list[Pack]
+    tiles: list[list[Tile]]  # of each pack
+    objective: Objective
+    outputs: tuple[str, ...]
+    options: LogitOptions
+    class_weight: Tensor | None
+    dtype: torch.dtype
+
+    def run(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
+    ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
+        """The loss, the statistics of every valid token in computing order, and the gradients that are needed."""
+        flat = input.reshape(-1, input.shape[-1])
+        head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        head_pass = HeadPass(head, self.options, self.class_weight)
+        head_pass.reserve(max(largest(t) for t in self.tiles))
+        grads = None
+        if any(needs):
+            n_contributions = sum(row_blocks(t) for t in self.tiles)
+            grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
+
+        loss = torch.zeros((), dtype=accumulation_dtype(self.dtype), device=input.device)
+        all_stats = []
+        with torch.autocast(input.device.type, enabled=False):
+            for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
+                x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
+                target = self.layout.target[pack.rows]
+                partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
+                all_stats.append(stats)
+                share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
+                loss += share
+                if grads is not None and pack_tiles:
+                    cotangents = LogitsCotangents(
+                        max=partial.max,
+                        log_sum=partial.sum_exp.log(),
+                        entropy_value=stats.entropy,
+                        # A loss that is constant on this pack still owes it a gradient of zero.
+                        **(gradients or {"logps": torch.zeros_like(partial.max)}),
+                    )
+                    head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
+        head_pass.release()
+        joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
+        return loss, joined, (None, None, None) if grads is None else grads.finish()
+
+    def _differentiate(self, stats: TokenStats, pack: Pack, with_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """A pack's share of the loss, and its gradient with respect to each statistic that has one."""
+        leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(stats, name)) is not None}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        with torch.set_grad_enabled(with_gradient):
+            dense = TokenStats(*(None if f is None else self.layout.dense(f, pack) for f in stats))
+            loss = self.objective(dense, self.layout.index(pack))
+        if not loss.requires_grad:
+            return loss, {}
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+        return loss.detach(), {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+
+
+class _GradientInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, step: _Step, with_gradient: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:3]))
+        loss, stats, ctx.gradients = step.run(input, weight, bias, needs)
+        ctx.step, ctx.needs = step, needs
+        ctx.save_for_backward(input, weight, bias)
+        present = tuple(f for f in stats if f is not None)
+        ctx.mark_non_differentiable(*present)
+        return loss, *present
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * 5
+        inputs = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, _, gradients = ctx.step.run(*inputs, ctx.needs)
+        scaled = [
+            None if g is None else scale_(g, upstream).view(x.shape).to(x.dtype)
+            for g, x in zip(gradients, inputs, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def fused_loss(
+    head: Head,
+    input: Tensor,
+    target: Tensor,
+    objective: Objective,
+    *,
+    group: Group,
+    outputs: tuple[str, ...],
+    options: LogitOptions,
+    whole_batch: bool = False,
+    class_weight: Tensor | None = None,
+) -> tuple[Tensor, TokenStats, Layout]:
+    """A loss of token statistics, with its gradients computed in the forward pass.
+
+    Args:
+        head: weight (V, H) and bias (V,) or None.
+        input: (B, T, H) or (N, H), checked.
+        target: (B, T) or (N,), int64, checked; two-dimensional unless `group` is "token".
+        objective: the loss, see `Objective`.
+        group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
+        outputs: the fields of `TokenStats` that the objective, or the caller, reads.
+        options: transform, ignore_index and budget.
+        whole_batch: the objective wants all groups at once.
+        class_weight: (V,) weighs `mean_logits`, in the accumulation dtype.
+
+    Returns:
+        The loss (), connected to input, weight and bias; the detached statistics of the whole batch in the layout of
+        `Objective`; the layout itself.
+    """
+    dtype = compute_dtype(head, input)
+    vocab_size = head.weight.shape[0]
+    elements = budget_elements(options, head.weight.shape, dtype)
+    layout = lay_out(target, group, options.ignore_index, vocab_size)
+    cut = packs(layout, vocab_size, elements, whole_batch)
+    step = _Step(
+        layout=layout,
+        packs=cut,
+        tiles=[tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut],
+        objective=objective,
+        outputs=outputs,
+        options=options,
+        class_weight=class_weight,
+        dtype=dtype,
+    )
+    loss, *values = _GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
+    present = [name for name in TokenStats._fields if name in outputs]
+    dense = {
+        name: layout.scatter(value, fill=-1 if name == "argmax" else 0)
+        for name, value in zip(present, values, strict=True)
+    }
+    return loss, TokenStats(**dense), layout

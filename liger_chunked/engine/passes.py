@@ -1,0 +1,221 @@
+"""A pack of tokens through the head, and back: the only code that multiplies by `weight`.
+
+    statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
+    backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,
+                 dX, dW, db                                                   two GEMMs, three where projected again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.schedule import Layout, Tile, row_blocks
+from liger_chunked.kernels import LogitsCotangents, PartialStats, finish, logits_grad_, logits_stats, merge
+from liger_chunked.kernels.logits_stats import concatenate
+from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
+
+# Rows of a product that a CPU upcasts at a time, where it has no mixed-precision GEMM to accumulate with.
+_UPCAST_BLOCK = 1 << 20
+
+
+def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """`out = a @ b`, or `out += a @ b` unless `first`, without rounding the product below the dtype of `out`."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif out.device.type == "cuda" and out.dtype == torch.float32:
+        if first:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        rows = max(1, _UPCAST_BLOCK // max(a.shape[1], 1))
+        b = b.to(out.dtype)
+        for start in range(0, a.shape[0], rows):
+            block = out[start : start + rows]
+            block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for; what is not needed is not computed."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass
+class HeadPass:
+    """The head of one step, in the dtype of its GEMMs, and the one buffer that every tile of logits is written to.
+
+    After `statistics` the buffer still holds the logits of the last tile, and the `backward` that follows starts there.
+    """
+
+    head: Head
+    options: LogitOptions
+    class_weight: Tensor | None = None  # (V,) weighs TokenStats.mean_logits
+    _buffer: Tensor | None = field(default=None, init=False, repr=False)
+    _held: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    def reserve(self, elements: int) -> None:
+        """Make room for the largest tile, once, so that all tiles share it."""
+        if self._buffer is None or self._buffer.numel() < elements:
+            self._buffer = self.head.weight.new_empty(elements)
+
+    def release(self) -> None:
+        """Give the buffer back."""
+        self._buffer = self._held = None
+
+    def _project(self, x: Tensor, tile: Tile) -> Tensor:
+        """Logits (rows, columns) of a tile, before the transform."""
+        assert self._buffer is not None
+        x, weight = x[tile.rows], self.head.weight[tile.vocab]
+        logits = self._buffer[: x.shape[0] * weight.shape[0]].view(x.shape[0], weight.shape[0])
+        if self.head.bias is None:
+            return torch.mm(x, weight.t(), out=logits)
+        return torch.addmm(self.head.bias[tile.vocab], x, weight.t(), out=logits)
+
+    def _class_weight(self, tile: Tile) -> Tensor | None:
+        return None if self.class_weight is None else self.class_weight[tile.vocab]
+
+    def statistics(
+        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
+    ) -> tuple[PartialStats, TokenStats]:
+        """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile."""
+        by_rows: dict[int, PartialStats] = {}
+        for tile in tiles:
+            self._held = self._project(x, tile)
+            part = logits_stats(
+                logits=self._held,
+                target=target[tile.rows],
+                options=self.options,
+                outputs=outputs,
+                vocab_start=tile.vocab.start,
+                class_weight=self._class_weight(tile),
+            )
+            earlier = by_rows.get(tile.rows.start)
+            by_rows[tile.rows.start] = part if earlier is None else merge(earlier, part)
+        if by_rows:
+            stats = concatenate(list(by_rows.values()))
+        else:
+            stats = logits_stats(x.new_empty(0, self.vocab_size), target, self.options, outputs)
+        return stats, finish(stats, target, self.vocab_size, outputs)
+
+    def backward(
+        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: HeadGradients,
+        pack_rows: slice,
+    ) -> None:  # fmt: skip
+        """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
+        cotangents = grads.normalize(cotangents)
+        dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
+        for tile in reversed(tiles):
+            logits = self._project(x, tile) if self._held is None else self._held
+            self._held = None
+            dz = logits_grad_(
+                logits=logits,
+                target=target[tile.rows],
+                cotangents=LogitsCotangents(*(None if c is None else c[tile.rows] for c in cotangents)),
+                options=self.options,
+                vocab_size=self.vocab_size,
+                vocab_start=tile.vocab.start,
+                class_weight=self._class_weight(tile),
+            )
+            if dx is not None:
+                last_slice = tile.vocab.stop == self.vocab_size
+                _accumulate(dx[tile.rows], dz, self.head.weight[tile.vocab], first=last_slice)
+            grads.add(tile.vocab, dz, x[tile.rows], first=tile.rows.stop == x.shape[0])
+        grads.close_pack(dx, pack_rows)
+
+
+class HeadGradients:
+    """dX, dW and db of one step, as the packs add to them.
+
+    dW is written in the weight's own dtype when every element is written once, and accumulates in float32 otherwise.
+    float16 gradients of a mean over many tokens would underflow: there the logits gradient is divided by `unit`, a
+    power of two, and everything is held in float32 until the upstream gradient has been applied.
+
+    Args:
+        layout: where the rows of dX go.
+        input: (N, H), for its shape and dtype.
+        head: as given by the caller, for its shapes and dtypes.
+        compute_dtype: of the GEMMs.
+        needs: which gradients are asked for.
+        n_contributions: how often each element of dW is added to; 0 where no token has a target.
+    """
+
+    def __init__(
+        self, layout: Layout, input: Tensor, head: Head, compute_dtype: torch.dtype, needs: Needs, n_contributions: int
+    ) -> None:
+        self._layout = layout
+        self._half = compute_dtype == torch.float16
+        self._unit: Tensor | None = None
+        self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
+        self._nothing_yet = True
+        wide = accumulation_dtype(compute_dtype)
+        self._input = self._weight = self._bias = None
+        if needs.input:
+            # Every row is written exactly once, but for the ignored ones.
+            create = torch.empty if layout.rows is None and n_contributions else torch.zeros
+            self._input = create(input.shape, dtype=wide if self._half else input.dtype, device=input.device)
+        if needs.weight:
+            direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
+            create = torch.empty if n_contributions else torch.zeros
+            dtype = compute_dtype if direct else wide
+            self._weight = create(head.weight.shape, dtype=dtype, device=head.weight.device)
+        if needs.bias:
+            assert head.bias is not None
+            self._bias = torch.zeros(head.bias.shape, dtype=wide, device=head.bias.device)
+
+    def normalize(self, cotangents: LogitsCotangents) -> LogitsCotangents:
+        """Divide the gradients of the statistics by `unit`, which the first pack sets."""
+        if not self._half:
+            return cotangents
+        present = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
+        if self._unit is None:
+            largest = torch.stack([g.abs().max() for g in present.values()]).max()
+            self._unit = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
+        return cotangents._replace(**{name: g / self._unit for name, g in present.items()})
+
+    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
+        """Where a pack's dX goes: straight to its place where it is one product in the right dtype."""
+        if self._input is None:
+            return None
+        dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
+        if self._layout.rows is None and dtype == self._input.dtype:
+            return self._input[pack_rows]
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
+        """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
+        if self._weight is not None:
+            _accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
+        if self._bias is not None:
+            self._bias[vocab] += dz.sum(0, dtype=self._bias.dtype)
+
+    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
+        """Put a pack's dX in place; from here on tiles add to what is there."""
+        self._nothing_yet = False
+        if self._input is None or dx is None:
+            return
+        if self._layout.rows is not None:
+            self._input.index_copy_(0, self._layout.rows[pack_rows], dx.to(self._input.dtype))
+        elif dx.dtype != self._input.dtype:
+            self._input[pack_rows] = dx
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients, in the parameters' dtypes (float32 for float16). Call once: nothing is held after it."""
+        grads: list[Tensor | None] = [self._input, self._weight, self._bias]
+        self._input = self._weight = self._bias = None
+        for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
+            if grad is not None and self._half:
+                grads[i] = grad if self._unit is None else grad.mul_(self._unit)
+            elif grad is not None and dtype is not None:
+                grads[i] = grad.to(dtype)
+        return grads[0], grads[1], grads[2]

@@ -1,0 +1,220 @@
+"""Which tokens take part, in which order, and how they are cut to the logits budget.
+
+    tokens   every position of the batch that has a target; the others never reach a GEMM
+    group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair of sequences
+    pack     whole groups, as many as the budget holds, on which the objective is evaluated at once
+    tile     some rows of a pack times some columns of the vocabulary: the logits that are alive at once
+
+A pack within the budget is one tile, projected once. A larger one (a group that alone outgrows the budget) is cut along
+the vocabulary first: then each slice of the weight gradient is one product, written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import LogitOptions
+
+Group = Literal["token", "sequence", "pair"]
+
+# A pack that is cut along the vocabulary keeps slices of at least this many columns, and cuts its rows instead:
+# narrower products no longer fill the matrix units.
+_MIN_SLICE = 1024
+# Chunks of tokens are rounded up to this, so that GEMMs meet whole tiles.
+_ROUND = 128
+
+
+class Tile(NamedTuple):
+    """The logits alive at once: `rows` of the pack, columns `vocab` of the vocabulary."""
+
+    rows: slice
+    vocab: slice
+
+
+class Pack(NamedTuple):
+    """Consecutive groups that the objective sees together; `rows` counts the batch's tokens in computing order."""
+
+    rows: slice
+    groups: slice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each token of a batch stands.
+
+    Dense tensors of one value a token are laid out group first: (N,) for tokens, (B, 1, T) for sequences, (n, 2, T) for
+    pairs, axis 1 being chosen and rejected. Computation goes over the valid tokens of that order.
+    """
+
+    shape: tuple[int, ...]
+    target: Tensor  # (n_valid,) int64
+    rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all of them, in order
+    slots: Tensor | None  # (n_valid,) position of each valid token in the flattened dense layout; None: likewise
+    mask: Tensor  # dense, True at the valid tokens
+    group_lengths: Sequence[int] | None  # valid tokens of each group; None where every token is its own
+
+    @property
+    def n_valid(self) -> int:
+        return self.target.shape[0]
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Positions, valid or not, of one group of the dense layout."""
+        size = 1
+        for extent in self.shape[1:]:
+            size *= extent
+        return size
+
+    def input_rows(self, input: Tensor, rows: slice) -> Tensor:
+        """The hidden states (len, H) of `rows`, from the flattened input (N, H)."""
+        return input[rows] if self.rows is None else input.index_select(0, self.rows[rows])
+
+    def dense(self, values: Tensor, pack: Pack) -> Tensor:
+        """One value a token of `pack`, in computing order, to the dense layout of its groups; zero elsewhere.
+
+        A differentiable copy to distinct places: deterministic, both ways. Tokens that are their own groups stay as
+        they are.
+        """
+        if self.group_lengths is None:
+            return values
+        n_groups = pack.groups.stop - pack.groups.start
+        size = n_groups * self.tokens_per_group
+        shape = (n_groups, *self.shape[1:])
+        if self.slots is None:
+            return values.view(shape)
+        slots = self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
+        return values.new_zeros(size).scatter(0, slots, values).view(shape)
+
+    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+        """One value for every valid token to the dense layout of the whole batch, `fill` elsewhere."""
+        if self.slots is None:
+            return values.view(self.shape)
+        return values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values).view(self.shape)
+
+    def index(self, pack: Pack) -> slice | Tensor:
+        """`side[index]` is the pack's share of any tensor whose first axis runs over the groups of the whole batch."""
+        if self.group_lengths is not None:
+            return pack.groups
+        return pack.rows if self.slots is None else self.slots[pack.rows]
+
+
+def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) -> Layout:
+    """Compact the batch. The one place where the host waits for the device: it learns how many tokens there are.
+
+    Raises:
+        ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
+    """
+    if group == "pair":
+        # Chosen sequences, then rejected ones, to (pair, chosen or rejected, T).
+        n_pairs = target.shape[0] // 2
+        shape: tuple[int, ...] = (n_pairs, 2, target.shape[1])
+        dense = target.view(2, n_pairs, -1).transpose(0, 1).reshape(shape)
+    elif group == "sequence":
+        shape = (target.shape[0], 1, target.shape[1])
+        dense = target.reshape(shape)
+    else:
+        shape = (target.numel(),)
+        dense = target.reshape(shape)
+
+    mask = dense != ignore_index
+    flat, flat_mask = dense.reshape(-1), mask.view(-1)
+    if flat.numel() == 0:
+        return Layout(shape, flat, None, None, mask, None if group == "token" else [0] * shape[0])
+
+    lengths = flat_mask.sum()[None] if group == "token" else mask.view(shape[0], -1).sum(1)
+    lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
+    *group_lengths, low, high = torch.cat([lengths, lowest[None], highest[None]]).tolist()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"target holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
+            f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
+        )
+
+    n_valid = sum(group_lengths)
+    if n_valid == flat.numel():
+        slots, valid = None, flat
+    else:
+        slots = torch.nonzero_static(flat_mask, size=n_valid).view(-1)
+        valid = flat[slots]
+    rows = slots
+    if group == "pair" and shape[0] > 1:
+        # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
+        position = torch.arange(n_valid, device=target.device) if slots is None else slots
+        sequence, t = position // shape[2], position % shape[2]
+        rows = (sequence % 2 * shape[0] + sequence // 2) * shape[2] + t
+    return Layout(shape, valid, rows, slots, mask, None if group == "token" else group_lengths)
+
+
+def budget_elements(options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype) -> int:
+    """How many logits may be alive at once.
+
+    The automatic budget holds the logits of 2 H tokens: as many bytes, in bfloat16, as the float32 accumulator of the
+    weight gradient [V, H], which a step that fits one pack does without. A small H gets 4096 tokens all the same: below
+    that the weight-gradient products are bound by their own output.
+    """
+    vocab_size, hidden_size = head_shape
+    if options.logits_budget is None:
+        return max(2 * hidden_size, 4096) * vocab_size
+    return max(1, options.logits_budget // dtype.itemsize)
+
+
+def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
+    """Cut the batch into packs of whole groups, each within `elements` logits unless one group alone is larger."""
+    limit = max(1, elements // vocab_size)
+    n_valid = layout.n_valid
+    if layout.group_lengths is None:
+        if whole_batch or n_valid <= limit:
+            return [Pack(slice(0, n_valid), slice(0, n_valid))]
+        # Even chunks: a short last one would be as dear in the weight gradient as a whole one.
+        chunk = -(-n_valid // -(-n_valid // limit))
+        chunk = min(limit, -(-chunk // _ROUND) * _ROUND)
+        cuts = range(0, n_valid, chunk)
+        return [Pack(rows, rows) for rows in (slice(i, min(i + chunk, n_valid)) for i in cuts)]
+
+    n_groups = len(layout.group_lengths)
+    if whole_batch or n_valid <= limit:
+        return [Pack(slice(0, n_valid), slice(0, n_groups))]
+    result = []
+    first_row = first_group = row = 0
+    for group, length in enumerate(layout.group_lengths):
+        if row > first_row and row + length - first_row > limit:
+            result.append(Pack(slice(first_row, row), slice(first_group, group)))
+            first_row, first_group = row, group
+        row += length
+    result.append(Pack(slice(first_row, n_valid), slice(first_group, n_groups)))
+    return result
+
+
+def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
+    """Cut a pack into tiles of at most `elements` logits: by vocabulary, and by rows too where slices get narrow."""
+    if n_rows == 0:
+        return []
+    columns = elements // n_rows
+    rows = n_rows
+    if columns >= vocab_size:
+        columns = vocab_size
+    elif columns < min(_MIN_SLICE, vocab_size):
+        columns = min(_MIN_SLICE, vocab_size, elements)
+        rows = min(n_rows, max(1, elements // columns))
+    elif columns >= _ROUND:
+        columns = columns // _ROUND * _ROUND
+    return [
+        Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
+        for v in range(0, vocab_size, columns)
+        for r in range(0, n_rows, rows)
+    ]
+
+
+def row_blocks(tiles: list[Tile]) -> int:
+    """Into how many blocks of rows a pack is cut: how often it adds to each element of the weight gradient."""
+    return sum(tile.vocab.start == 0 for tile in tiles)
+
+
+def largest(tiles: list[Tile]) -> int:
+    """Logits in the largest tile."""
+    return max(((t.rows.stop - t.rows.start) * (t.vocab.stop - t.vocab.start) for t in tiles), default=0)

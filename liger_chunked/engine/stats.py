@@ -1,0 +1,187 @@
+"""The statistics of a head, differentiable: the primitive for code that has its own loss.
+
+    forward    project slice by slice of the vocabulary, keep a few numbers per token       one GEMM
+    backward   the same slices, last first, into dX and dW; the last slice is still there   two GEMMs, three where the
+                                                                                           logits outgrew the budget
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
+from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class _Plan:
+    layout: Layout
+    tiles: list[Tile]
+    outputs: tuple[str, ...]
+    options: LogitOptions
+    class_weight: Tensor | None
+    dtype: torch.dtype
+    backward_follows: bool
+
+    def rows(self, input: Tensor) -> Tensor:
+        flat = input.reshape(-1, input.shape[-1])
+        return self.layout.input_rows(flat, slice(0, self.layout.n_valid)).to(self.dtype)
+
+
+class _LinearTokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
+        head_pass = HeadPass(head, plan.options, plan.class_weight)
+        head_pass.reserve(largest(plan.tiles))
+        with torch.autocast(input.device.type, enabled=False):
+            partial, stats = head_pass.statistics(plan.rows(input), plan.layout.target, plan.tiles, plan.outputs)
+        if plan.backward_follows:
+            ctx.save_for_backward(input, weight, bias)
+            ctx.plan, ctx.head_pass, ctx.partial, ctx.entropy = plan, head_pass, partial, stats.entropy
+        dense = {
+            name: plan.layout.scatter(value, fill=-1 if name == "argmax" else 0)
+            for name, value in stats._asdict().items()
+            if value is not None
+        }
+        ctx.mark_non_differentiable(*(value for name, value in dense.items() if name not in DIFFERENTIABLE))
+        return tuple(dense[name] for name in plan.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        input, weight, bias = ctx.saved_tensors
+        plan, layout = ctx.plan, ctx.plan.layout
+        given = {name: g for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
+        if not given:
+            return None, None, None, None
+
+        def compact(g: Tensor) -> Tensor:
+            g = g.reshape(-1) if layout.slots is None else g.reshape(-1)[layout.slots]
+            return g.to(accumulation_dtype(plan.dtype)).contiguous()
+
+        cotangents = LogitsCotangents(
+            max=ctx.partial.max,
+            log_sum=ctx.partial.sum_exp.log(),
+            entropy_value=ctx.entropy,
+            **{name: compact(g) for name, g in given.items()},
+        )
+        flat = input.reshape(-1, input.shape[-1])
+        needs = Needs(*ctx.needs_input_grad[:3])
+        grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
+        if layout.n_valid:
+            ctx.head_pass.reserve(largest(plan.tiles))
+            with torch.autocast(input.device.type, enabled=False):
+                ctx.head_pass.backward(
+                    x=plan.rows(input),
+                    target=layout.target,
+                    tiles=plan.tiles,
+                    cotangents=cotangents,
+                    grads=grads,
+                    pack_rows=slice(0, layout.n_valid),
+                )
+        ctx.head_pass.release()
+        d_input, d_weight, d_bias = grads.finish()
+        return (
+            None if d_input is None else d_input.view(input.shape).to(input.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            None,
+        )
+
+
+def token_stats(
+    head: Head,
+    input: Tensor,
+    target: Tensor,
+    outputs: tuple[str, ...],
+    options: LogitOptions,
+    class_weight: Tensor | None = None,
+) -> TokenStats:
+    """`linear_token_stats` for inputs that were checked; `class_weight` (V,) weighs `mean_logits`."""
+    dtype = compute_dtype(head, input)
+    vocab_size = head.weight.shape[0]
+    layout = lay_out(target.reshape(-1), "token", options.ignore_index, vocab_size)
+    plan = _Plan(
+        layout=layout,
+        tiles=tiles(layout.n_valid, vocab_size, budget_elements(options, head.weight.shape, dtype)),
+        outputs=outputs,
+        options=options,
+        class_weight=class_weight,
+        dtype=dtype,
+        backward_follows=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head)),
+    )
+    values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
+    return TokenStats(**{name: value.view(target.shape) for name, value in zip(outputs, values, strict=True)})
+
+
+@torch.compiler.disable
+def linear_token_stats(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    outputs: tuple[str, ...] = ("logps",),
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    logits_budget: int | None = None,
+) -> TokenStats:
+    """Statistics of the logits of every token, differentiable, without the logits.
+
+    Equal to
+
+        z = transform(input @ weight.T + bias)
+        logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+
+    and so on for the other fields of `TokenStats`. Backward recomputes the logits unless they fit `logits_budget`; then
+    they are kept, and the whole takes three GEMMs instead of at most four.
+
+    Args:
+        weight: (V, H), `lm_head.weight`.
+        input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
+        target: (B, T) or (N,) token ids, int64.
+        bias: (V,) or None.
+        outputs: names of the `TokenStats` fields to compute.
+        softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
+
+    Returns:
+        TokenStats of the shape of `target`, float32 (float64 for float64 inputs). Ignored tokens have 0, an argmax of
+        -1, and no gradient.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, a target out of range, an unknown output, a bad option.
+        TypeError: dtypes that do not fit.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> stats = linear_token_stats(weight, input, target, outputs=("logps", "entropy"))
+    >>> stats.logps.shape, stats.logps[1, 2].item()
+    (torch.Size([2, 3]), 0.0)
+    """
+    options = LogitOptions(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    outputs = tuple(outputs)
+    unknown = [name for name in outputs if name not in TokenStats._fields]
+    if unknown or not outputs or len(set(outputs)) < len(outputs):
+        raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got {outputs}")
+    head = Head(weight, bias)
+    check_projection(head, input)
+    check_target(target, input)
+    return token_stats(head, input, target.long(), outputs, options)

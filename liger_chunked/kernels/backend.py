@@ -1,0 +1,72 @@
+"""Which path a tensor takes: Triton where it runs, torch everywhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheels outside Linux; the torch path serves there
+    triton = None
+    tl = None
+
+# Devices whose PyTorch builds come with a Triton backend.
+TRITON_DEVICES = ("cuda", "xpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# The torch path works through a tile in blocks of this many elements: its temporaries then stay in a CPU's cache,
+# and are small beside the tile itself.
+TORCH_BLOCK = {"cpu": 1 << 18}
+TORCH_BLOCK_DEFAULT = 1 << 24
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the undecorated function where Triton is not installed."""
+    return function if triton is None else triton.jit(function)
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether the Triton kernel serves `x`. float64 takes the torch path: it is there for oracles, not for speed."""
+    if triton is None or x.dtype == torch.float64:
+        return False
+    return x.device.type in TRITON_DEVICES or (INTERPRETED and x.device.type == "cpu")
+
+
+def row_blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of the rows of `x` (N, V) that hold about `TORCH_BLOCK` elements each."""
+    rows = max(1, TORCH_BLOCK.get(x.device.type, TORCH_BLOCK_DEFAULT) // max(1, x.shape[1]))
+    for start in range(0, x.shape[0], rows):
+        yield slice(start, min(start + rows, x.shape[0]))
+
+
+def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
+    """The transform of `LogitOptions` on a tensor in the accumulation dtype; may write into `z`."""
+    if logit_scale != 1.0:
+        z = z.mul_(logit_scale)
+    if softcap is not None:
+        z = z.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        z = z.div_(temperature)
+    return z
+
+
+@jit
+def tanh(x):
+    # Triton's interpreter has no libdevice. exp(-2|x|) never overflows.
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@jit
+def transform_block(z, logit_scale, softcap, inv_temperature):
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * tanh(z / softcap)
+    return z * inv_temperature

@@ -1,0 +1,162 @@
+"""Logits into their gradient, in place.
+
+    dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
+
+then back through the transform of `LogitOptions`. Bytes: the tile read once and written once. 8192 x 151936 in bfloat16
+is 2 x 2.49 GB, 1.16 ms at 4.29 TB/s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import jit, row_blocks, tanh, tl, use_triton
+from liger_chunked.types import LogitOptions, accumulation_dtype
+
+
+class LogitsCotangents(NamedTuple):
+    """What the gradient of a row of logits needs to know of the row and of the loss; each (N,), absent terms None."""
+
+    max: Tensor  # with log_sum: p = exp((z - max) - log_sum), exact for large logits where exp(z - lse) is not
+    log_sum: Tensor
+    logps: Tensor | None = None  # dL/dlogps, and so on
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    entropy_value: Tensor | None = None  # the statistic itself, which its own gradient needs
+
+
+@jit
+def _logits_grad_kernel(
+    logits_ptr, logits_stride, target_ptr, class_weight_ptr,
+    max_ptr, log_sum_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
+    vocab_start, n_cols, inv_vocab, logit_scale, softcap, inv_temperature,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    ptrs = logits_ptr + row * logits_stride + cols
+    z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * logit_scale
+    if softcap is not None:
+        t = tanh(z / softcap)
+        z = softcap * t
+    z = z * inv_temperature
+    log_p = (z - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
+    p = tl.exp(log_p)
+
+    on_p = 0.0
+    if lse_ptr is not None:
+        on_p += tl.load(lse_ptr + row)
+    if logps_ptr is not None:
+        g = tl.load(logps_ptr + row)
+        is_target = cols == tl.load(target_ptr + row) - vocab_start
+        grad = g * (tl.where(is_target, 1.0, 0.0) - p) + on_p * p
+    else:
+        grad = on_p * p
+    if entropy_ptr is not None:
+        g = tl.load(entropy_ptr + row)
+        grad -= tl.where(p == 0.0, 0.0, g * p * (log_p + tl.load(entropy_value_ptr + row)))
+    if mean_logits_ptr is not None:
+        g = tl.load(mean_logits_ptr + row) * inv_vocab
+        if class_weight_ptr is not None:
+            grad += g * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
+        else:
+            grad += g
+    grad = grad * inv_temperature
+    if softcap is not None:
+        grad = grad * (1.0 - t * t)
+    tl.store(ptrs, (grad * logit_scale).to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def _logits_grad_triton_(
+    logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
+    vocab_start: int, class_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    n, n_cols = logits.shape
+    block = min(4096, 1 << (n_cols - 1).bit_length())
+    if n:
+        _logits_grad_kernel[(n, -(-n_cols // block))](
+            logits_ptr=logits,
+            logits_stride=logits.stride(0),
+            target_ptr=target,
+            class_weight_ptr=class_weight,
+            **{f"{name}_ptr": value for name, value in cotangents._asdict().items()},
+            vocab_start=vocab_start,
+            n_cols=n_cols,
+            inv_vocab=1.0 / vocab_size,
+            logit_scale=float(options.logit_scale),
+            softcap=options.softcap if options.softcap is None else float(options.softcap),
+            inv_temperature=1.0 / options.temperature,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return logits
+
+
+def _logits_grad_torch_(
+    logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
+    vocab_start: int, class_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    n_cols = logits.shape[1]
+    for rows in row_blocks(logits):
+        z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
+        row = LogitsCotangents(*(None if field is None else field[rows, None] for field in cotangents))
+        if options.logit_scale != 1.0:
+            z = z.mul_(options.logit_scale)
+        slope = None
+        if options.softcap is not None:
+            tanh_z = z.div_(options.softcap).tanh_()
+            slope = 1.0 - tanh_z.square()
+            z = tanh_z.mul_(options.softcap)
+        log_p = z.div_(options.temperature).sub_(row.max).sub_(row.log_sum)
+        p = log_p.exp()
+
+        grad = torch.zeros_like(p)
+        if row.lse is not None:
+            grad.addcmul_(p, row.lse)
+        if row.entropy is not None:
+            assert row.entropy_value is not None
+            # At p = 0 the limit of p log p, where the product would be 0 * -inf.
+            grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
+        if row.logps is not None:
+            # 1[v = y] - p_v, formed before any rounding.
+            local = target[rows] - vocab_start
+            here = ((local >= 0) & (local < n_cols)).to(p.dtype)
+            onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])
+            grad.addcmul_(onehot_minus_p, row.logps)
+        if row.mean_logits is not None:
+            per_class = row.mean_logits / vocab_size
+            grad.add_(per_class if class_weight is None else per_class * class_weight)
+        grad.mul_(options.logit_scale / options.temperature)
+        if slope is not None:
+            grad.mul_(slope)
+        logits[rows].copy_(grad)
+    return logits
+
+
+def logits_grad_(
+    logits: Tensor,
+    target: Tensor,
+    cotangents: LogitsCotangents,
+    options: LogitOptions,
+    vocab_size: int,
+    vocab_start: int = 0,
+    class_weight: Tensor | None = None,
+) -> Tensor:
+    """Overwrite a tile of logits with the gradient of the loss with respect to it, and return it.
+
+    Args:
+        logits: (N, C) columns `vocab_start : vocab_start + C` of the rows, before the transform; rows contiguous.
+        target: (N,) int64 index into the whole vocabulary.
+        cotangents: the rows' normalisers and the gradient of the loss with respect to each statistic.
+        options: the transform.
+        vocab_size: `V`, columns in the whole vocabulary.
+        class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
+    """
+    compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
+    return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight)

@@ -1,0 +1,260 @@
+"""The statistics of logits in one pass, as parts that merge: each row's softmax over any slice of the vocabulary.
+
+A tile of logits holds some columns of some rows. `logits_stats` reduces each of its rows to a `PartialStats`, `merge`
+joins those of neighbouring slices (it is associative), and `finish` makes `TokenStats` of the whole.
+
+Bytes: the tile once. 8192 x 151936 in bfloat16 is 2.49 GB, 0.58 ms at 4.29 TB/s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import jit, row_blocks, tl, transform, transform_block, use_triton
+from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
+
+
+class PartialStats(NamedTuple):
+    """Statistics of rows of logits `z` over a slice of the vocabulary; each field (N,), fields not asked for None."""
+
+    max: Tensor  # max z
+    sum_exp: Tensor  # sum exp(z - max)
+    target_logit: Tensor  # z at the target, -inf where the target lies outside the slice
+    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): relative to max, so that large logits do not cancel
+    sum_z: Tensor | None = None  # sum of z, or of class_weight * z
+    sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
+    argmax: Tensor | None = None  # first index of max in the whole vocabulary, int64
+
+
+@jit
+def _logits_stats_kernel(
+    logits_ptr, logits_stride, target_ptr, class_weight_ptr,
+    max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,
+    vocab_start, n_cols, logit_scale, softcap, inv_temperature,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per row. A null pointer stands for a statistic that nobody asked for.
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    running_max = -float("inf")
+    sum_exp = 0.0
+    sum_exp_z = 0.0
+    sum_z = 0.0
+    sum_exp_sq = 0.0
+    argmax = 0
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < n_cols
+        z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        z = transform_block(z, logit_scale, softcap, inv_temperature)
+        if sum_z_ptr is not None:
+            if class_weight_ptr is not None:
+                sum_z += tl.sum(z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0), axis=0)
+            else:
+                sum_z += tl.sum(tl.where(inside, z, 0.0), axis=0)
+        z = tl.where(inside, z, -float("inf"))
+        if argmax_ptr is not None:
+            block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
+            argmax = tl.where(block_max > running_max, start + block_argmax, argmax)
+        else:
+            block_max = tl.max(z, axis=0)
+        new_max = tl.maximum(running_max, block_max)
+        # While every logit so far is -inf there is nothing to rescale, and -inf - -inf is not a number.
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        rescale = tl.exp(running_max - shift)
+        centred = z - shift
+        e = tl.exp(centred)
+        if sum_exp_z_ptr is not None:
+            # Moving the centre from running_max to new_max moves every earlier term by sum_exp * (running_max - new_max).
+            moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
+            sum_exp_z = rescale * (sum_exp_z + moved) + tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=0)
+        if sum_exp_sq_ptr is not None:
+            sum_exp_sq = sum_exp_sq * rescale * rescale + tl.sum(e * e, axis=0)
+        sum_exp = sum_exp * rescale + tl.sum(e, axis=0)
+        running_max = new_max
+
+    tl.store(max_ptr + row, running_max)
+    tl.store(sum_exp_ptr + row, sum_exp)
+    if sum_exp_z_ptr is not None:
+        tl.store(sum_exp_z_ptr + row, sum_exp_z)
+    if sum_z_ptr is not None:
+        tl.store(sum_z_ptr + row, sum_z)
+    if sum_exp_sq_ptr is not None:
+        tl.store(sum_exp_sq_ptr + row, sum_exp_sq)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + row, argmax + vocab_start)
+    target = tl.load(target_ptr + row) - vocab_start
+    has_target = (target >= 0) & (target < n_cols)
+    z = tl.load(row_ptr + target, mask=has_target, other=0.0).to(tl.float32)
+    z = transform_block(z, logit_scale, softcap, inv_temperature)
+    tl.store(target_logit_ptr + row, tl.where(has_target, z, -float("inf")))
+
+
+def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
+    return {
+        "sum_exp_z": "entropy" in outputs,
+        "sum_z": "mean_logits" in outputs,
+        "sum_exp_sq": "log_sum_sq_probs" in outputs,
+        "argmax": "argmax" in outputs or "is_top1" in outputs,
+    }
+
+
+def _logits_stats_triton(
+    logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
+    class_weight: Tensor | None,
+) -> PartialStats:  # fmt: skip
+    n, n_cols = logits.shape
+
+    def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(n, dtype=dtype, device=logits.device) if wanted else None
+
+    wanted = _wanted(outputs)
+    stats = PartialStats(
+        max=buffer(),  # type: ignore[arg-type]
+        sum_exp=buffer(),  # type: ignore[arg-type]
+        target_logit=buffer(),  # type: ignore[arg-type]
+        sum_exp_z=buffer(wanted["sum_exp_z"]),
+        sum_z=buffer(wanted["sum_z"]),
+        sum_exp_sq=buffer(wanted["sum_exp_sq"]),
+        argmax=buffer(wanted["argmax"], torch.int64),
+    )
+    if n:
+        _logits_stats_kernel[(n,)](
+            logits_ptr=logits,
+            logits_stride=logits.stride(0),
+            target_ptr=target,
+            class_weight_ptr=class_weight,
+            **{f"{name}_ptr": value for name, value in stats._asdict().items()},
+            vocab_start=vocab_start,
+            n_cols=n_cols,
+            logit_scale=float(options.logit_scale),
+            softcap=options.softcap if options.softcap is None else float(options.softcap),
+            inv_temperature=1.0 / options.temperature,
+            BLOCK=min(4096, 1 << (n_cols - 1).bit_length()),
+            num_warps=8,
+        )
+    return stats
+
+
+def _logits_stats_torch(
+    logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
+    class_weight: Tensor | None,
+) -> PartialStats:  # fmt: skip
+    n, n_cols = logits.shape
+    wanted = _wanted(outputs)
+    parts = []
+    for rows in row_blocks(logits):
+        z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
+        z = transform(z, options.logit_scale, options.softcap, options.temperature)
+        local = target[rows] - vocab_start
+        target_logit = z.gather(1, local.clamp(0, n_cols - 1)[:, None])[:, 0]
+        target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
+        sum_z = None
+        if wanted["sum_z"]:
+            sum_z = z.sum(1) if class_weight is None else z @ class_weight
+        if wanted["argmax"]:
+            maximum, argmax = z.max(1)
+        else:
+            maximum, argmax = z.amax(1), None
+        centred = z.sub_(torch.where(maximum == -math.inf, 0.0, maximum)[:, None])
+        e = centred.exp()
+        parts.append(
+            PartialStats(
+                max=maximum,
+                sum_exp=e.sum(1),
+                target_logit=target_logit,
+                # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+                sum_exp_z=(e * centred).masked_fill_(e == 0, 0.0).sum(1) if wanted["sum_exp_z"] else None,
+                sum_z=sum_z,
+                sum_exp_sq=e.square().sum(1) if wanted["sum_exp_sq"] else None,
+                argmax=None if argmax is None else argmax + vocab_start,
+            )
+        )
+    if not parts:
+        empty = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
+        optional = {name: empty if is_wanted else None for name, is_wanted in wanted.items()}
+        return PartialStats(max=empty, sum_exp=empty, target_logit=empty, **optional)
+    return concatenate(parts)
+
+
+def logits_stats(
+    logits: Tensor,
+    target: Tensor,
+    options: LogitOptions,
+    outputs: tuple[str, ...],
+    vocab_start: int = 0,
+    class_weight: Tensor | None = None,
+) -> PartialStats:
+    """Reduce a tile of logits to what `outputs` needs of it.
+
+    Args:
+        logits: (N, C) columns `vocab_start : vocab_start + C` of the rows, before the transform; rows contiguous.
+        target: (N,) int64 index into the whole vocabulary.
+        options: the transform.
+        outputs: names of `TokenStats` fields.
+        class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
+    """
+    compute = _logits_stats_triton if use_triton(logits) else _logits_stats_torch
+    return compute(logits, target, options, outputs, vocab_start, class_weight)
+
+
+def concatenate(parts: list[PartialStats]) -> PartialStats:
+    """Join the statistics of blocks of rows, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return PartialStats(*(None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)))
+
+
+def merge(a: PartialStats, b: PartialStats) -> PartialStats:
+    """Join the statistics of two slices of the vocabulary of the same rows, `a` before `b`."""
+    maximum = torch.maximum(a.max, b.max)
+    shift = torch.where(maximum == -math.inf, 0.0, maximum)
+    scale_a, scale_b = torch.exp(a.max - shift), torch.exp(b.max - shift)
+
+    def moved(part: PartialStats, scale: Tensor) -> Tensor:
+        assert part.sum_exp_z is not None
+        # The centre moves from part.max to the joint maximum; a slice of -inf has nothing to move.
+        return scale * (part.sum_exp_z + torch.where(part.sum_exp == 0, 0.0, part.sum_exp * (part.max - shift)))
+
+    def both(x: Tensor | None, y: Tensor | None) -> bool:
+        return x is not None and y is not None
+
+    return PartialStats(
+        max=maximum,
+        sum_exp=a.sum_exp * scale_a + b.sum_exp * scale_b,
+        target_logit=torch.maximum(a.target_logit, b.target_logit),
+        sum_exp_z=moved(a, scale_a) + moved(b, scale_b) if both(a.sum_exp_z, b.sum_exp_z) else None,
+        sum_z=a.sum_z + b.sum_z if both(a.sum_z, b.sum_z) else None,  # type: ignore[operator]
+        sum_exp_sq=(
+            a.sum_exp_sq * scale_a**2 + b.sum_exp_sq * scale_b**2  # type: ignore[operator]
+            if both(a.sum_exp_sq, b.sum_exp_sq)
+            else None
+        ),
+        argmax=torch.where(b.max > a.max, b.argmax, a.argmax) if both(a.argmax, b.argmax) else None,  # type: ignore[arg-type]
+    )
+
+
+def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[str, ...]) -> TokenStats:
+    """`TokenStats` of rows whose `PartialStats` cover the whole vocabulary; fields not in `outputs` are None."""
+    log_sum = stats.sum_exp.log()
+    fields: dict[str, Tensor] = {}
+    if "logps" in outputs:
+        # In this order: the first difference is exact for large logits, lse is not.
+        fields["logps"] = (stats.target_logit - stats.max) - log_sum
+    if "lse" in outputs:
+        fields["lse"] = stats.max + log_sum
+    if stats.sum_exp_z is not None:
+        fields["entropy"] = log_sum - stats.sum_exp_z / stats.sum_exp
+    if stats.sum_z is not None:
+        fields["mean_logits"] = stats.sum_z / vocab_size
+    if stats.sum_exp_sq is not None:
+        fields["log_sum_sq_probs"] = stats.sum_exp_sq.log() - 2 * log_sum
+    if "argmax" in outputs:
+        fields["argmax"] = stats.argmax  # type: ignore[assignment]
+    if "is_top1" in outputs:
+        fields["is_top1"] = stats.argmax == target
+    return TokenStats(**fields)

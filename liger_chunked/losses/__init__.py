@@ -1,0 +1,7 @@
+"""One loss per file, its base beside it: mathematics on token statistics, and nothing of weights or chunks."""
+
+from liger_chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.losses.dpo import LigerFusedLinearDPOLoss
+from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+
+__all__ = ["LigerFusedLinearCrossEntropyLoss", "LigerFusedLinearDPOLoss", "LigerFusedLinearPreferenceBase"]

@@ -1,0 +1,247 @@
+"""SFT cross entropy on an `lm_head`, without its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from liger_chunked.engine import fused_loss, token_stats
+from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.types import (
+    CrossEntropyMetrics,
+    Head,
+    LogitOptions,
+    LogitOptionsDict,
+    TokenStats,
+    accumulation_dtype,
+)
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class _CrossEntropy:
+    """The loss of each token as a function of its statistics.
+
+    `cross_entropy` and `z_loss` are kept apart because their means may have different denominators.
+    """
+
+    label_smoothing: float
+    lse_square_scale: float
+    class_weight: Tensor | None  # (V,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        smoothed = ("lse", "mean_logits") if self.label_smoothing else ()
+        squared = ("lse",) if self.lse_square_scale and not self.label_smoothing else ()
+        return ("logps", *smoothed, *squared)
+
+    def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
+        assert stats.logps is not None
+        loss = -stats.logps if self.class_weight is None else -stats.logps * self.class_weight[target]
+        if self.label_smoothing:
+            assert stats.lse is not None and stats.mean_logits is not None
+            # -1/V sum_v w_v log p_v = mean(w) lse - 1/V sum_v w_v z_v
+            lse = stats.lse if self.class_weight is None else stats.lse * self.class_weight.mean()
+            uniform = lse - stats.mean_logits
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform
+        return loss
+
+    def z_loss(self, stats: TokenStats) -> Tensor:
+        assert stats.lse is not None
+        return self.lse_square_scale * stats.lse.square()
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
+
+    Equal to
+
+        z = transform(input @ weight.T + bias).float()
+        loss = F.cross_entropy(z, target, ce_weight, ignore_index=..., label_smoothing=..., reduction=...)
+        loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
+
+    in nats, on flattened tokens, but for a batch without any target, whose mean is a connected zero and not NaN. The
+    gradients are computed in forward; with `reduction="none"` they are computed in backward, from whatever upstream
+    gradient each token gets.
+
+    Args:
+        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as `F.cross_entropy` does; the z-loss is not
+            weighted), "sum", or "none" for one value a token in the shape of `target`.
+        label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1] (Szegedy et al. 2016,
+            https://arxiv.org/abs/1512.00567).
+        lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
+        ce_weight: (V,) a weight for each class.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
+            fields filled.
+        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`.
+
+    Raises:
+        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale, weights of the wrong shape.
+
+    >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
+    >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
+    >>> loss = LigerFusedLinearCrossEntropyLoss()(weight, input, target)
+    >>> expected = torch.nn.functional.cross_entropy((input @ weight.T).view(-1, 11), target.view(-1))
+    >>> bool(torch.isclose(loss, expected))
+    True
+    """
+
+    ce_weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        ce_weight: Tensor | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        if not lse_square_scale >= 0.0:
+            raise ValueError(f"lse_square_scale must not be negative, got {lse_square_scale}")
+        if ce_weight is not None and (ce_weight.ndim != 1 or not ce_weight.is_floating_point()):
+            raise ValueError(f"ce_weight must be floating (V,), got {tuple(ce_weight.shape)} {ce_weight.dtype}")
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.lse_square_scale = lse_square_scale
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+        self.options = LogitOptions(**options)
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+        """The loss, and `CrossEntropyMetrics` where any was asked for.
+
+        Args:
+            weight: (V, H), `lm_head.weight`.
+            input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
+            target: (B, T) or (N,) token ids.
+            bias: (V,) or None.
+            num_items: with "mean", the sum over this batch is divided by this instead of by its own count of tokens:
+                under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers).
+
+        Raises:
+            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean".
+            TypeError: dtypes that do not fit.
+        """
+        head = Head(weight, bias)
+        check_projection(head, input)
+        check_target(target, input)
+        if num_items is not None and self.reduction != "mean":
+            raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
+        target = target.long()
+        definition = _CrossEntropy(self.label_smoothing, self.lse_square_scale, self._class_weight(weight))
+        if self.reduction == "none":
+            loss, z_loss, stats = self._per_token(head, input, target, definition)
+        else:
+            loss, z_loss, stats = self._reduced(head, input, target, definition, num_items)
+        if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
+            return loss
+        return loss, self._metrics(stats, target, z_loss)
+
+    def _class_weight(self, weight: Tensor) -> Tensor | None:
+        if self.ce_weight is None:
+            return None
+        if self.ce_weight.shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, "
+                f"got {tuple(self.ce_weight.shape)}"
+            )
+        return self.ce_weight.to(weight.device, accumulation_dtype(weight.dtype))
+
+    def _outputs(self, definition: _CrossEntropy) -> tuple[str, ...]:
+        top1 = ("is_top1",) if self.return_token_accuracy else ()
+        argmax = ("argmax",) if self.return_predicted_tokens else ()
+        return (*definition.outputs, *argmax, *top1)
+
+    def _smoothing_weight(self, definition: _CrossEntropy) -> Tensor | None:
+        return definition.class_weight if self.label_smoothing else None
+
+    def _per_token(
+        self, head: Head, input: Tensor, target: Tensor, definition: _CrossEntropy
+    ) -> tuple[Tensor, Tensor | None, TokenStats]:
+        stats = token_stats(
+            head, input, target, self._outputs(definition), self.options, self._smoothing_weight(definition)
+        )
+        valid = target != self.options.ignore_index
+        loss = definition.cross_entropy(stats, target.where(valid, 0))
+        z_loss = None
+        if self.lse_square_scale:
+            z_loss = definition.z_loss(stats).where(valid, 0)
+            loss = loss + z_loss
+        return loss.where(valid, 0), z_loss, stats
+
+    def _reduced(
+        self, head: Head, input: Tensor, target: Tensor, definition: _CrossEntropy, num_items: int | Tensor | None
+    ) -> tuple[Tensor, Tensor | None, TokenStats]:
+        flat = target.reshape(-1)
+        valid = flat != self.options.ignore_index
+        per_token: int | Tensor = 1  # denominator of the z-loss
+        per_weight: int | Tensor = 1  # denominator of the cross entropy
+        if num_items is not None:
+            per_token = per_weight = num_items.to(input.device) if isinstance(num_items, Tensor) else num_items
+        elif self.reduction == "mean":
+            per_token = per_weight = valid.sum().clamp(min=1)
+            if definition.class_weight is not None:
+                # Out-of-range targets are refused by the engine; here they must only not fault first.
+                known = flat.where(valid, 0).clamp(0, head.weight.shape[0] - 1)
+                weights = definition.class_weight[known].where(valid, 0)
+                per_weight = weights.sum().where(valid.any(), 1)
+
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            loss = definition.cross_entropy(stats, flat[index]).sum() / per_weight
+            if self.lse_square_scale:
+                loss = loss + definition.z_loss(stats).sum() / per_token
+            return loss
+
+        loss, stats, _ = fused_loss(
+            head,
+            input,
+            target,
+            objective,
+            group="token",
+            outputs=self._outputs(definition),
+            options=self.options,
+            class_weight=self._smoothing_weight(definition),
+        )
+        z_loss = None
+        if self.lse_square_scale:
+            z_loss = definition.z_loss(stats).where(valid, 0).sum() / per_token
+        return loss, z_loss, stats
+
+    def _metrics(self, stats: TokenStats, target: Tensor, z_loss: Tensor | None) -> CrossEntropyMetrics:
+        accuracy = predicted = None
+        if self.return_token_accuracy:
+            assert stats.is_top1 is not None
+            accuracy = stats.is_top1.sum() / (target != self.options.ignore_index).sum().clamp(min=1)
+        if self.return_predicted_tokens:
+            assert stats.argmax is not None
+            predicted = stats.argmax.view(target.shape)
+        if self.return_z_loss:
+            z_loss = torch.zeros((), device=target.device) if z_loss is None else z_loss.detach()
+        return CrossEntropyMetrics(z_loss if self.return_z_loss else None, accuracy, predicted)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, {self.options}"

@@ -1,0 +1,267 @@
+"""The base of every loss on pairs of a chosen and a rejected sequence."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from liger_chunked.engine import fused_loss, token_stats
+from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.types import (
+    Head,
+    LogitOptions,
+    LogitOptionsDict,
+    Pairs,
+    PreferenceMetrics,
+    TokenStats,
+    accumulation_dtype,
+)
+
+
+def _paired(x: Tensor) -> Tensor:
+    """(2 n, ...) chosen then rejected sequences, to (n, 2, ...)."""
+    return x.unflatten(0, (2, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
+
+    mask: Tensor  # (n, 2, T)
+    nll_mask: Tensor  # (n, T) of the chosen sequences
+    ref_logps: Tensor  # (n, 2)
+    average_log_prob: bool
+
+    def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
+        assert stats.logps is not None
+        mask = self.mask[index]
+        lengths = mask.sum(-1).clamp(min=1)
+        logps = torch.where(mask, stats.logps, 0.0).sum(-1)
+        return Pairs(
+            logps=logps / lengths if self.average_log_prob else logps,
+            ref_logps=self.ref_logps[index],
+            lengths=lengths,
+            mask=mask,
+            token_stats=stats,
+            batch_size=self.mask.shape[0],
+            batch_lengths=self.mask.sum((0, 2)).clamp(min=1),
+        )
+
+    def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        """These pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
+        assert stats.logps is not None
+        chosen = torch.where(self.nll_mask[index], stats.logps[:, 0], 0.0)
+        return -chosen.sum() / self.nll_mask.sum().clamp(min=1)
+
+
+class LigerFusedLinearPreferenceBase(nn.Module, ABC):
+    """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if asked for.
+
+    A subclass says what a pair costs, and nothing else:
+
+        class SimPO(LigerFusedLinearPreferenceBase):
+            def preference_loss(self, pairs):
+                chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
+                return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
+
+    The batch stacks the chosen sequences, then the rejected ones, on dim 0. A pair without a single valid token adds
+    nothing to the loss; the mean is over all pairs all the same.
+
+    Args:
+        beta: scale of the rewards `beta * (logps - ref_logps)`.
+        alpha: weight of the NLL term.
+        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch.
+        average_log_prob: `Pairs.logps` are means over tokens instead of sums.
+        use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
+        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
+            transform applies to the policy and to the reference.
+
+    Raises:
+        ValueError: a bad option.
+
+    Class attributes of a subclass:
+        scope: "pair", or "batch" if `preference_loss` must see all pairs of the batch at once.
+        token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
+    """
+
+    scope: ClassVar[Literal["pair", "batch"]] = "pair"
+    token_outputs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        average_log_prob: bool = False,
+        use_ref_model: bool | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        self.beta = beta
+        self.alpha = alpha
+        self.compute_nll_loss = compute_nll_loss
+        self.average_log_prob = average_log_prob
+        self.use_ref_model = use_ref_model
+        self.options = LogitOptions(**options)
+
+    @abstractmethod
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        """The loss of each pair, (n,), from `Pairs`; called on some of the batch's pairs at a time."""
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        *,
+        ref_logps: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        """The loss and its metrics.
+
+        Args:
+            weight: (V, H), `lm_head.weight`.
+            input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `target[t]` is what `input[t]`
+                predicts.
+            target: (2 n, T) token ids; `ignore_index` at prompts and padding.
+            bias: (V,) or None.
+            ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
+            ref_logps: instead of them, its log-probabilities in nats: (2 n, T) of each token, or (2 n,) of each
+                sequence in the units of `Pairs.logps`.
+            nll_target: (2 n, T) targets of the NLL term where they differ from `target`: ORPO's spans the prompt too.
+
+        Raises:
+            ValueError: an odd batch, shapes or devices that do not fit, a target out of range, a reference that is
+                missing, incomplete, given twice, or refused.
+            TypeError: dtypes that do not fit.
+        """
+        head = Head(weight, bias)
+        check_projection(head, input)
+        check_target(target, input)
+        if input.ndim != 3:
+            raise ValueError(f"input must be (2 n, T, H), chosen then rejected sequences, got {tuple(input.shape)}")
+        if input.shape[0] % 2:
+            raise ValueError(
+                f"input must stack as many chosen as rejected sequences on dim 0, got an odd {input.shape[0]} "
+                f"in {tuple(input.shape)}"
+            )
+        target = target.long()
+        everything = target
+        mask = target != self.options.ignore_index
+        nll_mask = mask
+        if nll_target is not None:
+            everything, nll_mask = self._union(target, nll_target, input)
+
+        reference = self._reference_logps(weight, target, mask, ref_input, ref_weight, ref_bias, ref_logps)
+        batch = _Batch(_paired(mask), _paired(nll_mask)[:, 0], reference, self.average_log_prob)
+        n_pairs = max(1, target.shape[0] // 2)
+
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            pairs = batch.pairs(stats, index)
+            losses = self.preference_loss(pairs)
+            if losses.shape != pairs.logps.shape[:1]:
+                raise ValueError(
+                    f"preference_loss must return one value for each of {pairs.logps.shape[0]} pairs, "
+                    f"got {tuple(losses.shape)}"
+                )
+            loss = torch.where(pairs.mask.any(-1).any(-1), losses, 0.0).sum() / n_pairs
+            if self.compute_nll_loss:
+                loss = loss + self.alpha * batch.nll(stats, index)
+            return loss
+
+        loss, stats, _ = fused_loss(
+            head,
+            input,
+            everything,
+            objective,
+            group="pair",
+            outputs=("logps", "mean_logits", *self.token_outputs),
+            options=self.options,
+            whole_batch=self.scope == "batch",
+        )
+        return loss, self._metrics(batch, stats)
+
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of either target, and the mask of `nll_target`."""
+        check_target(nll_target, input, "nll_target")
+        nll_target = nll_target.long()
+        ignore_index = self.options.ignore_index
+        nll_mask = nll_target != ignore_index
+        both = nll_mask & (target != ignore_index)
+        if bool((both & (target != nll_target)).any()):
+            raise ValueError("nll_target and target must agree on every token that neither of them ignores")
+        return target.where(target != ignore_index, nll_target), nll_mask
+
+    def _reference_logps(
+        self, weight: Tensor, target: Tensor, mask: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
+        ref_bias: Tensor | None, ref_logps: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """(n, 2) in the units of `Pairs.logps`; zeros where there is no reference."""
+        name = type(self).__name__
+        states = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        given = [key for key, value in states.items() if value is not None]
+        if ref_logps is not None and given:
+            raise ValueError(f"the reference is given twice: as ref_logps and as {', '.join(given)}")
+        if given and (ref_input is None or ref_weight is None):
+            raise ValueError(f"a reference needs ref_input and ref_weight (or ref_logps), got only {', '.join(given)}")
+        if self.use_ref_model is False and (given or ref_logps is not None):
+            raise ValueError(f"{name} with use_ref_model=False takes no reference, got {', '.join(given or ['ref_logps'])}")
+        if self.use_ref_model and not given and ref_logps is None:
+            raise ValueError(f"{name} needs a reference: pass ref_input and ref_weight, or ref_logps")
+
+        if ref_input is not None and ref_weight is not None:
+            ref_head = Head(ref_weight, ref_bias)
+            check_projection(ref_head, ref_input, "ref_")
+            if ref_input.shape[:-1] != target.shape:
+                raise ValueError(
+                    f"ref_input must be {(*target.shape, 'H_ref')}, as target {tuple(target.shape)} is, "
+                    f"got {tuple(ref_input.shape)}"
+                )
+            if ref_weight.shape[0] != weight.shape[0]:
+                raise ValueError(
+                    f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, got {tuple(ref_weight.shape)}"
+                )
+            if ref_input.device != target.device:
+                raise ValueError(f"ref_input is on {ref_input.device}, target on {target.device}: expected one device")
+            with torch.no_grad():
+                ref_logps = token_stats(ref_head, ref_input, target, ("logps",), self.options).logps
+        dtype = accumulation_dtype(weight.dtype)
+        if ref_logps is None:
+            return torch.zeros(target.shape[0] // 2, 2, dtype=dtype, device=target.device)
+        if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
+            got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
+            raise ValueError(
+                f"ref_logps must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
+                f"one a sequence, got {got}"
+            )
+        if ref_logps.device != target.device:
+            raise ValueError(f"ref_logps is on {ref_logps.device}, target on {target.device}: expected one device")
+        ref_logps = ref_logps.detach().to(dtype)
+        if ref_logps.ndim == 2:
+            ref_logps = torch.where(mask, ref_logps, 0.0).sum(-1)
+            if self.average_log_prob:
+                ref_logps = ref_logps / mask.sum(-1).clamp(min=1)
+        return _paired(ref_logps)
+
+    @torch.no_grad()
+    def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
+        assert stats.mean_logits is not None
+        pairs = batch.pairs(stats, slice(None))
+        logits_mean = torch.where(pairs.mask, stats.mean_logits, 0.0).sum((0, 2)) / pairs.batch_lengths
+        nll = batch.nll(stats, slice(None)) if self.compute_nll_loss else logits_mean.new_zeros(())
+        rewards = self.beta * pairs.logratios
+        return PreferenceMetrics(*pairs.logps.unbind(-1), *logits_mean.unbind(), nll, *rewards.unbind(-1))
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, {self.options}"

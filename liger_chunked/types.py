@@ -1,0 +1,163 @@
+"""The vocabulary of the library: what a loss sees, what a head is, what comes back. Imports torch alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+
+class TokenStats(NamedTuple):
+    """A few numbers per token, all that a loss on an `lm_head` needs to know of a row `z` of logits.
+
+    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats:
+
+    - `logps`: `z_y - lse`, the log-probability of the target (differentiable)
+    - `lse`: `logsumexp(z)` (differentiable)
+    - `entropy`: `-sum(p * log(p))` (differentiable)
+    - `mean_logits`: `sum(z) / V` (differentiable)
+    - `argmax`: the first index of the largest logit, int64
+    - `is_top1`: `argmax == y`, bool
+    - `log_sum_sq_probs`: `log(sum(p ** 2))`
+
+    Every field has the shape of the tokens asked about; a field that was not asked for is None. Floating fields are
+    float32, or float64 for float64 inputs.
+    """
+
+    logps: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    argmax: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+
+
+DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
+
+
+class Head(NamedTuple):
+    """An output projection, `logits = x @ weight.T + bias`: `weight` (V, H), `bias` (V,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class LogitOptionsDict(TypedDict, total=False):
+    """The keywords that every loss takes; see `LogitOptions` for their meaning and defaults."""
+
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    logits_budget: int | None
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """What happens between the projection and the statistics, and how much memory it may take.
+
+    The transform of a row of logits is `z = softcap * tanh(logit_scale * z / softcap) / temperature`; without a
+    softcap, `z = logit_scale * z / temperature`.
+
+    Args:
+        ignore_index: tokens with this target take part in nothing, and cost nothing.
+        softcap: Gemma's `final_logit_softcapping`; None for none.
+        logit_scale: multiplied (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
+        temperature: divides last.
+        logits_budget: the most bytes of logits alive at once; None for an automatic choice.
+
+    Raises:
+        ValueError: a softcap or temperature that is not positive, a scale that is not finite, a budget under one byte.
+    """
+
+    ignore_index: int = -100
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    logits_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap must be a positive number or None, got {self.softcap}")
+        if not math.isfinite(self.logit_scale):
+            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.logits_budget is not None and self.logits_budget < 1:
+            raise ValueError(f"logits_budget must be a positive number of bytes or None, got {self.logits_budget}")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """`n` preference pairs as a loss sees them. Axis 1 is (chosen, rejected); `T` is the padded length.
+
+    A loss may be handed the batch in several parts; `batch_size` and `batch_lengths` always speak of the whole batch.
+
+    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
+      their mean with `average_log_prob`
+    - `ref_logps` (n, 2): the same under the reference, without gradient; zeros where the loss has no reference
+    - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that one may divide by it
+    - `mask` (n, 2, T): True at the valid tokens
+    - `token_stats`: `TokenStats` of shape (n, 2, T), zero at ignored tokens
+    - `batch_size`: pairs in the whole batch
+    - `batch_lengths` (2,): valid tokens of all chosen and of all rejected sequences of the whole batch, at least 1
+    """
+
+    logps: Tensor
+    ref_logps: Tensor
+    lengths: Tensor
+    mask: Tensor
+    token_stats: TokenStats
+    batch_size: int
+    batch_lengths: Tensor
+
+    @property
+    def token_logps(self) -> Tensor:
+        """(n, 2, T) log-probability of each token, in nats, zero at ignored tokens."""
+        assert self.token_stats.logps is not None
+        return self.token_stats.logps
+
+    @property
+    def logratios(self) -> Tensor:
+        """(n, 2) `logps - ref_logps`, in nats."""
+        return self.logps - self.ref_logps
+
+
+class PreferenceMetrics(NamedTuple):
+    """What a paired preference loss reports, detached.
+
+    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`, in nats
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
+    - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
+    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor
+    rejected_logits_mean: Tensor
+    nll_loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+class CrossEntropyMetrics(NamedTuple):
+    """What the cross entropy reports beside the loss, detached; a field that was not asked for is None.
+
+    - `z_loss`: the part of the loss that `lse_square_scale` adds, reduced like the loss
+    - `token_accuracy` (): share of the valid tokens whose target is the argmax
+    - `predicted_tokens`: the argmax, in the shape of the target, -1 at ignored tokens
+    """
+
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, objectives and accumulators for inputs of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
