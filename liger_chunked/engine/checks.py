@@ -68,7 +68,12 @@ def check_target(target: Tensor, input: Tensor, name: str = "target") -> None:
         TypeError: not an integer tensor.
         ValueError: another shape or device than `input`.
     """
-    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+    if (
+        not isinstance(target, Tensor)
+        or target.is_floating_point()
+        or target.is_complex()
+        or target.dtype == torch.bool
+    ):
         got = _described(target) if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"{name} must be a tensor of token ids (int64), got {got}")
     if target.shape != input.shape[:-1]:

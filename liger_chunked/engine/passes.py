@@ -1,8 +1,8 @@
 """A pack of tokens through the head, and back: the only code that multiplies by `weight`.
 
-    statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
-    backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,
-                 dX, dW, db                                                   two GEMMs, three where projected again
+statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
+backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,
+             dX, dW, db                                                   two GEMMs, three where projected again
 """
 
 from __future__ import annotations

@@ -113,16 +113,16 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) ->
         # Chosen sequences, then rejected ones, to (pair, chosen or rejected, T).
         n_pairs = target.shape[0] // 2
         shape: tuple[int, ...] = (n_pairs, 2, target.shape[1])
-        dense = target.view(2, n_pairs, -1).transpose(0, 1).reshape(shape)
+        dense = target.reshape(2, n_pairs, -1).transpose(0, 1).contiguous()
     elif group == "sequence":
         shape = (target.shape[0], 1, target.shape[1])
-        dense = target.reshape(shape)
+        dense = target.reshape(shape).contiguous()
     else:
         shape = (target.numel(),)
-        dense = target.reshape(shape)
+        dense = target.reshape(shape).contiguous()
 
     mask = dense != ignore_index
-    flat, flat_mask = dense.reshape(-1), mask.view(-1)
+    flat, flat_mask = dense.view(-1), mask.view(-1)
     if flat.numel() == 0:
         return Layout(shape, flat, None, None, mask, None if group == "token" else [0] * shape[0])
 

@@ -1,8 +1,8 @@
 """The statistics of a head, differentiable: the primitive for code that has its own loss.
 
-    forward    project slice by slice of the vocabulary, keep a few numbers per token       one GEMM
-    backward   the same slices, last first, into dX and dW; the last slice is still there   two GEMMs, three where the
-                                                                                           logits outgrew the budget
+forward    project slice by slice of the vocabulary, keep a few numbers per token       one GEMM
+backward   the same slices, last first, into dX and dW; the last slice is still there   two GEMMs, three where the
+                                                                                       logits outgrew the budget
 """
 
 from __future__ import annotations

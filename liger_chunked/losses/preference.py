@@ -216,7 +216,9 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         if given and (ref_input is None or ref_weight is None):
             raise ValueError(f"a reference needs ref_input and ref_weight (or ref_logps), got only {', '.join(given)}")
         if self.use_ref_model is False and (given or ref_logps is not None):
-            raise ValueError(f"{name} with use_ref_model=False takes no reference, got {', '.join(given or ['ref_logps'])}")
+            raise ValueError(
+                f"{name} with use_ref_model=False takes no reference, got {', '.join(given or ['ref_logps'])}"
+            )
         if self.use_ref_model and not given and ref_logps is None:
             raise ValueError(f"{name} needs a reference: pass ref_input and ref_weight, or ref_logps")
 
