@@ -121,7 +121,7 @@ class HeadPass:
             dz = logits_grad_(
                 logits=logits,
                 target=target[tile.rows],
-                cotangents=LogitsCotangents(*(None if c is None else c[tile.rows] for c in cotangents)),
+                cotangents=cotangents.at(tile.rows),
                 options=self.options,
                 vocab_size=self.vocab_size,
                 vocab_start=tile.vocab.start,

@@ -28,6 +28,11 @@ class LogitsCotangents(NamedTuple):
     mean_logits: Tensor | None = None
     entropy_value: Tensor | None = None  # the statistic itself, which its own gradient needs
 
+    def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
+        """Of some of the rows."""
+        optional = (None if field is None else field[rows] for field in self[2:])
+        return LogitsCotangents(self.max[rows], self.log_sum[rows], *optional)
+
 
 @jit
 def _logits_grad_kernel(
@@ -105,7 +110,7 @@ def _logits_grad_torch_(
     n_cols = logits.shape[1]
     for rows in row_blocks(logits):
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
-        row = LogitsCotangents(*(None if field is None else field[rows, None] for field in cotangents))
+        row = cotangents.at((rows, None))
         if options.logit_scale != 1.0:
             z = z.mul_(options.logit_scale)
         slope = None

@@ -69,7 +69,7 @@ def _logits_stats_kernel(
         centred = z - shift
         e = tl.exp(centred)
         if sum_exp_z_ptr is not None:
-            # Moving the centre from running_max to new_max moves every earlier term by sum_exp * (running_max - new_max).
+            # A new centre moves the sum of the earlier terms by sum_exp times the distance.
             moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
             sum_exp_z = rescale * (sum_exp_z + moved) + tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=0)
         if sum_exp_sq_ptr is not None:
@@ -144,7 +144,7 @@ def _logits_stats_torch(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None,
 ) -> PartialStats:  # fmt: skip
-    n, n_cols = logits.shape
+    n_cols = logits.shape[1]
     wanted = _wanted(outputs)
     parts = []
     for rows in row_blocks(logits):
@@ -206,7 +206,8 @@ def concatenate(parts: list[PartialStats]) -> PartialStats:
     """Join the statistics of blocks of rows, in order."""
     if len(parts) == 1:
         return parts[0]
-    return PartialStats(*(None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)))
+    fields = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))
+    return PartialStats(*fields)  # type: ignore[arg-type]
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:
@@ -256,5 +257,5 @@ def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[
     if "argmax" in outputs:
         fields["argmax"] = stats.argmax  # type: ignore[assignment]
     if "is_top1" in outputs:
-        fields["is_top1"] = stats.argmax == target
+        fields["is_top1"] = torch.eq(stats.argmax, target)  # type: ignore[arg-type]
     return TokenStats(**fields)

@@ -232,7 +232,8 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
                 )
             if ref_weight.shape[0] != weight.shape[0]:
                 raise ValueError(
-                    f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, got {tuple(ref_weight.shape)}"
+                    f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, "
+                    f"got {tuple(ref_weight.shape)}"
                 )
             if ref_input.device != target.device:
                 raise ValueError(f"ref_input is on {ref_input.device}, target on {target.device}: expected one device")
@@ -263,7 +264,15 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         logits_mean = torch.where(pairs.mask, stats.mean_logits, 0.0).sum((0, 2)) / pairs.batch_lengths
         nll = batch.nll(stats, slice(None)) if self.compute_nll_loss else logits_mean.new_zeros(())
         rewards = self.beta * pairs.logratios
-        return PreferenceMetrics(*pairs.logps.unbind(-1), *logits_mean.unbind(), nll, *rewards.unbind(-1))
+        return PreferenceMetrics(
+            chosen_logps=pairs.logps[:, 0],
+            rejected_logps=pairs.logps[:, 1],
+            chosen_logits_mean=logits_mean[0],
+            rejected_logits_mean=logits_mean[1],
+            nll_loss=nll,
+            chosen_rewards=rewards[:, 0],
+            rejected_rewards=rewards[:, 1],
+        )
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {self.options}"
