@@ -116,7 +116,7 @@ def _discopop(pairs: Pairs, s: DPOSettings) -> Tensor:
 def _sft(pairs: Pairs, s: DPOSettings) -> Tensor:
     # A mean over the tokens of the batch, said pair by pair: the mean over pairs takes batch_size back out.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
-    return -chosen * (pairs.batch_size / pairs.batch_lengths[0])
+    return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
 
 class _LossType(NamedTuple):
