@@ -1,1 +1,7 @@
 """Eager oracles: the same losses on full logits, written from the formula, on torch alone."""
+
+from liger_chunked.reference.cross_entropy import cross_entropy
+from liger_chunked.reference.dpo import dpo
+from liger_chunked.reference.token_stats import logits, token_stats
+
+__all__ = ["cross_entropy", "dpo", "logits", "token_stats"]

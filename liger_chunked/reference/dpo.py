@@ -1,0 +1,188 @@
+"""DPO and its relatives from full logits, pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.reference.token_stats import token_stats
+
+LOSS_TYPES = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+)  # fmt: skip
+
+
+class _Pair(NamedTuple):
+    """One pair: log-probabilities in nats, scalars, and how many tokens each of its sequences has."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_length: int
+    rejected_length: int
+
+
+def _logistic(logit: Tensor, probability: float) -> Tensor:
+    """`-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
+    return F.binary_cross_entropy_with_logits(logit, torch.full_like(logit, probability))
+
+
+def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float) -> Tensor:
+    """A loss that looks at one pair, from its paper; rewards are `beta log(pi / pi_ref)`."""
+    chosen = pair.chosen - pair.ref_chosen
+    rejected = pair.rejected - pair.ref_rejected
+    per_token = chosen / max(1, pair.chosen_length) - rejected / max(1, pair.rejected_length)
+    reward_chosen, reward_rejected = beta * chosen, beta * rejected
+    margin = reward_chosen - reward_rejected
+    match loss_type:
+        case "sigmoid":  # Bradley-Terry: p(chosen > rejected) = sigmoid(margin), labels flipped with probability eps
+            return _logistic(margin, 1 - epsilon)
+        case "sigmoid_norm":
+            return _logistic(beta * per_token, 1.0)
+        case "hinge":
+            return torch.clamp(1 - margin, min=0)
+        case "ipo":  # equation 17, per token
+            return (per_token - 1 / (2 * beta)) ** 2
+        case "exo_pair":  # equation 16: KL(softmax(rewards) || (1 - eps, eps))
+            log_q = torch.stack([reward_chosen, reward_rejected]).log_softmax(0)
+            log_p = log_q.new_tensor([1 - epsilon, epsilon]).log()
+            return (log_q.exp() * (log_q - log_p)).sum()
+        case "nca_pair":  # the chosen answer is data, and each of the two is noise half of the time
+            return _logistic(reward_chosen, 1.0) + (_logistic(reward_chosen, 0.0) + _logistic(reward_rejected, 0.0)) / 2
+        case "robust":  # equation 10: unbiased under labels flipped with probability eps
+            clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
+            return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
+        case "bco_pair":  # a classifier of good and bad answers
+            return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
+        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0: log-ratios of 1/2 and -1/2 over beta
+            return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
+        case "apo_zero":  # equation 7
+            return 1 - torch.sigmoid(reward_chosen) + torch.sigmoid(reward_rejected)
+        case "apo_down":  # equation 8
+            return torch.sigmoid(reward_chosen) + 1 - torch.sigmoid(margin)
+        case "discopop":  # equation 5
+            gate = torch.sigmoid(margin / tau)
+            return (1 - gate) * _logistic(margin, 1.0) + gate * torch.exp(-margin)
+    raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {LOSS_TYPES}")
+
+
+def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
+    """AOT: the logistic loss between equal quantiles of two distributions over the batch, from its paper."""
+    if loss_type == "aot":
+        high = [pair.chosen - pair.rejected for pair in pairs]
+        low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]
+    else:
+        high = [pair.chosen - pair.ref_chosen for pair in pairs]
+        low = [pair.rejected - pair.ref_rejected for pair in pairs]
+    in_order = zip(sorted(high, key=Tensor.item), sorted(low, key=Tensor.item), strict=True)
+    return [_logistic(beta * (a - b), 1 - epsilon) for a, b in in_order]
+
+
+def dpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    compute_nll_loss: bool = False,
+    alpha: float = 1.0,
+    average_log_prob: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over the pairs of the losses of `loss_type`, plus `alpha` times the NLL of the chosen tokens.
+
+    `log pi(y|x)` is the sum of the log-probabilities of the tokens of a sequence, or with `average_log_prob` their
+    mean; without a reference `log pi_ref` is 0. A pair without any token costs nothing, but counts in the mean.
+
+    Args:
+        weight, bias: (V, H), (V,), the head of the policy.
+        input: (2 n, T, H), chosen sequences, then rejected ones.
+        target: (2 n, T) token ids, or `ignore_index`.
+        ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,), the reference.
+        ref_logps: instead of them (2 n, T) log-probabilities of its tokens, or (2 n,) of its sequences.
+        beta, label_smoothing, discopop_tau: beta, eps and tau of the formulas.
+        loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
+        compute_nll_loss, alpha: the NLL term, in nats per chosen token of the batch.
+        average_log_prob, ignore_index: see above.
+        softcap, logit_scale, temperature: the transform of the logits, of the policy and of the reference.
+
+    Returns:
+        The loss, and detached metrics: `chosen_logps`, `rejected_logps`, `chosen_rewards`, `rejected_rewards` (n,),
+        `chosen_logits_mean`, `rejected_logits_mean`, `nll_loss` ().
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = dpo(weight, input, target, ref_logps=torch.zeros(2))
+    >>> metrics["chosen_rewards"].shape
+    torch.Size([1])
+    """
+    transform = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    valid = target != ignore_index
+    lengths = valid.sum(1)
+    units = lengths.clamp(min=1) if average_log_prob else 1
+
+    policy = token_stats(
+        weight, input, target, bias, outputs=("logps", "mean_logits"), ignore_index=ignore_index, **transform
+    )
+    logps = policy["logps"].sum(1) / units
+    if ref_input is not None and ref_weight is not None:
+        with torch.no_grad():
+            reference = token_stats(ref_weight, ref_input, target, ref_bias, ignore_index=ignore_index, **transform)
+        ref_logps = reference["logps"]
+    if ref_logps is None:
+        ref_logps = torch.zeros_like(logps)
+    ref_logps = ref_logps.detach().to(logps.dtype)
+    if ref_logps.ndim == 2:
+        ref_logps = (ref_logps * valid).sum(1) / units
+
+    n = target.shape[0] // 2
+    pairs = [
+        _Pair(logps[i], logps[n + i], ref_logps[i], ref_logps[n + i], int(lengths[i]), int(lengths[n + i]))
+        for i in range(n)
+        if lengths[i] + lengths[n + i] > 0
+    ]
+    nll = -policy["logps"][:n].sum() / lengths[:n].sum().clamp(min=1)
+
+    names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    loss = alpha * nll if compute_nll_loss else torch.zeros_like(nll)
+    for name, share in zip(names, weights, strict=True):
+        if name == "sft":
+            loss = loss + share * nll
+            continue
+        if name in ("aot", "aot_unpaired"):
+            losses = _quantile_losses(name, pairs, beta, label_smoothing)
+        else:
+            losses = [_pair_loss(name, pair, beta, label_smoothing, discopop_tau) for pair in pairs]
+        loss = loss + share * sum(losses) / n
+
+    rewards = beta * (logps - ref_logps)
+    logits_mean = policy["mean_logits"].unflatten(0, (2, n)).sum((1, 2)) / lengths.view(2, n).sum(1).clamp(min=1)
+    metrics = {
+        "chosen_logps": logps[:n],
+        "rejected_logps": logps[n:],
+        "chosen_logits_mean": logits_mean[0],
+        "rejected_logits_mean": logits_mean[1],
+        "nll_loss": nll if compute_nll_loss else torch.zeros_like(nll),
+        "chosen_rewards": rewards[:n],
+        "rejected_rewards": rewards[n:],
+    }
+    return loss, {name: value.detach() for name, value in metrics.items()}

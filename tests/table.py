@@ -1,0 +1,257 @@
+"""The rows that every test of the suite runs over: a loss, its eager oracle, a batch for it, and what it may cost.
+
+A new loss adds rows here, and no test file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    TokenStats,
+    linear_token_stats,
+    reference,
+)
+from liger_chunked.reference.dpo import LOSS_TYPES
+
+Batch = dict[str, Tensor]
+PARAMETERS = ("weight", "input", "bias")
+
+
+class Sizes(NamedTuple):
+    """`sequences` is even, chosen and rejected; `length` is padded."""
+
+    sequences: int = 6
+    length: int = 7
+    hidden: int = 5
+    vocab: int = 23  # a small prime
+    ref_hidden: int = 8  # not the policy's
+
+
+SMALL = Sizes()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loss in one setting.
+
+    Args:
+        id: what a test report calls it.
+        ours: `(batch, **options) -> loss`, a scalar, with `options` those of `LogitOptions`.
+        oracle: `(batch) -> loss` by full logits, in the dtype of the batch.
+        sample: a batch in float64 of the given sizes and seed.
+        scope: what the objective cannot split: "token", "pair", or "batch".
+        fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
+        module: builds the loss module, with the options, where there is one.
+    """
+
+    id: str
+    ours: Callable[..., Tensor]
+    oracle: Callable[[Batch], Tensor]
+    sample: Callable[[Sizes, int], Batch]
+    scope: str = "token"
+    fused: bool = True
+
+    def has(self, batch: Batch, name: str) -> bool:
+        return name in batch
+
+
+# Batches
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _head(sizes: Sizes, generator: torch.Generator, prefix: str = "", bias: bool = True) -> Batch:
+    """Logits of a standard deviation of about 2: neither uniform nor certain."""
+    hidden = sizes.ref_hidden if prefix else sizes.hidden
+    batch = {
+        f"{prefix}weight": 2 * hidden**-0.5 * _normal(generator, sizes.vocab, hidden),
+        f"{prefix}input": _normal(generator, sizes.sequences, sizes.length, hidden),
+    }
+    if bias:
+        batch[f"{prefix}bias"] = 0.3 * _normal(generator, sizes.vocab)
+    return batch
+
+
+def tokens(sizes: Sizes, seed: int, bias: bool = True) -> Batch:
+    """Plain tokens, a half of them ignored, here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = _head(sizes, generator, bias=bias)
+    shape = (sizes.sequences, sizes.length)
+    batch["target"] = torch.randint(sizes.vocab, shape, generator=generator)
+    ignored = torch.randperm(batch["target"].numel(), generator=generator)[: batch["target"].numel() // 2]
+    batch["target"].view(-1)[ignored] = -100
+    return batch
+
+
+def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states") -> Batch:
+    """Chosen, then rejected sequences, each a prompt and padding around a completion of its own length."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = _head(sizes, generator, bias=bias)
+    shape = (sizes.sequences, sizes.length)
+    lengths = torch.randint(1, sizes.length + 1, shape[:1], generator=generator)
+    lengths[0], lengths[sizes.sequences // 2] = sizes.length, 1  # a pair as unequal as can be
+    starts = (torch.rand(shape[:1], generator=generator) * (sizes.length - lengths + 1)).long()
+    position = torch.arange(sizes.length)
+    inside = (position >= starts[:, None]) & (position < (starts + lengths)[:, None])
+    batch["target"] = torch.randint(sizes.vocab, shape, generator=generator).where(inside, -100)
+    if ref == "states":
+        batch |= _head(sizes, generator, prefix="ref_", bias=bias)
+    elif ref == "tokens":
+        batch["ref_logps"] = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    elif ref == "sequences":
+        batch["ref_logps"] = -3 * lengths * torch.rand(shape[:1], generator=generator, dtype=torch.float64)
+    return batch
+
+
+def moved(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:
+    """The batch with its floating tensors in `dtype`, all of it on `device`."""
+    return {name: x.to(device).to(dtype if x.is_floating_point() else None) for name, x in batch.items()}
+
+
+def n_valid(batch: Batch, ignore_index: int = -100) -> int:
+    return int((batch["target"] != ignore_index).sum())
+
+
+# Evaluation
+
+
+def evaluate(
+    loss: Callable[[Batch], Tensor], batch: Batch, trainable: Iterable[str] = PARAMETERS, upstream: float = 1.0
+) -> dict[str, Tensor]:
+    """The loss and its gradient by each parameter of the batch, by name; copies, so that the batch stays as it is."""
+    leaves = {name: batch[name].detach().clone().requires_grad_() for name in trainable if name in batch}
+    value = loss({**batch, **leaves})
+    (upstream * value).backward()
+    return {"loss": value.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """The norm of the error over the norm of the exact value."""
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+# Rows
+
+
+def _class_weights(batch: Batch) -> Tensor:
+    weight = batch["weight"]
+    return torch.linspace(0.2, 2.0, weight.shape[0], dtype=torch.float64, device=weight.device)
+
+
+def _per_token(loss: Tensor) -> Tensor:
+    """A scalar of `reduction="none"` that hands every token another gradient: negative, zero or positive."""
+    flat = loss.flatten()
+    upstream = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device) % 7 - 2
+    return (flat * upstream).sum() / flat.numel()
+
+
+def _cross_entropy(
+    id: str, *, ce_weight: bool = False, num_items: Any = None, bias: bool = True, **settings: Any
+) -> Row:
+    """`settings` are of the module, transform included."""
+
+    def scalar(loss: Tensor) -> Tensor:
+        return _per_token(loss) if settings.get("reduction") == "none" else loss
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        weights = _class_weights(batch) if ce_weight else None
+        return scalar(
+            LigerFusedLinearCrossEntropyLoss(ce_weight=weights, **settings | options)(**batch, num_items=num_items)
+        )
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        weights = _class_weights(batch) if ce_weight else None
+        return scalar(reference.cross_entropy(**batch, num_items=num_items, ce_weight=weights, **settings | options))
+
+    fused = settings.get("reduction") != "none"
+    return Row(id, ours, oracle, lambda sizes, seed: tokens(sizes, seed, bias), fused=fused)
+
+
+def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str = "pair", **settings: Any) -> Row:
+    """`settings` are of the module, transform included."""
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        return LigerFusedLinearDPOLoss(**settings | options)(**batch)[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return reference.dpo(**batch, **settings | options)[0]
+
+    return Row(id, ours, oracle, lambda sizes, seed: pairs(sizes, seed, bias, ref), scope)
+
+
+def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
+    """An objective that mixes `outputs` with coefficients of every token, so that each token gets its own gradients."""
+
+    def objective(stats: dict[str, Tensor], target: Tensor) -> Tensor:
+        first = next(iter(stats.values()))
+        phase = torch.arange(target.numel(), dtype=first.dtype, device=first.device).view(target.shape)
+        terms = [torch.cos(phase + i) * stats[name] + 0.1 * stats[name].square() for i, name in enumerate(outputs)]
+        # Differentiable in each, and not a sum of functions of one each.
+        return (sum(terms) * torch.sigmoid(stats[outputs[0]])).sum() / target.numel()
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        stats: TokenStats = linear_token_stats(**batch, outputs=outputs, **settings | options)
+        return objective({name: getattr(stats, name) for name in outputs}, batch["target"])
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return objective(reference.token_stats(**batch, outputs=outputs, **settings | options), batch["target"])
+
+    return Row(id, ours, oracle, tokens, fused=False)
+
+
+_TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
+_SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}  # these read label_smoothing
+
+CROSS_ENTROPY = [
+    _cross_entropy("ce", bias=False),
+    _cross_entropy("ce-sum", reduction="sum"),
+    _cross_entropy("ce-smoothing-z_loss-class_weights", label_smoothing=0.1, lse_square_scale=1e-2, ce_weight=True),
+    _cross_entropy("ce-class_weights-sum", ce_weight=True, reduction="sum"),
+    _cross_entropy("ce-softcap-scale-temperature", **_TRANSFORM),
+    _cross_entropy("ce-num_items", num_items=37),
+    _cross_entropy("ce-num_items-tensor", num_items=torch.tensor(37), lse_square_scale=1e-2),
+    _cross_entropy("ce-none", reduction="none"),
+    _cross_entropy(
+        "ce-none-everything", reduction="none", label_smoothing=0.1, lse_square_scale=1e-2, ce_weight=True, **_TRANSFORM
+    ),
+]
+
+DPO = [
+    *(
+        _dpo(
+            f"dpo-{loss_type}",
+            loss_type=loss_type,
+            label_smoothing=0.1 if loss_type in _SMOOTHED else 0.0,
+            scope="batch" if loss_type.startswith("aot") else "pair",
+        )
+        for loss_type in LOSS_TYPES
+    ),
+    _dpo("dpo-no-bias", bias=False, beta=0.3),
+    _dpo("dpo-rpo", compute_nll_loss=True, alpha=0.7),
+    _dpo("dpo-average_log_prob", average_log_prob=True, beta=2.0),
+    _dpo("dpo-softcap-scale-temperature", **_TRANSFORM),
+    _dpo("dpo-no-reference", ref=None),
+    _dpo("dpo-ref_logps-of-tokens", ref="tokens"),
+    _dpo("dpo-ref_logps-of-tokens-averaged", ref="tokens", average_log_prob=True),
+    _dpo("dpo-ref_logps-of-sequences", ref="sequences"),
+    _dpo("dpo-sigmoid+apo_zero+sft", loss_type=["sigmoid", "apo_zero", "sft"], loss_weights=[0.8, 0.3, 0.2]),
+]
+
+STATISTICS = [
+    _statistics("stats-logps", ("logps",)),
+    _statistics("stats-entropy", ("entropy",)),
+    _statistics("stats-all", ("logps", "lse", "entropy", "mean_logits")),
+    _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
+]
+
+ROWS = [*CROSS_ENTROPY, *DPO, *STATISTICS]
