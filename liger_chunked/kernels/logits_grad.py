@@ -98,7 +98,7 @@ def _logits_grad_triton_(
             softcap=options.softcap if options.softcap is None else float(options.softcap),
             inv_temperature=1.0 / options.temperature,
             BLOCK=block,
-            num_warps=8,
+            num_warps=4,
         )
     return logits
 

@@ -37,15 +37,16 @@ def _logits_stats_kernel(
     vocab_start, n_cols, logit_scale, softcap, inv_temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. A null pointer stands for a statistic that nobody asked for.
+    # One program per row. A null pointer stands for a statistic that nobody asked for. Each lane sums for itself until
+    # the row ends: the maximum is the only reduction across lanes inside the loop.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     running_max = -float("inf")
-    sum_exp = 0.0
-    sum_exp_z = 0.0
-    sum_z = 0.0
-    sum_exp_sq = 0.0
     argmax = 0
+    sum_exp = tl.zeros([BLOCK], tl.float32)
+    sum_exp_z = tl.zeros([BLOCK], tl.float32)
+    sum_z = tl.zeros([BLOCK], tl.float32)
+    sum_exp_sq = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
@@ -53,9 +54,9 @@ def _logits_stats_kernel(
         z = transform_block(z, logit_scale, softcap, inv_temperature)
         if sum_z_ptr is not None:
             if class_weight_ptr is not None:
-                sum_z += tl.sum(z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0), axis=0)
+                sum_z += z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
             else:
-                sum_z += tl.sum(tl.where(inside, z, 0.0), axis=0)
+                sum_z += tl.where(inside, z, 0.0)
         z = tl.where(inside, z, -float("inf"))
         if argmax_ptr is not None:
             block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
@@ -71,20 +72,20 @@ def _logits_stats_kernel(
         if sum_exp_z_ptr is not None:
             # A new centre moves the sum of the earlier terms by sum_exp times the distance.
             moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
-            sum_exp_z = rescale * (sum_exp_z + moved) + tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=0)
+            sum_exp_z = rescale * (sum_exp_z + moved) + tl.where(e == 0.0, 0.0, e * centred)
         if sum_exp_sq_ptr is not None:
-            sum_exp_sq = sum_exp_sq * rescale * rescale + tl.sum(e * e, axis=0)
-        sum_exp = sum_exp * rescale + tl.sum(e, axis=0)
+            sum_exp_sq = sum_exp_sq * (rescale * rescale) + e * e
+        sum_exp = sum_exp * rescale + e
         running_max = new_max
 
     tl.store(max_ptr + row, running_max)
-    tl.store(sum_exp_ptr + row, sum_exp)
+    tl.store(sum_exp_ptr + row, tl.sum(sum_exp, axis=0))
     if sum_exp_z_ptr is not None:
-        tl.store(sum_exp_z_ptr + row, sum_exp_z)
+        tl.store(sum_exp_z_ptr + row, tl.sum(sum_exp_z, axis=0))
     if sum_z_ptr is not None:
-        tl.store(sum_z_ptr + row, sum_z)
+        tl.store(sum_z_ptr + row, tl.sum(sum_z, axis=0))
     if sum_exp_sq_ptr is not None:
-        tl.store(sum_exp_sq_ptr + row, sum_exp_sq)
+        tl.store(sum_exp_sq_ptr + row, tl.sum(sum_exp_sq, axis=0))
     if argmax_ptr is not None:
         tl.store(argmax_ptr + row, argmax + vocab_start)
     target = tl.load(target_ptr + row) - vocab_start
@@ -135,7 +136,7 @@ def _logits_stats_triton(
             softcap=options.softcap if options.softcap is None else float(options.softcap),
             inv_temperature=1.0 / options.temperature,
             BLOCK=min(4096, 1 << (n_cols - 1).bit_length()),
-            num_warps=8,
+            num_warps=4,
         )
     return stats
 
