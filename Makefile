@@ -1,0 +1,45 @@
+# Two commands from a bare clone: `make demo` and `make test`. Each makes its own virtual environment first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: test lint demo bench gpu clean
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m "not gpu" tests/test_kernels.py tests/test_interpreter.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/align.py
+
+# On a machine with a GPU, in whatever environment is active.
+gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench:
+	$(PYTHON) -m benchmarks.cross_entropy
+	$(PYTHON) -m benchmarks.preference
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[demo]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info
