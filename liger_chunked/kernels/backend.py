@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.types import LogitOptions
+
 try:
     import triton
     import triton.language as tl
@@ -64,9 +66,31 @@ def tanh(x):
     return tl.where(x < 0, -t, t)
 
 
+def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
+    """The transform as `transform_block` takes it: what does nothing is None and compiles to nothing."""
+
+    def unless_one(factor: float) -> float | None:
+        return None if factor == 1.0 else float(factor)
+
+    if options.softcap is None:
+        return {
+            "scale": unless_one(options.logit_scale / options.temperature),
+            "softcap": None,
+            "inv_temperature": None,
+        }
+    return {
+        "scale": unless_one(options.logit_scale / options.softcap),
+        "softcap": float(options.softcap),
+        "inv_temperature": unless_one(1.0 / options.temperature),
+    }
+
+
 @jit
-def transform_block(z, logit_scale, softcap, inv_temperature):
-    z = z * logit_scale
+def transform_block(z, scale, softcap, inv_temperature):
+    if scale is not None:
+        z = z * scale
     if softcap is not None:
-        z = softcap * tanh(z / softcap)
-    return z * inv_temperature
+        z = softcap * tanh(z)
+    if inv_temperature is not None:
+        z = z * inv_temperature
+    return z

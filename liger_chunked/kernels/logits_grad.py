@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, row_blocks, tanh, tl, use_triton
+from liger_chunked.kernels.backend import jit, row_blocks, tanh, tl, transform_arguments, use_triton
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -38,7 +38,7 @@ class LogitsCotangents(NamedTuple):
 def _logits_grad_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, log_sum_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
-    vocab_start, n_cols, inv_vocab, logit_scale, softcap, inv_temperature,
+    vocab_start, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
@@ -46,11 +46,14 @@ def _logits_grad_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     ptrs = logits_ptr + row * logits_stride + cols
-    z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * logit_scale
+    z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    if scale is not None:
+        z = z * scale
     if softcap is not None:
-        t = tanh(z / softcap)
+        t = tanh(z)
         z = softcap * t
-    z = z * inv_temperature
+    if inv_temperature is not None:
+        z = z * inv_temperature
     log_p = (z - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
     p = tl.exp(log_p)
 
@@ -72,10 +75,13 @@ def _logits_grad_kernel(
             grad += g * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
         else:
             grad += g
-    grad = grad * inv_temperature
+    if inv_temperature is not None:
+        grad = grad * inv_temperature
     if softcap is not None:
-        grad = grad * (1.0 - t * t)
-    tl.store(ptrs, (grad * logit_scale).to(logits_ptr.dtype.element_ty), mask=inside)
+        grad = grad * softcap * (1.0 - t * t)
+    if scale is not None:
+        grad = grad * scale
+    tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def _logits_grad_triton_(
@@ -94,9 +100,7 @@ def _logits_grad_triton_(
             vocab_start=vocab_start,
             n_cols=n_cols,
             inv_vocab=1.0 / vocab_size,
-            logit_scale=float(options.logit_scale),
-            softcap=options.softcap if options.softcap is None else float(options.softcap),
-            inv_temperature=1.0 / options.temperature,
+            **transform_arguments(options),
             BLOCK=block,
             num_warps=4,
         )

@@ -14,7 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, row_blocks, tl, transform, transform_block, use_triton
+from liger_chunked.kernels.backend import (
+    jit,
+    row_blocks,
+    tl,
+    transform,
+    transform_arguments,
+    transform_block,
+    use_triton,
+)
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -34,29 +42,29 @@ class PartialStats(NamedTuple):
 def _logits_stats_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,
-    vocab_start, n_cols, logit_scale, softcap, inv_temperature,
+    vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. A null pointer stands for a statistic that nobody asked for. Each lane sums for itself until
-    # the row ends: the maximum is the only reduction across lanes inside the loop.
+    # One program per row. A null pointer stands for a statistic that nobody asked for.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     running_max = -float("inf")
+    sum_exp = 0.0
+    sum_exp_z = 0.0
+    sum_exp_sq = 0.0
     argmax = 0
-    sum_exp = tl.zeros([BLOCK], tl.float32)
-    sum_exp_z = tl.zeros([BLOCK], tl.float32)
-    sum_z = tl.zeros([BLOCK], tl.float32)
-    sum_exp_sq = tl.zeros([BLOCK], tl.float32)
+    sum_z = tl.zeros([BLOCK], tl.float32)  # per lane until the row ends: nothing rescales it
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
+        # The transform maps the zeros beyond the row to zeros.
         z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(z, logit_scale, softcap, inv_temperature)
+        z = transform_block(z, scale, softcap, inv_temperature)
         if sum_z_ptr is not None:
             if class_weight_ptr is not None:
                 sum_z += z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
             else:
-                sum_z += tl.where(inside, z, 0.0)
+                sum_z += z
         z = tl.where(inside, z, -float("inf"))
         if argmax_ptr is not None:
             block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
@@ -72,26 +80,26 @@ def _logits_stats_kernel(
         if sum_exp_z_ptr is not None:
             # A new centre moves the sum of the earlier terms by sum_exp times the distance.
             moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
-            sum_exp_z = rescale * (sum_exp_z + moved) + tl.where(e == 0.0, 0.0, e * centred)
+            sum_exp_z = rescale * (sum_exp_z + moved) + tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=0)
         if sum_exp_sq_ptr is not None:
-            sum_exp_sq = sum_exp_sq * (rescale * rescale) + e * e
-        sum_exp = sum_exp * rescale + e
+            sum_exp_sq = sum_exp_sq * rescale * rescale + tl.sum(e * e, axis=0)
+        sum_exp = sum_exp * rescale + tl.sum(e, axis=0)
         running_max = new_max
 
     tl.store(max_ptr + row, running_max)
-    tl.store(sum_exp_ptr + row, tl.sum(sum_exp, axis=0))
+    tl.store(sum_exp_ptr + row, sum_exp)
     if sum_exp_z_ptr is not None:
-        tl.store(sum_exp_z_ptr + row, tl.sum(sum_exp_z, axis=0))
+        tl.store(sum_exp_z_ptr + row, sum_exp_z)
     if sum_z_ptr is not None:
         tl.store(sum_z_ptr + row, tl.sum(sum_z, axis=0))
     if sum_exp_sq_ptr is not None:
-        tl.store(sum_exp_sq_ptr + row, tl.sum(sum_exp_sq, axis=0))
+        tl.store(sum_exp_sq_ptr + row, sum_exp_sq)
     if argmax_ptr is not None:
         tl.store(argmax_ptr + row, argmax + vocab_start)
     target = tl.load(target_ptr + row) - vocab_start
     has_target = (target >= 0) & (target < n_cols)
     z = tl.load(row_ptr + target, mask=has_target, other=0.0).to(tl.float32)
-    z = transform_block(z, logit_scale, softcap, inv_temperature)
+    z = transform_block(z, scale, softcap, inv_temperature)
     tl.store(target_logit_ptr + row, tl.where(has_target, z, -float("inf")))
 
 
@@ -132,9 +140,7 @@ def _logits_stats_triton(
             **{f"{name}_ptr": value for name, value in stats._asdict().items()},
             vocab_start=vocab_start,
             n_cols=n_cols,
-            logit_scale=float(options.logit_scale),
-            softcap=options.softcap if options.softcap is None else float(options.softcap),
-            inv_temperature=1.0 / options.temperature,
+            **transform_arguments(options),
             BLOCK=min(4096, 1 << (n_cols - 1).bit_length()),
             num_warps=4,
         )
