@@ -6,7 +6,17 @@ fused.py      gradient in forward: a loss of token statistics, with the gradient
 stats.py      the statistics alone, differentiable: `linear_token_stats`
 """
 
+from liger_chunked.engine.checks import check_projection, check_target
 from liger_chunked.engine.fused import fused_loss
+from liger_chunked.engine.schedule import Layout, lay_out
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
-__all__ = ["fused_loss", "linear_token_stats", "token_stats"]
+__all__ = [
+    "Layout",
+    "check_projection",
+    "check_target",
+    "fused_loss",
+    "lay_out",
+    "linear_token_stats",
+    "token_stats",
+]

@@ -21,13 +21,11 @@ from torch.autograd.function import once_differentiable
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
 from liger_chunked.engine.schedule import (
-    Group,
     Layout,
     Pack,
     Tile,
     budget_elements,
     largest,
-    lay_out,
     packs,
     row_blocks,
     tiles,
@@ -144,36 +142,32 @@ class _GradientInForward(torch.autograd.Function):
 def fused_loss(
     head: Head,
     input: Tensor,
-    target: Tensor,
+    layout: Layout,
     objective: Objective,
     *,
-    group: Group,
     outputs: tuple[str, ...],
     options: LogitOptions,
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
-) -> tuple[Tensor, TokenStats, Layout]:
+) -> tuple[Tensor, TokenStats]:
     """A loss of token statistics, with its gradients computed in the forward pass.
 
     Args:
-        head: weight (V, H) and bias (V,) or None.
+        head: weight (V, H) and bias (V,) or None, checked.
         input: (B, T, H) or (N, H), checked.
-        target: (B, T) or (N,), int64, checked; two-dimensional unless `group` is "token".
+        layout: of the target, see `lay_out`.
         objective: the loss, see `Objective`.
-        group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
         outputs: the fields of `TokenStats` that the objective, or the caller, reads.
-        options: transform, ignore_index and budget.
+        options: transform and budget.
         whole_batch: the objective wants all groups at once.
         class_weight: (V,) weighs `mean_logits`, in the accumulation dtype.
 
     Returns:
-        The loss (), connected to input, weight and bias; the detached statistics of the whole batch in the layout of
-        `Objective`; the layout itself.
+        The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
     """
     dtype = compute_dtype(head, input)
     vocab_size = head.weight.shape[0]
     elements = budget_elements(options, head.weight.shape, dtype)
-    layout = lay_out(target, group, options.ignore_index, vocab_size)
     cut = packs(layout, vocab_size, elements, whole_batch)
     step = _Step(
         layout=layout,
@@ -187,8 +181,4 @@ def fused_loss(
     )
     loss, *values = _GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
     present = [name for name in TokenStats._fields if name in outputs]
-    dense = {
-        name: layout.scatter(value, fill=-1 if name == "argmax" else 0)
-        for name, value in zip(present, values, strict=True)
-    }
-    return loss, TokenStats(**dense), layout
+    return loss, layout.scatter_stats(dict(zip(present, values, strict=True)))

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import LogitOptions, TokenStats
 
 Group = Literal["token", "sequence", "pair"]
 
@@ -96,6 +96,17 @@ class Layout:
             return values.view(self.shape)
         return values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values).view(self.shape)
 
+    def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
+        """The statistics of every valid token to the dense layout, an argmax of -1 and zeros elsewhere."""
+        return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """A tensor stacked like the target, (B, ...) or (B, T, ...), to the order of the dense layout."""
+        if self.group_lengths is None:
+            return x.reshape(self.shape)
+        sequences_per_group = self.shape[1]
+        return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
+
     def index(self, pack: Pack) -> slice | Tensor:
         """`side[index]` is the pack's share of any tensor whose first axis runs over the groups of the whole batch."""
         if self.group_lengths is not None:
@@ -105,6 +116,12 @@ class Layout:
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) -> Layout:
     """Compact the batch. The one place where the host waits for the device: it learns how many tokens there are.
+
+    Args:
+        target: (B, T) or (N,), int64; two-dimensional unless `group` is "token".
+        group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
+        ignore_index: marks the tokens that take no part.
+        vocab_size: what the other targets must be below.
 
     Raises:
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.

@@ -48,12 +48,9 @@ class _LinearTokenStats(torch.autograd.Function):
         if plan.backward_follows:
             ctx.save_for_backward(input, weight, bias)
             ctx.plan, ctx.head_pass, ctx.partial, ctx.entropy = plan, head_pass, partial, stats.entropy
-        dense = {
-            name: plan.layout.scatter(value, fill=-1 if name == "argmax" else 0)
-            for name, value in stats._asdict().items()
-            if value is not None
-        }
-        ctx.mark_non_differentiable(*(value for name, value in dense.items() if name not in DIFFERENTIABLE))
+        compact = {name: value for name, value in stats._asdict().items() if value is not None}
+        dense = plan.layout.scatter_stats(compact)._asdict()
+        ctx.mark_non_differentiable(*(dense[name] for name in plan.outputs if name not in DIFFERENTIABLE))
         return tuple(dense[name] for name in plan.outputs)
 
     @staticmethod
@@ -102,18 +99,17 @@ class _LinearTokenStats(torch.autograd.Function):
 def token_stats(
     head: Head,
     input: Tensor,
-    target: Tensor,
+    layout: Layout,
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` for inputs that were checked; `class_weight` (V,) weighs `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) weighs `mean_logits`."""
     dtype = compute_dtype(head, input)
-    vocab_size = head.weight.shape[0]
-    layout = lay_out(target.reshape(-1), "token", options.ignore_index, vocab_size)
+    elements = budget_elements(options, head.weight.shape, dtype)
     plan = _Plan(
         layout=layout,
-        tiles=tiles(layout.n_valid, vocab_size, budget_elements(options, head.weight.shape, dtype)),
+        tiles=tiles(layout.n_valid, head.weight.shape[0], elements),
         outputs=outputs,
         options=options,
         class_weight=class_weight,
@@ -121,7 +117,7 @@ def token_stats(
         backward_follows=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head)),
     )
     values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
-    return TokenStats(**{name: value.view(target.shape) for name, value in zip(outputs, values, strict=True)})
+    return TokenStats(**dict(zip(outputs, values, strict=True)))
 
 
 @torch.compiler.disable
@@ -184,4 +180,6 @@ def linear_token_stats(
     head = Head(weight, bias)
     check_projection(head, input)
     check_target(target, input)
-    return token_stats(head, input, target.long(), outputs, options)
+    layout = lay_out(target.long(), "token", ignore_index, weight.shape[0])
+    stats = token_stats(head, input, layout, outputs, options)
+    return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import fused_loss, token_stats
-from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out, token_stats
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -151,15 +150,15 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         check_target(target, input)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
-        target = target.long()
         definition = _CrossEntropy(self.label_smoothing, self.lse_square_scale, self._class_weight(weight))
+        layout = lay_out(target.long(), "token", self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":
-            loss, z_loss, stats = self._per_token(head, input, target, definition)
+            loss, z_loss, stats = self._per_token(head, input, target, layout, definition)
         else:
-            loss, z_loss, stats = self._reduced(head, input, target, definition, num_items)
+            loss, z_loss, stats = self._reduced(head, input, target, layout, definition, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
-        return loss, self._metrics(stats, target, z_loss)
+        return loss, self._metrics(stats, target, layout, z_loss)
 
     def _class_weight(self, weight: Tensor) -> Tensor | None:
         if self.ce_weight is None:
@@ -180,62 +179,64 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return definition.class_weight if self.label_smoothing else None
 
     def _per_token(
-        self, head: Head, input: Tensor, target: Tensor, definition: _CrossEntropy
+        self, head: Head, input: Tensor, target: Tensor, layout: Layout, definition: _CrossEntropy
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         stats = token_stats(
-            head, input, target, self._outputs(definition), self.options, self._smoothing_weight(definition)
+            head, input, layout, self._outputs(definition), self.options, self._smoothing_weight(definition)
         )
-        valid = target != self.options.ignore_index
-        loss = definition.cross_entropy(stats, target.where(valid, 0))
+        valid = layout.mask
+        loss = definition.cross_entropy(stats, target.reshape(-1).where(valid, 0))
         z_loss = None
         if self.lse_square_scale:
             z_loss = definition.z_loss(stats).where(valid, 0)
             loss = loss + z_loss
-        return loss.where(valid, 0), z_loss, stats
+            z_loss = z_loss.view(target.shape)
+        return loss.where(valid, 0).view(target.shape), z_loss, stats
 
     def _reduced(
-        self, head: Head, input: Tensor, target: Tensor, definition: _CrossEntropy, num_items: int | Tensor | None
+        self,
+        head: Head,
+        input: Tensor,
+        target: Tensor,
+        layout: Layout,
+        definition: _CrossEntropy,
+        num_items: int | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        flat = target.reshape(-1)
-        valid = flat != self.options.ignore_index
+        target = target.reshape(-1)
         per_token: int | Tensor = 1  # denominator of the z-loss
         per_weight: int | Tensor = 1  # denominator of the cross entropy
         if num_items is not None:
             per_token = per_weight = num_items.to(input.device) if isinstance(num_items, Tensor) else num_items
         elif self.reduction == "mean":
-            per_token = per_weight = valid.sum().clamp(min=1)
-            if definition.class_weight is not None:
-                # Out-of-range targets are refused by the engine; here they must only not fault first.
-                known = flat.where(valid, 0).clamp(0, head.weight.shape[0] - 1)
-                weights = definition.class_weight[known].where(valid, 0)
-                per_weight = weights.sum().where(valid.any(), 1)
+            per_token = per_weight = max(1, layout.n_valid)
+            if definition.class_weight is not None and layout.n_valid:
+                per_weight = definition.class_weight[layout.target].sum()
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            loss = definition.cross_entropy(stats, flat[index]).sum() / per_weight
+            loss = definition.cross_entropy(stats, target[index]).sum() / per_weight
             if self.lse_square_scale:
                 loss = loss + definition.z_loss(stats).sum() / per_token
             return loss
 
-        loss, stats, _ = fused_loss(
+        loss, stats = fused_loss(
             head,
             input,
-            target,
+            layout,
             objective,
-            group="token",
             outputs=self._outputs(definition),
             options=self.options,
             class_weight=self._smoothing_weight(definition),
         )
         z_loss = None
         if self.lse_square_scale:
-            z_loss = definition.z_loss(stats).where(valid, 0).sum() / per_token
+            z_loss = definition.z_loss(stats).where(layout.mask, 0).sum() / per_token
         return loss, z_loss, stats
 
-    def _metrics(self, stats: TokenStats, target: Tensor, z_loss: Tensor | None) -> CrossEntropyMetrics:
+    def _metrics(self, stats: TokenStats, target: Tensor, layout: Layout, z_loss: Tensor | None) -> CrossEntropyMetrics:
         accuracy = predicted = None
         if self.return_token_accuracy:
             assert stats.is_top1 is not None
-            accuracy = stats.is_top1.sum() / (target != self.options.ignore_index).sum().clamp(min=1)
+            accuracy = stats.is_top1.sum() / max(1, layout.n_valid)
         if self.return_predicted_tokens:
             assert stats.argmax is not None
             predicted = stats.argmax.view(target.shape)

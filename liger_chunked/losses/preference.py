@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import fused_loss, token_stats
-from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.losses.reference import reference_logps
 from liger_chunked.types import (
     Head,
     LogitOptions,
@@ -23,24 +23,19 @@ from liger_chunked.types import (
 )
 
 
-def _paired(x: Tensor) -> Tensor:
-    """(2 n, ...) chosen then rejected sequences, to (n, 2, ...)."""
-    return x.unflatten(0, (2, -1)).transpose(0, 1)
-
-
 @dataclass(frozen=True)
 class _Batch:
     """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
-    nll_mask: Tensor  # (n, T) of the chosen sequences
+    lengths: Tensor  # (n, 2)
     ref_logps: Tensor  # (n, 2)
     average_log_prob: bool
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None without an NLL term
 
     def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
         assert stats.logps is not None
-        mask = self.mask[index]
-        lengths = mask.sum(-1).clamp(min=1)
+        mask, lengths = self.mask[index], self.lengths[index].clamp(min=1)
         logps = torch.where(mask, stats.logps, 0.0).sum(-1)
         return Pairs(
             logps=logps / lengths if self.average_log_prob else logps,
@@ -49,12 +44,12 @@ class _Batch:
             mask=mask,
             token_stats=stats,
             batch_size=self.mask.shape[0],
-            batch_lengths=self.mask.sum((0, 2)).clamp(min=1),
+            batch_lengths=self.lengths.sum(0).clamp(min=1),
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         """These pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
-        assert stats.logps is not None
+        assert stats.logps is not None and self.nll_mask is not None
         chosen = torch.where(self.nll_mask[index], stats.logps[:, 0], 0.0)
         return -chosen.sum() / self.nll_mask.sum().clamp(min=1)
 
@@ -157,14 +152,9 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
                 f"in {tuple(input.shape)}"
             )
         target = target.long()
-        everything = target
-        mask = target != self.options.ignore_index
-        nll_mask = mask
-        if nll_target is not None:
-            everything, nll_mask = self._union(target, nll_target, input)
-
-        reference = self._reference_logps(weight, target, mask, ref_input, ref_weight, ref_bias, ref_logps)
-        batch = _Batch(_paired(mask), _paired(nll_mask)[:, 0], reference, self.average_log_prob)
+        union = target if nll_target is None else self._union(target, nll_target, input)
+        layout = lay_out(union, "pair", self.options.ignore_index, weight.shape[0])
+        batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
@@ -175,87 +165,59 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
                     f"preference_loss must return one value for each of {pairs.logps.shape[0]} pairs, "
                     f"got {tuple(losses.shape)}"
                 )
-            loss = torch.where(pairs.mask.any(-1).any(-1), losses, 0.0).sum() / n_pairs
+            has_tokens = batch.lengths[index].sum(-1) > 0
+            loss = torch.where(has_tokens, losses, 0.0).sum() / n_pairs
             if self.compute_nll_loss:
                 loss = loss + self.alpha * batch.nll(stats, index)
             return loss
 
-        loss, stats, _ = fused_loss(
+        loss, stats = fused_loss(
             head,
             input,
-            everything,
+            layout,
             objective,
-            group="pair",
             outputs=("logps", "mean_logits", *self.token_outputs),
             options=self.options,
             whole_batch=self.scope == "batch",
         )
         return loss, self._metrics(batch, stats)
 
-    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of either target, and the mask of `nll_target`."""
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
+        """The tokens of either target."""
+        if not self.compute_nll_loss:
+            raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target")
-        nll_target = nll_target.long()
         ignore_index = self.options.ignore_index
-        nll_mask = nll_target != ignore_index
-        both = nll_mask & (target != ignore_index)
-        if bool((both & (target != nll_target)).any()):
+        in_both = (nll_target != ignore_index) & (target != ignore_index)
+        if bool((in_both & (target != nll_target)).any()):
             raise ValueError("nll_target and target must agree on every token that neither of them ignores")
-        return target.where(target != ignore_index, nll_target), nll_mask
+        return target.where(target != ignore_index, nll_target.long())
 
-    def _reference_logps(
-        self, weight: Tensor, target: Tensor, mask: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
-        ref_bias: Tensor | None, ref_logps: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """(n, 2) in the units of `Pairs.logps`; zeros where there is no reference."""
-        name = type(self).__name__
-        states = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        given = [key for key, value in states.items() if value is not None]
-        if ref_logps is not None and given:
-            raise ValueError(f"the reference is given twice: as ref_logps and as {', '.join(given)}")
-        if given and (ref_input is None or ref_weight is None):
-            raise ValueError(f"a reference needs ref_input and ref_weight (or ref_logps), got only {', '.join(given)}")
-        if self.use_ref_model is False and (given or ref_logps is not None):
-            raise ValueError(
-                f"{name} with use_ref_model=False takes no reference, got {', '.join(given or ['ref_logps'])}"
-            )
-        if self.use_ref_model and not given and ref_logps is None:
-            raise ValueError(f"{name} needs a reference: pass ref_input and ref_weight, or ref_logps")
-
-        if ref_input is not None and ref_weight is not None:
-            ref_head = Head(ref_weight, ref_bias)
-            check_projection(ref_head, ref_input, "ref_")
-            if ref_input.shape[:-1] != target.shape:
-                raise ValueError(
-                    f"ref_input must be {(*target.shape, 'H_ref')}, as target {tuple(target.shape)} is, "
-                    f"got {tuple(ref_input.shape)}"
-                )
-            if ref_weight.shape[0] != weight.shape[0]:
-                raise ValueError(
-                    f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, "
-                    f"got {tuple(ref_weight.shape)}"
-                )
-            if ref_input.device != target.device:
-                raise ValueError(f"ref_input is on {ref_input.device}, target on {target.device}: expected one device")
-            with torch.no_grad():
-                ref_logps = token_stats(ref_head, ref_input, target, ("logps",), self.options).logps
-        dtype = accumulation_dtype(weight.dtype)
+    def _batch(
+        self,
+        weight: Tensor,
+        target: Tensor,
+        nll_target: Tensor | None,
+        layout: Layout,
+        reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    ) -> _Batch:
+        ignore_index = self.options.ignore_index
+        mask, nll_mask = layout.mask, None
+        if nll_target is not None:
+            mask = layout.arrange(target != ignore_index)
+        if self.compute_nll_loss:
+            nll_mask = (mask if nll_target is None else layout.arrange(nll_target != ignore_index))[:, 0]
+        lengths = mask.sum(-1)
+        ref_logps = reference_logps(
+            type(self).__name__, self.use_ref_model, weight, target, layout, self.options, *reference
+        )
         if ref_logps is None:
-            return torch.zeros(target.shape[0] // 2, 2, dtype=dtype, device=target.device)
-        if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
-            got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
-            raise ValueError(
-                f"ref_logps must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
-                f"one a sequence, got {got}"
-            )
-        if ref_logps.device != target.device:
-            raise ValueError(f"ref_logps is on {ref_logps.device}, target on {target.device}: expected one device")
-        ref_logps = ref_logps.detach().to(dtype)
-        if ref_logps.ndim == 2:
+            ref_logps = lengths.new_zeros(lengths.shape, dtype=accumulation_dtype(weight.dtype))
+        elif ref_logps.ndim == 3:
             ref_logps = torch.where(mask, ref_logps, 0.0).sum(-1)
             if self.average_log_prob:
-                ref_logps = ref_logps / mask.sum(-1).clamp(min=1)
-        return _paired(ref_logps)
+                ref_logps = ref_logps / lengths.clamp(min=1)
+        return _Batch(mask, lengths, ref_logps, self.average_log_prob, nll_mask)
 
     @torch.no_grad()
     def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
