@@ -26,13 +26,14 @@ PARAMETERS = ("weight", "input", "bias")
 
 
 class Sizes(NamedTuple):
-    """`sequences` is even, chosen and rejected; `length` is padded."""
+    """`sequences` is even, chosen and rejected; `length` is padded; with `ignored` False every token has a target."""
 
     sequences: int = 6
     length: int = 7
     hidden: int = 5
     vocab: int = 23  # a small prime
     ref_hidden: int = 8  # not the policy's
+    ignored: bool = True
 
 
 SMALL = Sizes()
@@ -45,22 +46,21 @@ class Row:
     Args:
         id: what a test report calls it.
         ours: `(batch, **options) -> loss`, a scalar, with `options` those of `LogitOptions`.
-        oracle: `(batch) -> loss` by full logits, in the dtype of the batch.
+        oracle: `(batch, **transform) -> loss` by full logits, in the dtype of the batch.
         sample: a batch in float64 of the given sizes and seed.
         scope: what the objective cannot split: "token", "pair", or "batch".
         fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
-        module: builds the loss module, with the options, where there is one.
     """
 
     id: str
     ours: Callable[..., Tensor]
-    oracle: Callable[[Batch], Tensor]
+    oracle: Callable[..., Tensor]
     sample: Callable[[Sizes, int], Batch]
     scope: str = "token"
     fused: bool = True
 
-    def has(self, batch: Batch, name: str) -> bool:
-        return name in batch
+    def __repr__(self) -> str:
+        return self.id
 
 
 # Batches
@@ -88,8 +88,9 @@ def tokens(sizes: Sizes, seed: int, bias: bool = True) -> Batch:
     batch = _head(sizes, generator, bias=bias)
     shape = (sizes.sequences, sizes.length)
     batch["target"] = torch.randint(sizes.vocab, shape, generator=generator)
-    ignored = torch.randperm(batch["target"].numel(), generator=generator)[: batch["target"].numel() // 2]
-    batch["target"].view(-1)[ignored] = -100
+    if sizes.ignored:
+        ignored = torch.randperm(batch["target"].numel(), generator=generator)[: batch["target"].numel() // 2]
+        batch["target"].view(-1)[ignored] = -100
     return batch
 
 
@@ -100,6 +101,8 @@ def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states"
     shape = (sizes.sequences, sizes.length)
     lengths = torch.randint(1, sizes.length + 1, shape[:1], generator=generator)
     lengths[0], lengths[sizes.sequences // 2] = sizes.length, 1  # a pair as unequal as can be
+    if not sizes.ignored:
+        lengths[:] = sizes.length
     starts = (torch.rand(shape[:1], generator=generator) * (sizes.length - lengths + 1)).long()
     position = torch.arange(sizes.length)
     inside = (position >= starts[:, None]) & (position < (starts + lengths)[:, None])
@@ -211,6 +214,8 @@ def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
 _SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}  # these read label_smoothing
+# exp(-margin) of long random pairs would make one pair of many the whole loss, and its luck the whole error.
+_MILD = {"discopop": {"beta": 0.02, "discopop_tau": 0.5}}
 
 CROSS_ENTROPY = [
     _cross_entropy("ce", bias=False),
@@ -232,10 +237,12 @@ DPO = [
             f"dpo-{loss_type}",
             loss_type=loss_type,
             label_smoothing=0.1 if loss_type in _SMOOTHED else 0.0,
+            **_MILD.get(loss_type, {}),
             scope="batch" if loss_type.startswith("aot") else "pair",
         )
         for loss_type in LOSS_TYPES
     ),
+    _dpo("dpo-discopop-default-tau", loss_type="discopop", beta=0.02),
     _dpo("dpo-no-bias", bias=False, beta=0.3),
     _dpo("dpo-rpo", compute_nll_loss=True, alpha=0.7),
     _dpo("dpo-average_log_prob", average_log_prob=True, beta=2.0),

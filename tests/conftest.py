@@ -1,0 +1,75 @@
+"""What every test runs under: its device, and memory that is not zero by luck.
+
+python -m pytest -n 2                               the suite, on the CPU
+TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
+python -m pytest -m gpu                             the suite, on a CUDA device
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Deterministic mode asks this of cuBLAS, before it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from liger_chunked.kernels import backend
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The shapes are small, and the workers of pytest-xdist share the cores.
+    torch.set_num_threads(1)
+    config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
+    config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda])])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, and refuse operations that are not deterministic."""
+    if request.node.get_closest_marker("ordinary_memory"):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def expects_triton(device: str) -> bool:
+    """Whether float32 tensors of `device` are served by the Triton kernels in this process."""
+    return device == "cuda" or backend.INTERPRETED
+
+
+@pytest.fixture
+def path(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """ "triton" or "torch": which kernels the test must run; it fails if it ran the others, or none."""
+    from liger_chunked.kernels import logits_grad, logits_stats
+
+    ran: set[str] = set()
+
+    def watched(module, name: str, path: str) -> None:
+        function = getattr(module, name)
+
+        def watch(*args, **kwargs):
+            ran.add(path)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watch)
+
+    watched(logits_stats, "_logits_stats_triton", "triton")
+    watched(logits_grad, "_logits_grad_triton_", "triton")
+    watched(logits_stats, "_logits_stats_torch", "torch")
+    watched(logits_grad, "_logits_grad_torch_", "torch")
+    expected = "triton" if expects_triton(device) else "torch"
+    yield expected
+    assert ran == {expected}

@@ -1,0 +1,153 @@
+"""Every loss and every gradient against full logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from table import ROWS, SMALL, Sizes, evaluate, moved, n_valid, relative_error
+from torch import Tensor
+
+from liger_chunked.engine import schedule
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+
+# How many logits may be alive at once, of `n` valid tokens with `v` logits each.
+BUDGETS = {
+    "auto": lambda n, v: None,
+    "more-than-all": lambda n, v: (n + 9) * v,
+    "all-but-one": lambda n, v: (n - 1) * v,  # a last chunk of 1
+    "5-tokens": lambda n, v: 5 * v,  # a prime, ragged last
+    "1-token": lambda n, v: v,
+    "third-of-a-token": lambda n, v: v // 3,  # tiles of the vocabulary
+    "1-logit": lambda n, v: 1,
+}
+
+
+@by_row
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_float64_matches_oracle(row, budget, device):
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    elements = BUDGETS[budget](n_valid(batch), SMALL.vocab)
+    ours = evaluate(partial(row.ours, logits_budget=elements and 8 * elements), batch)
+    exact = evaluate(row.oracle, batch)
+    assert ours.keys() == exact.keys()
+    for name, value in ours.items():
+        assert relative_error(value, exact[name]) < 1e-12, name
+
+
+@by_row
+@pytest.mark.parametrize(
+    "rows_in_budget",
+    [
+        pytest.param(5, id="slices"),  # whole groups of rows, slices of 1536 columns and a ragged last
+        pytest.param(2, id="slices-and-rows"),  # slices at their narrowest, 1024, and blocks of rows
+    ],
+)
+def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget, device):
+    sizes = SMALL._replace(vocab=2503)  # a prime above two slices
+    batch = moved(row.sample(sizes, seed=1), device=device)
+    ours = evaluate(partial(row.ours, logits_budget=8 * rows_in_budget * sizes.vocab), batch)
+    exact = evaluate(row.oracle, batch)
+    for name, value in ours.items():
+        assert relative_error(value, exact[name]) < 1e-12, name
+
+
+# A wrong term is off by far more than this, and rounding, at 6e-8 a number, by far less.
+WRONG_IN_FLOAT32 = 1e-5
+
+
+@pytest.mark.triton
+@by_row
+@pytest.mark.parametrize("budget", ["auto", "5-tokens", "third-of-a-token"])
+def test_float32_matches_oracle(row, budget, device, path):
+    batch = moved(row.sample(SMALL, seed=0), torch.float32, device)
+    elements = BUDGETS[budget](n_valid(batch), SMALL.vocab)
+    ours = evaluate(partial(row.ours, logits_budget=elements and 4 * elements), batch)
+    exact = evaluate(row.oracle, moved(batch, torch.float64))
+    for name, value in ours.items():
+        assert relative_error(value, exact[name]) < WRONG_IN_FLOAT32, name
+
+
+def test_slices_of_the_vocabulary_are_what_they_are_called():
+    tiles = schedule.tiles(8, 2503, 5 * 2503)
+    assert [tile.vocab for tile in tiles] == [slice(0, 1536), slice(1536, 2503)]
+    assert [tile.rows for tile in tiles] == 2 * [slice(0, 8)]
+    tiles = schedule.tiles(8, 2503, 2 * 2503)
+    assert [tile.vocab.start for tile in tiles[::2]] == [0, 1024, 2048]
+    assert [tile.rows for tile in tiles[:2]] == [slice(0, 4), slice(4, 8)]
+
+
+# The bound is a factor of the error of eager code in the same dtype. Both round the same numbers once each, in other
+# orders, which moves the norm of many errors by a few percent at most: 1.1.
+FACTOR = 1.1
+# Every token has a target, so that a GEMM of the weight gradient sums as many products in eager code as in ours: with
+# half of them zero, its partial sums are half as long, and its error is smaller by a matter of blocking.
+ERROR_SIZES = Sizes(sequences=8, length=32, hidden=64, vocab=499, ref_hidden=48, ignored=False)
+# In bfloat16 the rounding of the logits is all of the error, and the same one; in float32 the order of summation
+# differs, and it takes more batches until luck averages out.
+SEEDS = {torch.bfloat16: 3, torch.float32: 12}
+
+
+@by_row
+@pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
+def test_gradient_error_is_that_of_eager_code(row, dtype, device):
+    budgets = {"one-pack": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    squares: dict[tuple[str, str], float] = {}
+    for seed in range(SEEDS[dtype]):
+        batch = moved(row.sample(ERROR_SIZES, seed), dtype, device)
+        exact = evaluate(row.oracle, moved(batch, torch.float64))
+        results = {"eager": evaluate(row.oracle, batch)}
+        results |= {name: evaluate(partial(row.ours, logits_budget=budget), batch) for name, budget in budgets.items()}
+        for who, result in results.items():
+            for name in exact.keys() - {"loss"}:
+                assert result[name].dtype == dtype
+                error = float((result[name].double() - exact[name]).norm())
+                squares[who, name] = squares.get((who, name), 0.0) + error**2
+    for (who, name), square in squares.items():
+        ours, eager = square**0.5, squares["eager", name] ** 0.5
+        assert ours <= FACTOR * eager, f"{name}, {who}: {ours:.3e} against {eager:.3e}"
+
+
+@by_row
+@pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
+def test_loss_error_is_that_of_eager_code(row, dtype, device):
+    """A scalar is one error, and luck: take the root of the mean square over many batches."""
+    sizes = ERROR_SIZES._replace(sequences=4, length=32, vocab=331)
+    ours, eager, ulps = [], [], []
+    for seed in range(64):
+        batch = moved(row.sample(sizes, seed), dtype, device)
+        with torch.no_grad():
+            exact, loss = row.oracle(moved(batch, torch.float64)), row.ours(batch)
+            ours.append(loss.double() - exact)
+            eager.append(row.oracle(batch).double() - exact)
+            ulps.append(torch.finfo(loss.dtype).eps * exact.abs())
+
+    def rms(x: list[Tensor]) -> float:
+        return float(torch.stack(x).square().mean().sqrt())
+
+    # Below one unit in the last place of the result there is nothing left to compare.
+    assert rms(ours) <= max(FACTOR * rms(eager), rms(ulps)), f"{rms(ours):.3e} against {rms(eager):.3e}"
+
+
+@by_row
+def test_gradcheck(row):
+    batch = row.sample(Sizes(sequences=4, length=3, hidden=2, vocab=5, ref_hidden=3), seed=3)
+    names = [name for name in ("weight", "input", "bias") if name in batch]
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return row.ours({**batch, **dict(zip(names, leaves, strict=True))}, logits_budget=8 * 2 * 5)
+
+    assert torch.autograd.gradcheck(loss, [batch[name].clone().requires_grad_() for name in names])
+
+
+@pytest.mark.ordinary_memory  # deterministic mode would choose other operations
+@by_row
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bitwise_repeatable(row, dtype, device):
+    batch = moved(row.sample(Sizes(8, 33, 32, 257, 16), seed=5), dtype, device)
+    loss = partial(row.ours, logits_budget=20 * 257 * dtype.itemsize)
+    first, second = evaluate(loss, batch), evaluate(loss, batch)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
