@@ -7,6 +7,7 @@ python -m pytest -m gpu                             the suite, on a CUDA device
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -53,11 +54,10 @@ def expects_triton(device: str) -> bool:
 @pytest.fixture
 def path(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """ "triton" or "torch": which kernels the test must run; it fails if it ran the others, or none."""
-    from liger_chunked.kernels import logits_grad, logits_stats
-
     ran: set[str] = set()
 
-    def watched(module, name: str, path: str) -> None:
+    def watched(module_name: str, name: str, path: str) -> None:
+        module = importlib.import_module(f"liger_chunked.kernels.{module_name}")
         function = getattr(module, name)
 
         def watch(*args, **kwargs):
@@ -66,10 +66,10 @@ def path(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
         monkeypatch.setattr(module, name, watch)
 
-    watched(logits_stats, "_logits_stats_triton", "triton")
-    watched(logits_grad, "_logits_grad_triton_", "triton")
-    watched(logits_stats, "_logits_stats_torch", "torch")
-    watched(logits_grad, "_logits_grad_torch_", "torch")
+    watched("logits_stats", "_logits_stats_triton", "triton")
+    watched("logits_grad", "_logits_grad_triton_", "triton")
+    watched("logits_stats", "_logits_stats_torch", "torch")
+    watched("logits_grad", "_logits_grad_torch_", "torch")
     expected = "triton" if expects_triton(device) else "torch"
     yield expected
     assert ran == {expected}

@@ -1,0 +1,284 @@
+"""The kernels, on whichever path serves the device, against the formulas in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_chunked import LogitOptions, TokenStats
+from liger_chunked.kernels import LogitsCotangents, PartialStats, finish, logits_grad_, logits_stats, merge, scale_
+
+pytestmark = pytest.mark.triton
+
+OUTPUTS = TokenStats._fields
+DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
+TRANSFORMS = {
+    "plain": LogitOptions(),
+    "softcap": LogitOptions(softcap=2.5),
+    "logit_scale": LogitOptions(logit_scale=0.3),
+    "temperature": LogitOptions(temperature=1.9),
+    "all": LogitOptions(softcap=2.5, logit_scale=-1.3, temperature=0.7),
+}
+SHAPES = [
+    (1, 1),  # a vocabulary of one
+    (3, 2),
+    (1, 127),  # no power of two
+    (3, 129),
+    (3, 1000),
+    (1, 4097),  # one more than a block of columns
+    (3, 5000),  # a ragged second block
+]
+
+
+def sample(rows: int, cols: int, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, cols, generator=generator)
+    return logits.to(device), torch.randint(cols, (rows,), generator=generator).to(device)
+
+
+def formulas(logits: Tensor, target: Tensor, options: LogitOptions, class_weight: Tensor | None = None) -> TokenStats:
+    z = options.logit_scale * logits.double()
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    z = z / options.temperature
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    return TokenStats(
+        logps=log_p.gather(-1, target[:, None])[:, 0],
+        lse=z.logsumexp(-1),
+        entropy=-(p * log_p.masked_fill(p == 0, 0)).sum(-1),
+        mean_logits=(z if class_weight is None else z * class_weight.double()).mean(-1),
+        argmax=z.argmax(-1),
+        is_top1=z.argmax(-1) == target,
+        log_sum_sq_probs=(2 * log_p).logsumexp(-1),
+    )
+
+
+def assert_stats_close(ours: TokenStats, exact: TokenStats) -> None:
+    # Sums of at most 5000 terms of a relative error of 6e-8 each, in whatever order.
+    for name in TokenStats._fields:
+        value, expected = getattr(ours, name), getattr(exact, name)
+        if value is not None:
+            torch.testing.assert_close(value, expected.to(value.dtype), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_statistics(rows, cols, options, device, path):
+    logits, target = sample(rows, cols, device=device)
+    before = logits.clone()
+    ours = finish(logits_stats(logits, target, options, OUTPUTS), target, cols, OUTPUTS)
+    assert_stats_close(ours, formulas(logits, target, options))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_one_statistic_alone(name, device):
+    logits, target = sample(3, 129, device=device)
+    ours = finish(logits_stats(logits, target, LogitOptions(), (name,)), target, 129, (name,))
+    assert [field for field in OUTPUTS if getattr(ours, field) is not None] == [name]
+    assert_stats_close(ours, formulas(logits, target, LogitOptions()))
+
+
+def gradient_of(
+    logits: Tensor,
+    target: Tensor,
+    options: LogitOptions,
+    upstream: dict[str, Tensor],
+    class_weight: Tensor | None = None,
+    vocab: slice = slice(None),
+) -> Tensor:
+    """`logits_grad_` on a copy of the columns `vocab`, from the statistics of all of them."""
+    outputs = tuple(dict.fromkeys((*upstream, "entropy")))
+    partial = logits_stats(logits, target, options, outputs, class_weight=class_weight)
+    stats = finish(partial, target, logits.shape[1], outputs)
+    cotangents = LogitsCotangents(
+        max=partial.max, log_sum=partial.sum_exp.log(), entropy_value=stats.entropy, **upstream
+    )
+    return logits_grad_(
+        logits=logits[:, vocab].clone(memory_format=torch.contiguous_format),
+        target=target,
+        cotangents=cotangents,
+        options=options,
+        vocab_size=logits.shape[1],
+        vocab_start=vocab.start or 0,
+        class_weight=None if class_weight is None else class_weight[vocab],
+    )
+
+
+def exact_gradient(
+    logits: Tensor,
+    target: Tensor,
+    options: LogitOptions,
+    upstream: dict[str, Tensor],
+    class_weight: Tensor | None = None,
+) -> Tensor:
+    leaf = logits.double().requires_grad_()
+    stats = formulas(leaf, target, options, class_weight)
+    return torch.autograd.grad(sum((getattr(stats, name) * g.double()).sum() for name, g in upstream.items()), leaf)[0]
+
+
+def upstream_of(names: tuple[str, ...], rows: int, device: str) -> dict[str, Tensor]:
+    """Positive, negative and zero."""
+    return {name: (torch.arange(rows, device=device) - 1.0) * (i + 0.5) + 0.25 * i for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_gradient(rows, cols, options, device, path):
+    logits, target = sample(rows, cols, device=device)
+    upstream = upstream_of(DIFFERENTIABLE, rows, device)
+    ours = gradient_of(logits, target, options, upstream)
+    torch.testing.assert_close(ours.double(), exact_gradient(logits, target, options, upstream), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradient_of_one_statistic(name, device, path):
+    logits, target = sample(3, 129, device=device)
+    upstream = upstream_of((name,), 3, device)
+    ours = gradient_of(logits, target, LogitOptions(), upstream)
+    exact = exact_gradient(logits, target, LogitOptions(), upstream)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [slice(0, 60), slice(60, 61), slice(61, 200)], ids=str)
+def test_gradient_of_a_slice_of_the_vocabulary(vocab, device, path):
+    logits, target = sample(3, 200, device=device)
+    class_weight = torch.linspace(0.1, 2, 200, device=device)
+    upstream = upstream_of(DIFFERENTIABLE, 3, device)
+    ours = gradient_of(logits, target, TRANSFORMS["all"], upstream, class_weight, vocab)
+    exact = exact_gradient(logits, target, TRANSFORMS["all"], upstream, class_weight)[:, vocab]
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_is_rounded_once(dtype, device, path):
+    logits, target = sample(3, 1000, device=device)
+    logits = logits.to(dtype)
+    stats = finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 1000, OUTPUTS)
+    assert stats.logps.dtype == torch.float32
+    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    upstream = upstream_of(("logps",), 3, device)
+    ours = gradient_of(logits, target, LogitOptions(), upstream)
+    exact = exact_gradient(logits, target, LogitOptions(), upstream)
+    half_ulp = torch.finfo(dtype).eps / 2
+    # Beside the rounding to dtype, that of the float32 before it; float16 has subnormal steps of 6e-8.
+    torch.testing.assert_close(ours.double(), exact, rtol=half_ulp + 1e-5, atol=torch.finfo(dtype).tiny)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "class_weight"])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_slices_merge_at_any_cut_in_any_order(weighted, device, data):
+    cols = 130
+    logits, target = sample(2, cols, seed=3, device=device)
+    class_weight = torch.linspace(0.1, 2, cols, device=device) if weighted else None
+    options = TRANSFORMS["all"]
+    inner = data.draw(st.lists(st.integers(1, cols - 1), max_size=6, unique=True).map(sorted))
+    cuts = [0, *inner, cols]
+    parts: list[PartialStats] = [
+        logits_stats(
+            logits=logits[:, a:b],
+            target=target,
+            options=options,
+            outputs=OUTPUTS,
+            vocab_start=a,
+            class_weight=None if class_weight is None else class_weight[a:b],
+        )
+        for a, b in pairwise(cuts)
+    ]
+    while len(parts) > 1:  # neighbours, in any order
+        i = data.draw(st.integers(0, len(parts) - 2))
+        parts[i : i + 2] = [merge(parts[i], parts[i + 1])]
+    stats = finish(parts[0], target, cols, OUTPUTS)
+    assert_stats_close(stats, formulas(logits, target, options, class_weight))
+
+
+@pytest.mark.parametrize(
+    "dead",
+    [slice(0, 70), slice(70, 200), slice(0, 199), slice(3, 4)],
+    ids=["first", "last", "all-but-one", "one-column"],
+)
+@pytest.mark.parametrize("cuts", [(0, 200), (0, 70, 200), (0, 35, 70, 199, 200)], ids=len)
+def test_columns_of_minus_infinity(dead, cuts, device, path):
+    logits, target = sample(3, 200, device=device)
+    logits[:, dead] = -math.inf
+    alive = [v for v in range(200) if not dead.start <= v < dead.stop]
+    target = torch.tensor([alive[0], alive[-1], alive[len(alive) // 2]], device=device)
+    outputs = ("logps", "lse", "entropy", "argmax", "log_sum_sq_probs")
+    parts = [logits_stats(logits[:, a:b], target, LogitOptions(), outputs, vocab_start=a) for a, b in pairwise(cuts)]
+    stats = finish(reduce(merge, parts), target, 200, outputs)
+    exact = formulas(logits, target, LogitOptions())
+    assert_stats_close(stats, exact)
+    upstream = upstream_of(("logps", "lse", "entropy"), 3, device)
+    gradient = gradient_of(logits, target, LogitOptions(), upstream)
+    assert (gradient[:, dead] == 0).all()
+    alone = exact_gradient(logits[:, alive], torch.searchsorted(torch.tensor(alive, device=device), target),
+                           LogitOptions(), upstream)  # fmt: skip
+    torch.testing.assert_close(gradient[:, alive].double(), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e-4], ids=str)
+def test_large_logits_do_not_cancel(offset, device, path):
+    logits, target = sample(3, 1000, device=device)
+    logits += offset
+    outputs = ("logps", "entropy", "log_sum_sq_probs")
+    stats = finish(logits_stats(logits, target, LogitOptions(), outputs), target, 1000, outputs)
+    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    upstream = upstream_of(("logps", "entropy"), 3, device)
+    ours = gradient_of(logits, target, LogitOptions(), upstream)
+    exact = exact_gradient(logits, target, LogitOptions(), upstream)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_first_of_equal_logits_is_the_argmax(device):
+    logits = torch.zeros(2, 5000, device=device)
+    logits[1, [4099, 4998]] = 1.0
+    target = torch.tensor([0, 4998], device=device)
+    stats = finish(logits_stats(logits, target, LogitOptions(), ("argmax", "is_top1")), target, 5000, OUTPUTS[4:6])
+    assert stats.argmax.tolist() == [0, 4099]
+    assert stats.is_top1.tolist() == [True, False]
+
+
+def test_rows_of_a_wider_buffer(device, path):
+    wide, target = sample(3, 400, device=device)
+    target = target % 129
+    before = wide.clone()
+    logits = wide[:, :129]  # rows contiguous, 400 apart
+    assert_stats_close(
+        finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 129, OUTPUTS),
+        formulas(logits, target, LogitOptions()),
+    )
+    upstream = upstream_of(("logps",), 3, device)
+    exact = exact_gradient(logits, target, LogitOptions(), upstream)
+    partial = logits_stats(logits, target, LogitOptions(), ("logps",))
+    result = logits_grad_(
+        logits, target, LogitsCotangents(partial.max, partial.sum_exp.log(), **upstream), LogitOptions(), 129
+    )
+    assert result.data_ptr() == wide.data_ptr()
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(wide[:, 129:], before[:, 129:])
+
+
+def test_no_rows(device):
+    logits, target = torch.empty(0, 17, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    stats = finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 17, OUTPUTS)
+    assert all(field.shape == (0,) for field in stats)
+
+
+@pytest.mark.parametrize("scalar", [1.0, 0.5, -3.0, 0.0])
+@pytest.mark.parametrize("shape", [(1,), (3, 129), (4097,), (4096 * 3 + 5,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_scale(dtype, shape, scalar, device):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    expected = (x.float() * scalar).to(dtype)
+    result = scale_(x, torch.tensor(scalar, device=device))
+    assert result is x
+    assert torch.equal(x, expected)
