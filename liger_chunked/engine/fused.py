@@ -103,7 +103,9 @@ class _Step:
             loss = self.objective(dense, self.layout.index(pack))
         if not loss.requires_grad:
             return loss, {}
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        # On this thread: for a handful of tiny kernels the hand-over to autograd's device thread costs more than they do.
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():
             leaf.requires_grad_(False)
         return loss.detach(), {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
