@@ -14,10 +14,13 @@ from torch import Tensor
 
 from liger_chunked import LogitOptions, TokenStats
 from liger_chunked.kernels import LogitsCotangents, PartialStats, finish, logits_grad_, logits_stats, merge, scale_
+from liger_chunked.kernels.backend import INTERPRETED
 
 pytestmark = pytest.mark.triton
 
 OUTPUTS = TokenStats._fields
+# Units in the last place that a conversion to bfloat16 is off by: Triton's interpreter truncates.
+ROUNDING = 1.0 if INTERPRETED else 0.5
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 TRANSFORMS = {
     "plain": LogitOptions(),
@@ -168,9 +171,9 @@ def test_half_precision_is_rounded_once(dtype, device, path):
     upstream = upstream_of(("logps",), 3, device)
     ours = gradient_of(logits, target, LogitOptions(), upstream)
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
-    half_ulp = torch.finfo(dtype).eps / 2
     # Beside the rounding to dtype, that of the float32 before it; float16 has subnormal steps of 6e-8.
-    torch.testing.assert_close(ours.double(), exact, rtol=half_ulp + 1e-5, atol=torch.finfo(dtype).tiny)
+    rtol = ROUNDING * torch.finfo(dtype).eps + 1e-5
+    torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=torch.finfo(dtype).tiny)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "class_weight"])
@@ -281,4 +284,7 @@ def test_scale(dtype, shape, scalar, device):
     expected = (x.float() * scalar).to(dtype)
     result = scale_(x, torch.tensor(scalar, device=device))
     assert result is x
-    assert torch.equal(x, expected)
+    if INTERPRETED:
+        torch.testing.assert_close(x, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    else:
+        assert torch.equal(x, expected)
