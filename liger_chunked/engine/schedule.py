@@ -130,7 +130,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) ->
         # Chosen sequences, then rejected ones, to (pair, chosen or rejected, T).
         n_pairs = target.shape[0] // 2
         shape: tuple[int, ...] = (n_pairs, 2, target.shape[1])
-        dense = target.reshape(2, n_pairs, -1).transpose(0, 1).contiguous()
+        dense = target.reshape(2, *shape[::2]).transpose(0, 1).contiguous()
     elif group == "sequence":
         shape = (target.shape[0], 1, target.shape[1])
         dense = target.reshape(shape).contiguous()
