@@ -157,7 +157,13 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
 
+        with_tokens = [pair for pair, length in enumerate(layout.group_lengths or ()) if length]
+
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            if self.scope == "batch" and len(with_tokens) < n_pairs:
+                # What is sorted over the batch has no place for a pair without tokens.
+                index = torch.tensor(with_tokens, dtype=torch.int64, device=input.device)
+                stats = TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(stats, index)
             losses = self.preference_loss(pairs)
             if losses.shape != pairs.logps.shape[:1]:
