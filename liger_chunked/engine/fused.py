@@ -103,7 +103,7 @@ class _Step:
             loss = self.objective(dense, self.layout.index(pack))
         if not loss.requires_grad:
             return loss, {}
-        # On this thread: for a handful of tiny kernels the hand-over to autograd's device thread costs more than they do.
+        # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():
@@ -111,10 +111,22 @@ class _Step:
         return loss.detach(), {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
-class _GradientInForward(torch.autograd.Function):
+class Step(Protocol):
+    """A loss with everything it needs but the tensors that gradients are for."""
+
+    def run(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """The loss, statistics of every valid token in computing order, and the gradients that are needed."""
+        ...
+
+
+class GradientInForward(torch.autograd.Function):
+    """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None."""
+
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, step: _Step, with_gradient: bool
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, step: Step, with_gradient: bool
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:3]))
@@ -181,6 +193,6 @@ def fused_loss(
         class_weight=class_weight,
         dtype=dtype,
     )
-    loss, *values = _GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
+    loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
     present = [name for name in TokenStats._fields if name in outputs]
     return loss, layout.scatter_stats(dict(zip(present, values, strict=True)))

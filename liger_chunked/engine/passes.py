@@ -73,8 +73,8 @@ class HeadPass:
         """Give the buffer back."""
         self._buffer = self._held = None
 
-    def _project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Logits (rows, columns) of a tile, before the transform."""
+    def project(self, x: Tensor, tile: Tile) -> Tensor:
+        """Logits (rows, columns) of a tile of `x` (n, H), before the transform, in the buffer."""
         assert self._buffer is not None
         x, weight = x[tile.rows], self.head.weight[tile.vocab]
         logits = self._buffer[: x.shape[0] * weight.shape[0]].view(x.shape[0], weight.shape[0])
@@ -91,7 +91,7 @@ class HeadPass:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile."""
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
-            self._held = self._project(x, tile)
+            self._held = self.project(x, tile)
             part = logits_stats(
                 logits=self._held,
                 target=target[tile.rows],
@@ -113,10 +113,11 @@ class HeadPass:
         pack_rows: slice,
     ) -> None:  # fmt: skip
         """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
-        cotangents = grads.normalize(cotangents)
+        given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
+        cotangents = cotangents._replace(**grads.normalize(given))
         dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):
-            logits = self._project(x, tile) if self._held is None else self._held
+            logits = self.project(x, tile) if self._held is None else self._held
             self._held = None
             dz = logits_grad_(
                 logits=logits,
@@ -131,6 +132,14 @@ class HeadPass:
                 last_slice = tile.vocab.stop == self.vocab_size
                 _accumulate(dx[tile.rows], dz, self.head.weight[tile.vocab], first=last_slice)
             grads.add(tile.vocab, dz, x[tile.rows], first=tile.rows.stop == x.shape[0])
+        grads.close_pack(dx, pack_rows)
+
+    def backward_from(self, x: Tensor, dz: Tensor, grads: HeadGradients, pack_rows: slice) -> None:
+        """Add the dX, dW and db of a pack whose gradient `dz` (n, V) of all its logits is known."""
+        dx = grads.open_input(x, pack_rows, one_slice=True)
+        if dx is not None:
+            _accumulate(dx, dz, self.head.weight, first=True)
+        grads.add(slice(0, self.vocab_size), dz, x, first=True)
         grads.close_pack(dx, pack_rows)
 
 
@@ -173,15 +182,14 @@ class HeadGradients:
             assert head.bias is not None
             self._bias = torch.zeros(head.bias.shape, dtype=wide, device=head.bias.device)
 
-    def normalize(self, cotangents: LogitsCotangents) -> LogitsCotangents:
-        """Divide the gradients of the statistics by `unit`, which the first pack sets."""
+    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Divide the gradients of a pack's statistics by `unit`, which the first pack sets."""
         if not self._half:
-            return cotangents
-        present = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
+            return gradients
         if self._unit is None:
-            largest = torch.stack([g.abs().max() for g in present.values()]).max()
+            largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
             self._unit = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
-        return cotangents._replace(**{name: g / self._unit for name, g in present.items()})
+        return {name: g / self._unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
         """Where a pack's dX goes: straight to its place where it is one product in the right dtype."""
