@@ -139,8 +139,9 @@ def evaluate(
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """The norm of the error over the norm of the exact value."""
-    return float((x.double() - exact).norm() / exact.norm())
+    """The norm of the error over the norm of the exact value; where that is zero, as it is."""
+    norm = float(exact.norm())
+    return float((x.double() - exact).norm()) / (norm or 1.0)
 
 
 # Rows
@@ -155,7 +156,7 @@ def _per_token(loss: Tensor) -> Tensor:
     """A scalar of `reduction="none"` that hands every token another gradient: negative, zero or positive."""
     flat = loss.flatten()
     upstream = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device) % 7 - 2
-    return (flat * upstream).sum() / flat.numel()
+    return (flat * upstream).sum() / max(1, flat.numel())
 
 
 def _cross_entropy(
@@ -200,7 +201,7 @@ def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
         phase = torch.arange(target.numel(), dtype=first.dtype, device=first.device).view(target.shape)
         terms = [torch.cos(phase + i) * stats[name] + 0.1 * stats[name].square() for i, name in enumerate(outputs)]
         # Differentiable in each, and not a sum of functions of one each.
-        return (sum(terms) * torch.sigmoid(stats[outputs[0]])).sum() / target.numel()
+        return (sum(terms) * torch.sigmoid(stats[outputs[0]])).sum() / max(1, target.numel())
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         stats: TokenStats = linear_token_stats(**batch, outputs=outputs, **settings | options)

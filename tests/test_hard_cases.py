@@ -1,0 +1,534 @@
+"""What has gone wrong in such code before: odd inputs, autograd's corners, mixed precision."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pairs, relative_error, tokens
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+EXACT = 1e-12
+SEVERAL_PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+FLOAT16_ULP = torch.finfo(torch.float16).eps
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < tolerance, name
+
+
+# Frozen parts
+
+
+@by_row
+@pytest.mark.parametrize(
+    "trainable",
+    [("weight", "input"), ("weight", "bias"), ("input", "bias"), ("weight",), ("input",), ("bias",)],
+    ids="+".join,
+)
+def test_frozen_parts(row, trainable, device):
+    batch = moved(row.sample(SMALL, seed=2), device=device)
+    if "bias" not in batch:
+        batch["bias"] = batch["weight"][:, 0].clone()
+    exact = evaluate(row.oracle, batch, trainable)
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch, trainable), exact)
+    for name in {"weight", "input", "bias"} - set(trainable):
+        assert batch[name].grad is None
+
+
+@by_row
+def test_nothing_trainable(row):
+    batch = row.sample(SMALL, seed=2)
+    loss = row.ours(batch)
+    assert not loss.requires_grad
+    with torch.no_grad():
+        assert torch.equal(row.ours({**batch, "weight": batch["weight"].clone().requires_grad_()}), loss)
+
+
+# Ignored tokens
+
+
+@by_row
+@pytest.mark.parametrize("budget", [None, 8 * SMALL.vocab], ids=["auto", "1-token"])
+def test_all_ignored_is_a_connected_zero(row, budget, device):
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    batch["target"].fill_(-100)
+    result = evaluate(partial(row.ours, logits_budget=budget), batch)
+    for name, value in result.items():
+        assert (value == 0).all(), name
+
+
+@by_row
+def test_empty_batch_is_a_connected_zero(row, device):
+    batch = {
+        name: x if name.endswith(("weight", "bias")) else x[:0]
+        for name, x in moved(row.sample(SMALL, seed=0), device=device).items()
+    }
+    result = evaluate(row.ours, batch)
+    for name, value in result.items():
+        assert (value == 0).all(), name
+
+
+@by_row
+@pytest.mark.parametrize("ignored", [[1], [1, 4], [0, 1, 2]], ids=["one-sequence", "one-pair", "all-chosen"])
+def test_ignored_sequences(row, ignored, device):
+    batch = moved(row.sample(SMALL, seed=4), device=device)
+    batch["target"][ignored] = -100
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch), evaluate(row.oracle, batch))
+
+
+@by_row
+def test_only_the_last_turn(row):
+    batch = row.sample(SMALL, seed=0)
+    batch["target"][:, :-1] = -100
+    batch["target"][:, -1] = 3
+    assert_same(evaluate(row.ours, batch), evaluate(row.oracle, batch))
+
+
+@by_row
+@pytest.mark.parametrize("ignore_index", [-1, 0, SMALL.vocab - 1, 10**6])
+def test_other_ignore_index(row, ignore_index):
+    batch = row.sample(SMALL, seed=0)
+    target = batch["target"]
+    kept = torch.where((target == ignore_index) & (target >= 0), 1, target)
+    batch["target"] = torch.where(target == -100, ignore_index, kept)
+    ours = evaluate(partial(row.ours, ignore_index=ignore_index, logits_budget=SEVERAL_PACKS), batch)
+    assert_same(ours, evaluate(partial(row.oracle, ignore_index=ignore_index), batch))
+
+
+@by_row
+def test_padding_is_free_to_be_anything(row):
+    """Hidden states of ignored tokens are not read."""
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    for name in ("input", "ref_input"):
+        if name in batch:
+            batch[name] = torch.where((batch["target"] == -100)[..., None], math.nan, batch[name])
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+# Autograd
+
+
+@by_row
+@pytest.mark.parametrize("upstream", [-3.0, 0.0, 1e-3])
+def test_scaled_after_return(row, upstream):
+    batch = row.sample(SMALL, seed=0)
+    ours = evaluate(row.ours, batch, upstream=upstream)
+    exact = evaluate(row.oracle, batch)
+    for name in exact:
+        factor = 1 if name == "loss" else upstream
+        assert torch.allclose(ours[name], factor * exact[name], rtol=1e-10, atol=1e-14), name
+
+
+@by_row
+def test_in_place_on_the_loss(row):
+    batch = row.sample(SMALL, seed=0)
+
+    def scaled(batch):
+        loss = row.ours(batch)
+        loss *= 0.25
+        return loss
+
+    exact = evaluate(row.oracle, batch)
+    assert_same(evaluate(scaled, batch), {name: 0.25 * value for name, value in exact.items()})
+
+
+@by_row
+@pytest.mark.parametrize("budget", [None, SEVERAL_PACKS], ids=["one-pack", "several"])
+def test_second_backward_with_another_upstream(row, budget):
+    batch = row.sample(SMALL, seed=0)
+    leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
+    loss = row.ours({**batch, **leaves}, logits_budget=budget)
+    exact = evaluate(row.oracle, batch)
+    for upstream in (2.0, -0.5, 1.0):
+        grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, upstream), retain_graph=True)
+        assert_same(dict(zip(leaves, grads, strict=True)), {name: upstream * exact[name] for name in leaves})
+
+
+@by_row
+@pytest.mark.parametrize("budget", [None, SEVERAL_PACKS], ids=["one-pack", "several"])
+def test_inputs_are_left_alone(row, budget):
+    batch = row.sample(SMALL, seed=0)
+    before = {name: x.clone() for name, x in batch.items()}
+    evaluate(partial(row.ours, logits_budget=budget), batch)
+    leaves = {name: x.requires_grad_() for name, x in batch.items() if name in PARAMETERS}
+    row.ours(batch, logits_budget=budget).backward()
+    assert leaves
+    for name, x in batch.items():
+        assert torch.equal(x.detach(), before[name]), name
+
+
+@by_row
+def test_weight_used_twice_in_one_graph(row):
+    """Tied embeddings: the head is also what the hidden states come from."""
+    batch = row.sample(SMALL, seed=0)
+
+    def tied(loss, batch):
+        embedded = F.embedding(batch["target"].clamp(min=0), batch["weight"])
+        return loss({**batch, "input": batch["input"] + embedded}) + batch["weight"].square().mean()
+
+    assert_same(evaluate(partial(tied, row.ours), batch), evaluate(partial(tied, row.oracle), batch))
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 5], ids=["auto", "slices", "tiny"])
+def test_random_upstream_of_every_statistic(budget, device):
+    batch = moved(tokens(SMALL, seed=7), device=device)
+    outputs = ("logps", "lse", "entropy", "mean_logits")
+    generator = torch.Generator().manual_seed(0)
+    upstream = torch.randn(4, *batch["target"].shape, generator=generator, dtype=torch.float64).to(device)
+    upstream[:, ::2, ::3] = 0
+
+    def ours(batch):
+        stats = linear_token_stats(**batch, outputs=outputs, logits_budget=budget)
+        return (torch.stack([getattr(stats, name) for name in outputs]) * upstream).sum()
+
+    def oracle(batch):
+        stats = reference.token_stats(**batch, outputs=outputs)
+        return (torch.stack([stats[name] for name in outputs]) * upstream).sum()
+
+    assert_same(evaluate(ours, batch), evaluate(oracle, batch))
+
+
+def test_every_statistic_by_value(device):
+    batch = moved(tokens(SMALL, seed=7), device=device)
+    outputs = ("logps", "lse", "entropy", "mean_logits", "argmax", "is_top1", "log_sum_sq_probs")
+    ours = linear_token_stats(**batch, outputs=outputs, softcap=3.0, logits_budget=8 * 40)
+    exact = reference.token_stats(**batch, outputs=outputs, softcap=3.0)
+    for name in outputs:
+        torch.testing.assert_close(getattr(ours, name), exact[name], rtol=EXACT, atol=EXACT, msg=name)
+    assert [name for name in outputs if getattr(ours, name).requires_grad] == []
+
+
+# Layouts of memory
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, every other element of a wider tensor."""
+    return torch.stack([x, x + 1], dim=-1)[..., 0]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same values, the first two dimensions the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@by_row
+@pytest.mark.parametrize("layout", [_strided, _transposed])
+@pytest.mark.parametrize("ignored", [True, False], ids=["ragged", "full"])
+def test_inputs_need_not_be_contiguous(row, layout, ignored):
+    batch = row.sample(SMALL._replace(ignored=ignored), seed=0)
+    for name, x in batch.items():
+        batch[name] = layout(x) if x.ndim > 1 else _strided(x)
+        assert not batch[name].is_contiguous()
+    leaves = {name: batch[name].requires_grad_() for name in PARAMETERS if name in batch}
+    loss = row.ours(batch, logits_budget=SEVERAL_PACKS)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    exact = evaluate(row.oracle, {name: x.detach().contiguous() for name, x in batch.items()})
+    assert_same({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, exact)
+
+
+@by_row
+def test_input_of_stride_zero(row):
+    batch = row.sample(SMALL, seed=0)
+    one = batch["input"][:, :1].clone()
+
+    def expanded(loss, batch):
+        return loss({**batch, "input": batch["input"].expand(-1, SMALL.length, -1)})
+
+    batch["input"] = one
+    assert_same(evaluate(partial(expanded, row.ours), batch), evaluate(partial(expanded, row.oracle), batch))
+
+
+@by_row
+def test_input_is_a_view_of_another_leaf(row):
+    batch = row.sample(SMALL, seed=0)
+    whole = torch.cat([batch["input"], batch["input"]], dim=1)
+
+    def viewed(loss, batch):
+        return loss({**batch, "input": batch["input"][:, : SMALL.length]})
+
+    batch["input"] = whole
+    assert_same(evaluate(partial(viewed, row.ours), batch), evaluate(partial(viewed, row.oracle), batch))
+
+
+@by_row
+def test_int32_targets(row):
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    batch["target"] = batch["target"].int()
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.scope == "token"], ids=repr)
+def test_tokens_in_one_dimension(row):
+    batch = row.sample(SMALL, seed=0)
+    flat = {**batch, "input": batch["input"].flatten(0, 1), "target": batch["target"].flatten()}
+    assert_same(evaluate(row.ours, flat), evaluate(row.oracle, flat))
+
+
+# Numbers
+
+
+@by_row
+@pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
+def test_offset_logits(row, offset, device):
+    """A constant on every logit moves lse and the mean, and no probability."""
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    batch["bias"] = torch.full_like(batch["weight"][:, 0], offset)
+    exact = evaluate(row.oracle, batch)
+    for name, value in evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch).items():
+        # 1e4 of an eps of 2e-16, and squares of it in the z-loss.
+        assert relative_error(value, exact[name]) < 1e-9 or torch.allclose(value, exact[name], atol=1e-9), name
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 7 * 4], ids=["auto", "packs", "slices"])
+@pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
+@pytest.mark.parametrize("loss", ["ce", "dpo", "stats"])
+def test_columns_of_minus_infinity(loss, columns, budget):
+    """Tokens that a mask in the bias rules out; mean_logits is rightly -inf there, and its gradient asked of nobody."""
+    row = {
+        "ce": next(row for row in ROWS if row.id == "ce-sum"),
+        "dpo": next(row for row in ROWS if row.id == "dpo-no-reference"),
+        "stats": next(row for row in ROWS if row.id == "stats-entropy"),
+    }[loss]
+    batch = row.sample(SMALL, seed=0)
+    batch["bias"][columns] = -math.inf
+    batch["target"] = torch.where(batch["target"] == -100, -100, 11)
+    ours = evaluate(partial(row.ours, logits_budget=budget), batch, ("weight", "input"))
+    assert_same(ours, evaluate(row.oracle, batch, ("weight", "input")))
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.99, 0.999, 1 - 1e-5], ids=str)
+def test_gradient_near_certainty_in_bfloat16(probability, device):
+    """p - 1 is small and must not come out of two rounded numbers."""
+    v, h = 257, 16
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(v, h, generator=generator)
+    target = torch.arange(64) % v
+    # Towards the target's row by as much as makes it this probable.
+    input = 4 * weight[target] / weight[target].norm(dim=1, keepdim=True)
+    for _ in range(40):
+        p = (input @ weight.T).softmax(-1).gather(1, target[:, None])
+        input = input * torch.where(p < probability, 1.1, 0.97)
+    batch = moved({"weight": weight, "input": input, "target": target}, torch.bfloat16, device)
+
+    def ours(batch):
+        return LigerFusedLinearCrossEntropyLoss()(**batch)
+
+    exact = evaluate(lambda batch: reference.cross_entropy(**batch), moved(batch, torch.float64))
+    eager = evaluate(lambda batch: reference.cross_entropy(**batch), batch)
+    for name, value in evaluate(ours, batch).items():
+        bound = max(1.1 * relative_error(eager[name], exact[name]), torch.finfo(value.dtype).eps)
+        assert relative_error(value, exact[name]) <= bound, name
+
+
+@by_row
+def test_identical_rows(row):
+    """Every token alike: ties everywhere, and sorts without an order."""
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    for name in ("input", "ref_input"):
+        if name in batch:
+            batch[name] = batch[name][:1, :1].expand_as(batch[name]).contiguous()
+    batch["target"].fill_(3)
+    ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, batch)
+    for name in exact:
+        # Chosen and rejected cancel in DPO's gradients: no norm to be relative to.
+        torch.testing.assert_close(ours[name], exact[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+# Precision
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of the operands of every matrix product under it."""
+
+    NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket.__name__ in self.NAMES:
+            self.dtypes += [x.dtype for x in args[-2:] if isinstance(x, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+@by_row
+def test_autocast(row, device):
+    """GEMMs in the autocast dtype, the result as if the inputs had been cast by hand, gradients in float32."""
+    batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
+    leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
+    # One pack: a CPU accumulates several in float32 products of upcast operands.
+    with torch.autocast(device, torch.bfloat16), Products() as products:
+        loss = row.ours({**batch, **leaves})
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    assert torch.bfloat16 in products.dtypes
+    if row.fused or device == "cuda":
+        assert products.dtypes[:2] == [torch.bfloat16] * 2
+    cast = {name: x for name, x in moved(batch, torch.bfloat16).items() if name != "ref_logps"}
+    by_hand = evaluate(row.ours, batch | cast)
+    assert torch.equal(loss.detach(), by_hand["loss"])
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert grad.dtype == leaf.dtype == torch.float32
+        # The gradients by hand were rounded to bfloat16 at their end.
+        assert relative_error(grad, by_hand[name].double()) < torch.finfo(torch.bfloat16).eps, name
+
+
+@by_row
+def test_autocast_leaves_float64_alone(row):
+    batch = row.sample(SMALL, seed=0)
+    exact = evaluate(row.oracle, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(evaluate(row.ours, batch), exact)
+
+
+@by_row
+@pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
+def test_float16_with_a_loss_scale(row, scale, device):
+    """Per-token gradients under 6e-8 would underflow; those of the scaled loss must not overflow either."""
+    batch = moved(row.sample(Sizes(8, 32, 64, 499, 48, ignored=False), seed=0), torch.float16, device)
+    exact = evaluate(row.oracle, moved(batch, torch.float64))
+    eager = evaluate(row.oracle, batch, upstream=scale)
+    for name, value in evaluate(row.ours, batch, upstream=scale).items():
+        expected = exact[name] if name == "loss" else scale * exact[name]
+        if expected.abs().max() > torch.finfo(torch.float16).max and value.dtype == torch.float16:
+            continue  # a trainer skips the step and lowers its scale
+        bound = max(FLOAT16_ULP, 1.1 * relative_error(eager[name], expected))  # NaN of eager code is no bound
+        assert relative_error(value, expected) <= bound, name
+
+
+# Pairs
+
+
+def test_one_long_pair_within_a_budget():
+    sizes = Sizes(sequences=2, length=200, hidden=8, vocab=101, ref_hidden=6)
+    batch = pairs(sizes, seed=0)
+    assert n_valid(batch) == 201
+    loss, metrics = LigerFusedLinearDPOLoss(logits_budget=8 * 10 * 101)(**batch)
+    exact, expected = reference.dpo(**batch)
+    torch.testing.assert_close(loss, exact, rtol=EXACT, atol=0)
+    for name, value in metrics._asdict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "dpo" in row.id], ids=repr)
+def test_chosen_equal_to_rejected(row):
+    batch = row.sample(SMALL, seed=0)
+    half = SMALL.sequences // 2
+    for name in ("input", "target", "ref_input", "ref_logps"):
+        if name in batch:
+            batch[name][half:] = batch[name][:half]
+    ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, batch)
+    for name in exact:
+        torch.testing.assert_close(ours[name], exact[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compute_nll_loss": True},
+        {"average_log_prob": True},
+        {"temperature": 0.5, "softcap": 4.0},
+        {"loss_type": "aot", "logits_budget": 8 * 30},
+    ],
+    ids=str,
+)
+def test_dpo_metrics(settings, device):
+    batch = moved(pairs(SMALL, seed=0), device=device)
+    _, ours = LigerFusedLinearDPOLoss(**settings)(**batch)
+    _, exact = reference.dpo(**batch, **{name: x for name, x in settings.items() if name != "logits_budget"})
+    assert ours._fields == tuple(exact)
+    for name, value in ours._asdict().items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, exact[name], rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_reference_equal_to_policy_gives_no_reward():
+    batch = pairs(SMALL, seed=0, ref=None)
+    same = {"ref_input": batch["input"], "ref_weight": batch["weight"], "ref_bias": batch["bias"]}
+    loss, metrics = LigerFusedLinearDPOLoss()(**batch, **same)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
+    assert (metrics.chosen_rewards == 0).all()
+    assert (metrics.rejected_rewards == 0).all()
+
+
+# Cross entropy
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_metrics(reduction, device):
+    batch = moved(tokens(SMALL, seed=0), device=device)
+    module = LigerFusedLinearCrossEntropyLoss(
+        reduction=reduction,
+        lse_square_scale=0.1,
+        return_z_loss=True,
+        return_token_accuracy=True,
+        return_predicted_tokens=True,
+        logits_budget=SEVERAL_PACKS,
+    )
+    loss, metrics = module(**batch)
+    exact = reference.cross_entropy(**batch, reduction=reduction, lse_square_scale=0.1)
+    plain = reference.cross_entropy(**batch, reduction=reduction)
+    stats = reference.token_stats(**batch, outputs=("argmax", "is_top1"))
+    torch.testing.assert_close(loss, exact, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(metrics.z_loss, exact - plain, rtol=1e-9, atol=EXACT)
+    assert torch.equal(metrics.predicted_tokens, stats["argmax"])
+    assert metrics.token_accuracy.item() == pytest.approx(stats["is_top1"].sum().item() / n_valid(batch))
+
+
+def test_micro_batches_with_num_items_add_up_to_the_batch():
+    batch = tokens(SMALL, seed=0)
+    whole = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), batch)
+    count = torch.tensor(n_valid(batch))
+    total = sum(
+        LigerFusedLinearCrossEntropyLoss()(
+            batch["weight"], batch["input"][part], batch["target"][part], batch["bias"], num_items=count
+        )
+        for part in (slice(0, 1), slice(1, 5), slice(5, 6))
+    )
+    torch.testing.assert_close(total, whole["loss"], rtol=EXACT, atol=0)
+
+
+# torch.compile
+
+
+class Tiny(nn.Module):
+    """The smallest model that ends in a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.layer = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 31)
+        self.loss = LigerFusedLinearCrossEntropyLoss()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embedding(tokens[:, :-1])))
+        return self.loss(self.head.weight, hidden, tokens[:, 1:], self.head.bias)
+
+
+@pytest.mark.ordinary_memory
+def test_compiled_model():
+    torch.manual_seed(0)
+    model = Tiny()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for length in (5, 9, 12):
+        tokens = torch.randint(31, (2, length))
+        expected = torch.autograd.grad(model(tokens), list(model.parameters()))
+        result = torch.autograd.grad(compiled(tokens), list(model.parameters()))
+        for ours, exact in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, exact)
