@@ -21,8 +21,9 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "") -> torch.dtype:
     device = input.device.type
     tensors = {f"{prefix}input": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
     dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
-    # As autocast itself does, float64 is left alone.
-    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes.values():
+    # As autocast itself does, float64 is left alone; some devices have no autocast to ask about.
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and torch.float64 not in dtypes.values():
         return torch.get_autocast_dtype(device)
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
