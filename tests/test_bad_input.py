@@ -1,0 +1,248 @@
+"""Bad input is refused at once, by name, with what came and what was expected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import SMALL, pairs, tokens
+
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LogitOptions,
+    linear_token_stats,
+)
+from liger_chunked.reference.dpo import LOSS_TYPES
+
+V, H = SMALL.vocab, SMALL.hidden
+B, T = SMALL.sequences, SMALL.length
+
+
+def cross_entropy(_settings=None, **changes):
+    return LigerFusedLinearCrossEntropyLoss(**_settings or {})(**tokens(SMALL, seed=0) | changes)
+
+
+def dpo(_settings=None, _ref=None, **changes):
+    return LigerFusedLinearDPOLoss(**_settings or {})(**pairs(SMALL, seed=0, ref=_ref) | changes)
+
+
+def stats(**changes):
+    return linear_token_stats(**tokens(SMALL, seed=0) | changes)
+
+
+def f64(*shape, device=None):
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def ids(*shape, fill=1, dtype=torch.int64, device=None):
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+# What every loss refuses: (changes to a good call, exception, what its message says).
+EVERYWHERE = {
+    "hidden-size": (
+        {"weight": f64(V, H + 1)},
+        ValueError,
+        rf"input and weight must agree on the hidden size.*\({B}, {T}, {H}\).*\({V}, {H + 1}\)",
+    ),
+    "weight-1d": ({"weight": f64(V)}, ValueError, rf"weight must be \(V, H\).*got \({V},\)"),
+    "weight-empty": ({"weight": f64(0, H)}, ValueError, rf"weight must be \(V, H\).*got \(0, {H}\)"),
+    "weight-integer": ({"weight": ids(V, H)}, TypeError, "weight must be a floating-point tensor, got .* int64"),
+    "weight-missing": ({"weight": None}, TypeError, "weight must be a floating-point tensor, got NoneType"),
+    "input-1d": ({"input": f64(H)}, ValueError, r"input must be \(N, H\) or \(B, T, H\)"),
+    "bias-shape": ({"bias": f64(V - 1)}, ValueError, rf"bias must be \({V},\).*got \({V - 1},\)"),
+    "target-shape": ({"target": ids(B, T - 1)}, ValueError, rf"target must be \({B}, {T}\).*got \({B}, {T - 1}\)"),
+    "target-float": ({"target": f64(B, T)}, TypeError, "target must be a tensor of token ids.*float64"),
+    "target-bool": ({"target": ids(B, T, dtype=torch.bool)}, TypeError, "target must be a tensor of token ids.*bool"),
+    "target-too-high": ({"target": ids(B, T, fill=V)}, ValueError, rf"target holds {V}.*-100.*0 to {V - 1}"),
+    "target-too-low": ({"target": ids(B, T, fill=-2)}, ValueError, rf"target holds -2.*-100.*0 to {V - 1}"),
+    "mixed-dtypes": (
+        {"weight": torch.zeros(V, H)},
+        TypeError,
+        "must share a dtype outside autocast: input float64, weight float32, bias float64",
+    ),
+    "mixed-dtype-of-bias": ({"bias": torch.zeros(V)}, TypeError, "must share a dtype.*bias float32"),
+    "weight-elsewhere": ({"weight": f64(V, H, device="meta")}, ValueError, "weight is on meta, input on cpu"),
+    "bias-elsewhere": ({"bias": f64(V, device="meta")}, ValueError, "bias is on meta, input on cpu"),
+    "target-elsewhere": ({"target": ids(B, T, device="meta")}, ValueError, "target is on meta, input on cpu"),
+}
+
+
+@pytest.mark.parametrize("call", [cross_entropy, dpo, stats], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("case", EVERYWHERE)
+def test_tensors(call, case):
+    changes, error, message = EVERYWHERE[case]
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+OPTIONS = {
+    "softcap-0": ({"softcap": 0.0}, "softcap must be a positive number or None, got 0.0"),
+    "softcap-negative": ({"softcap": -3.0}, "softcap must be a positive"),
+    "softcap-nan": ({"softcap": float("nan")}, "softcap must be a positive"),
+    "temperature-0": ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    "temperature-negative": ({"temperature": -1.0}, "temperature must be positive, got -1.0"),
+    "temperature-infinite": ({"temperature": float("inf")}, "temperature must be positive"),
+    "logit_scale-infinite": ({"logit_scale": float("inf")}, "logit_scale must be finite, got inf"),
+    "budget-0": ({"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
+    "budget-negative": ({"logits_budget": -1}, "logits_budget must be a positive number"),
+}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [LogitOptions, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, stats],
+    ids=lambda build: build.__name__,
+)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(build, case):
+    settings, message = OPTIONS[case]
+    with pytest.raises(ValueError, match=message):
+        build(**settings)
+
+
+class WrongShape(LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return pairs.logps  # (n, 2)
+
+
+REFERENCE = {"ref_input": f64(B, T, 8), "ref_weight": f64(V, 8)}
+
+CASES = {
+    # Cross entropy
+    "ce-reduction": (
+        lambda: LigerFusedLinearCrossEntropyLoss(reduction="average"),
+        r"reduction must be one of \('mean', 'sum', 'none'\), got 'average'",
+    ),
+    "ce-smoothing": (
+        lambda: LigerFusedLinearCrossEntropyLoss(label_smoothing=1.5),
+        r"label_smoothing must be in \[0, 1\], got 1.5",
+    ),
+    "ce-z-loss": (
+        lambda: LigerFusedLinearCrossEntropyLoss(lse_square_scale=-1.0),
+        "lse_square_scale must not be negative, got -1.0",
+    ),
+    "ce-weight-2d": (
+        lambda: LigerFusedLinearCrossEntropyLoss(ce_weight=f64(V, 1)),
+        rf"ce_weight must be floating \(V,\), got \({V}, 1\)",
+    ),
+    "ce-weight-integer": (lambda: LigerFusedLinearCrossEntropyLoss(ce_weight=ids(V)), "ce_weight must be floating"),
+    "ce-weight-length": (
+        lambda: cross_entropy({"ce_weight": f64(V + 1)}),
+        rf"ce_weight must have one value for each row of weight \({V}, {H}\), got \({V + 1},\)",
+    ),
+    "ce-num_items-with-sum": (
+        lambda: cross_entropy({"reduction": "sum"}, num_items=3),
+        "num_items divides a mean, but reduction is 'sum'",
+    ),
+    # Statistics
+    "stats-unknown": (lambda: stats(outputs=("logps", "perplexity")), "outputs must name distinct fields.*perplexity"),
+    "stats-twice": (lambda: stats(outputs=("logps", "logps")), "outputs must name distinct fields"),
+    "stats-none": (lambda: stats(outputs=()), "outputs must name distinct fields"),
+    # Pairs
+    "odd-batch": (
+        lambda: dpo(input=f64(5, T, H), target=ids(5, T)),
+        rf"input must stack as many chosen as rejected.*odd 5 in \(5, {T}, {H}\)",
+    ),
+    "pairs-2d": (lambda: dpo(input=f64(B, H), target=ids(B)), rf"input must be \(2 n, T, H\).*got \({B}, {H}\)"),
+    "wrong-shape-from-a-subclass": (
+        lambda: WrongShape()(**pairs(SMALL, seed=0, ref=None)),
+        r"preference_loss must return one value for each of 3 pairs, got \(3, 2\)",
+    ),
+    # The reference
+    "reference-missing": (
+        lambda: dpo({"use_ref_model": True}),
+        "LigerFusedLinearDPOLoss needs a reference: pass ref_input and ref_weight, or ref_logps",
+    ),
+    "reference-refused": (
+        lambda: dpo({"use_ref_model": False}, **REFERENCE),
+        "use_ref_model=False takes no reference, got ref_input, ref_weight",
+    ),
+    "reference-refused-logps": (
+        lambda: dpo({"use_ref_model": False}, ref_logps=f64(B)),
+        "use_ref_model=False takes no reference, got ref_logps",
+    ),
+    "reference-twice": (
+        lambda: dpo(**REFERENCE, ref_logps=f64(B)),
+        "reference is given twice: as ref_logps and as ref_input, ref_weight",
+    ),
+    "reference-without-weight": (
+        lambda: dpo(ref_input=f64(B, T, 8)),
+        r"needs ref_input and ref_weight \(or ref_logps\), got only ref_input",
+    ),
+    "reference-only-bias": (lambda: dpo(ref_bias=f64(V)), "got only ref_bias"),
+    "reference-vocabulary": (
+        lambda: dpo(**REFERENCE | {"ref_weight": f64(V + 1, 8)}),
+        rf"ref_weight must have the vocabulary of weight, {V} rows, got \({V + 1}, 8\)",
+    ),
+    "reference-hidden-size": (
+        lambda: dpo(**REFERENCE | {"ref_weight": f64(V, 9)}),
+        "ref_input and ref_weight must agree on the hidden size",
+    ),
+    "reference-length": (
+        lambda: dpo(**REFERENCE | {"ref_input": f64(B, T + 1, 8)}),
+        rf"ref_input must be \({B}, {T}, 'H_ref'\).*got \({B}, {T + 1}, 8\)",
+    ),
+    "reference-bias": (lambda: dpo(**REFERENCE, ref_bias=f64(V + 2)), rf"ref_bias must be \({V},\)"),
+    "reference-elsewhere": (
+        lambda: dpo(ref_input=f64(B, T, 8, device="meta"), ref_weight=f64(V, 8, device="meta")),
+        "ref_input is on meta, target on cpu",
+    ),
+    "ref_logps-shape": (
+        lambda: dpo(ref_logps=f64(B - 1)),
+        rf"ref_logps must be \({B}, {T}\), one value a token, or \({B},\), one a sequence, got \({B - 1},\)",
+    ),
+    "ref_logps-list": (lambda: dpo(ref_logps=[0.0] * B), "ref_logps must be .* got list"),
+    "ref_logps-elsewhere": (lambda: dpo(ref_logps=f64(B, device="meta")), "ref_logps is on meta, target on cpu"),
+    # DPO
+    "loss-type": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="simoid"),
+        "unknown loss_type 'simoid', expected one of .*" + ".*".join(sorted(LOSS_TYPES)),
+    ),
+    "loss-type-in-a-list": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "x"]), "unknown loss_type 'x'"),
+    "loss-type-none": (lambda: LigerFusedLinearDPOLoss(loss_type=[]), "loss_type must name at least one loss"),
+    "loss-weights": (
+        lambda: LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0]),
+        "loss_weights must have one weight for each of 2 loss types, got 1",
+    ),
+    "smoothing-range": (
+        lambda: LigerFusedLinearDPOLoss(label_smoothing=-0.1),
+        r"label_smoothing must be in \[0, 1\], got -0.1",
+    ),
+    "smoothing-unused": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1),
+        "label_smoothing=0.1 is read by none of .*hinge.*only by .*sigmoid",
+    ),
+    "smoothing-robust": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5),
+        r"'robust' needs label_smoothing in \[0, 0.5\), got 0.5",
+    ),
+    "smoothing-exo_pair": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="exo_pair"),
+        r"'exo_pair' needs label_smoothing in \(0, 1\), got 0.0",
+    ),
+    "discopop-tau": (lambda: LigerFusedLinearDPOLoss(discopop_tau=0.0), "discopop_tau must be positive, got 0.0"),
+    "ipo-beta": (lambda: LigerFusedLinearDPOLoss(loss_type="ipo", beta=0.0), "beta must not be 0 with .*ipo"),
+    "averaged-twice": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="ipo", average_log_prob=True),
+        "'ipo'.* averages over tokens itself: average_log_prob must be False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses(case):
+    call, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_mixed_dtypes_of_the_reference():
+    with pytest.raises(TypeError, match="ref_input, ref_weight and ref_bias must share a dtype outside autocast"):
+        dpo(ref_input=f64(B, T, 8), ref_weight=torch.zeros(V, 8))
+
+
+def test_a_base_is_not_a_loss():
+    with pytest.raises(TypeError, match="abstract"):
+        LigerFusedLinearPreferenceBase()

@@ -1,0 +1,129 @@
+"""A loss of one's own in a few lines, with all that the base brings."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import SMALL, Batch, evaluate, moved, pairs, relative_error
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase, Pairs, reference
+
+
+class SimPO(LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
+        return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
+
+
+class Confident(LigerFusedLinearPreferenceBase):
+    """Reads tokens, not sequences."""
+
+    token_outputs = ("entropy",)
+
+    def preference_loss(self, pairs):
+        return (pairs.token_stats.entropy + pairs.token_logps.square()).sum((1, 2)) / pairs.lengths.sum(-1)
+
+
+class Ranked(LigerFusedLinearPreferenceBase):
+    """Compares each pair with the batch's best."""
+
+    scope = "batch"
+
+    def preference_loss(self, pairs):
+        margin = pairs.logratios[:, 0] - pairs.logratios[:, 1]
+        return F.softplus(self.beta * (margin.max() - margin))
+
+
+def sequence_logps(batch: Batch) -> tuple[Tensor, Tensor]:
+    logps = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    return logps.sum(1), (batch["target"] != -100).sum(1)
+
+
+def eager_simpo(batch: Batch) -> Tensor:
+    logps, lengths = sequence_logps(batch)
+    chosen, rejected = (logps / lengths).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected) - 0.5).mean()
+
+
+def eager_confident(batch: Batch) -> Tensor:
+    stats = reference.token_stats(
+        batch["weight"], batch["input"], batch["target"], batch["bias"], outputs=("logps", "entropy")
+    )
+    lengths = (batch["target"] != -100).sum(1).view(2, -1).sum(0)
+    return ((stats["entropy"] + stats["logps"].square()).sum(1).view(2, -1).sum(0) / lengths).mean()
+
+
+def eager_ranked(batch: Batch) -> Tensor:
+    chosen, rejected = sequence_logps(batch)[0].chunk(2)
+    margin = chosen - rejected
+    return F.softplus(0.1 * (margin.max() - margin)).mean()
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 9 * SMALL.vocab, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+@pytest.mark.parametrize(
+    ("loss", "oracle"),
+    [(SimPO, eager_simpo), (Confident, eager_confident), (Ranked, eager_ranked)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_subclass(loss, oracle, budget, device):
+    batch = moved(pairs(SMALL, seed=0, ref=None), device=device)
+    ours = evaluate(lambda batch: loss(logits_budget=budget)(**batch)[0], batch)
+    exact = evaluate(oracle, batch)
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 1e-12, name
+
+
+def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:
+    chosen, rejected = pairs.logratios.unbind(-1)
+    return torch.relu(1 - beta * (chosen - rejected))
+
+
+@pytest.mark.parametrize("loss_type", [hinge, partial(hinge, beta=0.1)], ids=["function", "partial"])
+def test_callable_loss_type(loss_type):
+    batch = pairs(SMALL, seed=0)
+    ours = evaluate(lambda batch: LigerFusedLinearDPOLoss(loss_type=loss_type)(**batch)[0], batch)
+    named = evaluate(lambda batch: LigerFusedLinearDPOLoss(loss_type="hinge")(**batch)[0], batch)
+    for name in named:
+        assert torch.equal(ours[name], named[name]), name
+
+
+def test_callable_beside_a_name():
+    batch = pairs(SMALL, seed=0)
+    mixed, _ = LigerFusedLinearDPOLoss(loss_type=["sigmoid", hinge], loss_weights=[0.25, 2.0])(**batch)
+    sigmoid, _ = LigerFusedLinearDPOLoss()(**batch)
+    named, _ = LigerFusedLinearDPOLoss(loss_type="hinge")(**batch)
+    torch.testing.assert_close(mixed, 0.25 * sigmoid + 2.0 * named, rtol=1e-12, atol=0)
+
+
+def test_nll_target_of_its_own():
+    """The NLL spans what `nll_target` says, the preference what `target` says; one projection serves both."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    generator = torch.Generator().manual_seed(1)
+    everything = torch.randint(SMALL.vocab, batch["target"].shape, generator=generator)
+    nll_target = torch.where(batch["target"] == -100, everything, batch["target"])
+    nll_target[:, -1] = batch["target"][:, -1]
+
+    def ours(batch):
+        return SimPO(compute_nll_loss=True, alpha=0.5)(**batch, nll_target=nll_target)[0]
+
+    def oracle(batch):
+        half = SMALL.sequences // 2
+        chosen = reference.cross_entropy(
+            batch["weight"], batch["input"][:half], nll_target[:half], batch["bias"], reduction="mean"
+        )
+        return eager_simpo(batch) + 0.5 * chosen
+
+    result, exact = evaluate(ours, batch), evaluate(oracle, batch)
+    for name in exact:
+        assert relative_error(result[name], exact[name]) < 1e-12, name
+
+
+def test_nll_target_must_agree():
+    batch = pairs(SMALL, seed=0, ref=None)
+    other = torch.where(batch["target"] == -100, -100, (batch["target"] + 1) % SMALL.vocab)
+    with pytest.raises(ValueError, match="nll_target and target must agree"):
+        SimPO(compute_nll_loss=True)(**batch, nll_target=other)

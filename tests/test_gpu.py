@@ -1,0 +1,179 @@
+"""Real sizes, on a CUDA device: vocabularies past any block, offsets past 32 bits, memory by the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from table import relative_error
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ordinary_memory,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MIB = 1 << 20
+QWEN, LLAMA, GEMMA = 151936, 128256, 262144
+
+
+@pytest.fixture(autouse=True)
+def free_memory():
+    yield
+    torch.cuda.empty_cache()
+
+
+def sample(tokens: int, hidden: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """A head, hidden states, and targets, a few of them ignored."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(vocab, hidden, generator=generator, device="cuda", dtype=dtype) * 2 * hidden**-0.5
+    input = torch.randn(tokens, hidden, generator=generator, device="cuda", dtype=dtype)
+    target = torch.randint(vocab, (tokens,), generator=generator, device="cuda")
+    target[:: tokens // 7] = -100
+    return weight, input, target
+
+
+def gradients(loss: Callable[[Tensor, Tensor], Tensor], weight: Tensor, input: Tensor) -> tuple[Tensor, ...]:
+    """The loss, dW and dX."""
+    weight, input = weight.detach().requires_grad_(), input.detach().requires_grad_()
+    value = loss(weight, input)
+    return value.detach(), *torch.autograd.grad(value, (weight, input))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("budget", [None, 200 * MIB], ids=["auto", "200MiB"])
+@pytest.mark.parametrize("vocab", [QWEN, LLAMA, GEMMA, 151665], ids=str)
+def test_error_at_real_vocabularies(vocab, budget, dtype):
+    weight, input, target = sample(2048, 512, vocab, dtype)
+
+    def exact(weight, input):
+        return reference.cross_entropy(weight, input, target)
+
+    def fused(weight, input):
+        return LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
+
+    def primitive(weight, input):
+        logps = linear_token_stats(weight, input, target, logits_budget=budget).logps
+        return -logps.sum() / (target != -100).sum()
+
+    expected = gradients(exact, weight.double(), input.double())
+    eager = gradients(exact, weight, input)
+    for ours in (gradients(fused, weight, input), gradients(primitive, weight, input)):
+        for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
+            # A scalar is one error, and luck: a unit in the last place of the logits, averaged over 2048 tokens.
+            floor = torch.finfo(dtype).eps / 2048**0.5 if name == "loss" else 0.0
+            assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
+
+
+def test_dpo_error_at_a_real_vocabulary():
+    weight, input, target = sample(4 * 512, 512, LLAMA)
+    ref_weight, ref_input = weight.roll(1, 0), input.roll(1, 0).view(4, 512, 512)
+    target = target.view(4, 512)
+
+    def exact(weight, input):
+        return reference.dpo(weight, input.view(4, 512, 512), target, None, ref_input.to(weight.dtype),
+                             ref_weight.to(weight.dtype), loss_type="ipo")[0]  # fmt: skip
+
+    expected = gradients(exact, weight.double(), input.double())
+    eager = gradients(exact, weight, input)
+    for budget in (None, 100 * MIB):
+
+        def fused(weight, input, budget=budget):
+            module = LigerFusedLinearDPOLoss(loss_type="ipo", logits_budget=budget)
+            return module(weight, input.view(4, 512, 512), target, None, ref_input, ref_weight)[0]
+
+        ours = gradients(fused, weight, input)
+        for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
+            floor = torch.finfo(torch.bfloat16).eps / 2048**0.5 if name == "loss" else 0.0
+            assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
+
+
+@pytest.mark.parametrize("budget", [20000 * LLAMA * 2, 512 * MIB], ids=["one-tile-past-2**31", "512MiB"])
+def test_offsets_past_31_bits(budget):
+    """20000 x 128256 is 2.57e9 logits: the last rows of one tile lie beyond what 32 bits address."""
+    weight, input, target = sample(20000, 128, LLAMA)
+    part = slice(20000 - 500, 20000)
+    _, dw, dx = gradients(
+        lambda weight, input: LigerFusedLinearCrossEntropyLoss(reduction="sum", logits_budget=budget)(
+            weight, input, target
+        ),
+        weight,
+        input,
+    )
+    last, _, expected = gradients(
+        lambda weight, input: reference.cross_entropy(weight, input, target[part], reduction="sum"), weight, input[part]
+    )
+    assert relative_error(dx[part], expected.double()) < torch.finfo(torch.bfloat16).eps
+    assert dw.isfinite().all()
+    with torch.no_grad():
+        stats = linear_token_stats(weight, input, target, logits_budget=budget)
+    # Sums of 500 log-probabilities from logits that were rounded to bfloat16 in other products.
+    assert -stats.logps[part].sum().item() == pytest.approx(last.item(), rel=1e-4)
+
+
+def test_more_rows_than_a_launch_grid_is_wide():
+    weight, input, target = sample(70000, 64, 1009)
+    ours = gradients(lambda w, x: LigerFusedLinearCrossEntropyLoss()(w, x, target), weight, input)
+    eager = gradients(lambda w, x: reference.cross_entropy(w, x, target), weight, input)
+    exact = gradients(lambda w, x: reference.cross_entropy(w, x, target), weight.double(), input.double())
+    for x, y, z in zip(ours[1:], eager[1:], exact[1:], strict=True):
+        assert relative_error(x, z) <= 1.1 * relative_error(y, z)
+
+
+@pytest.mark.parametrize("budget", [None, 300 * MIB], ids=["auto", "300MiB"])
+def test_bitwise_repeatable_at_size(budget):
+    weight, input, target = sample(8192, 1024, QWEN)
+
+    def loss(weight, input):
+        return LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
+
+    def dpo(weight, input):
+        shape = (4, 2048)
+        return LigerFusedLinearDPOLoss(logits_budget=budget)(weight, input.view(*shape, -1), target.view(shape))[0]
+
+    def statistics(weight, input):
+        stats = linear_token_stats(weight, input, target, outputs=("logps", "entropy"), logits_budget=budget)
+        return (stats.logps * stats.entropy).mean()
+
+    for function in (loss, dpo, statistics):
+        for first, second in zip(gradients(function, weight, input), gradients(function, weight, input), strict=True):
+            assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen-head"])
+@pytest.mark.parametrize("kind", ["cross-entropy", "dpo", "statistics"])
+def test_peak_memory(kind, frozen):
+    n, h, v, budget = 8192, 1024, LLAMA, 256 * MIB
+    weight, input, target = sample(n, h, v)
+    weight.requires_grad_(not frozen)
+    input.requires_grad_()
+
+    def step() -> None:
+        if kind == "cross-entropy":
+            loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
+        elif kind == "dpo":
+            states = input.view(4, n // 4, h)
+            loss, _ = LigerFusedLinearDPOLoss(logits_budget=budget)(weight, states, target.view(4, -1))
+        else:
+            loss = -linear_token_stats(weight, input, target, logits_budget=budget).logps.mean()
+        loss.backward()
+
+    step()  # workspaces of cuBLAS
+    weight.grad = input.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+
+    head, rows = v * h, n * h
+    # The weight gradient in bfloat16, and the float32 sum that it is rounded from where it is added to more than once.
+    weight_gradient = 0 if frozen else 2 * head if kind == "statistics" else 6 * head
+    # The rows that have a target, their gradient in float32 and in bfloat16, and in its place.
+    per_row = 2 * rows + 4 * rows + 2 * rows + 2 * rows
+    assert peak <= budget + weight_gradient + per_row + 8 * MIB, f"{peak / MIB:.0f} MiB"
