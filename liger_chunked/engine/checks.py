@@ -12,14 +12,14 @@ def _described(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def compute_dtype(head: Head, input: Tensor, prefix: str = "") -> torch.dtype:
+def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
     """The dtype of the GEMMs: autocast's where autocast is on, otherwise the one that `input` and `weight` share.
 
     Raises:
         TypeError: floating tensors of different dtypes outside autocast.
     """
     device = input.device.type
-    tensors = {f"{prefix}input": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
+    tensors = {f"{prefix}{input_name}": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
     dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
     # As autocast itself does, float64 is left alone; some devices have no autocast to ask about.
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -27,19 +27,21 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "") -> torch.dtype:
         return torch.get_autocast_dtype(device)
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
-        raise TypeError(f"{prefix}input, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}")
+        raise TypeError(
+            f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
+        )
     return input.dtype
 
 
-def check_projection(head: Head, input: Tensor, prefix: str = "") -> None:
-    """`input @ weight.T + bias` makes sense.
+def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
+    """`input @ weight.T + bias` makes sense; messages call the tensors by these names, after `prefix`.
 
     Raises:
         TypeError: something that is not a floating tensor, or dtypes that do not fit.
         ValueError: shapes or devices that do not fit.
     """
     weight, bias = head
-    for name, x in (("weight", weight), ("input", input), ("bias", bias)):
+    for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -48,22 +50,24 @@ def check_projection(head: Head, input: Tensor, prefix: str = "") -> None:
     if weight.ndim != 2 or weight.shape[0] == 0:
         raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {_described(weight)}")
     if input.ndim not in (2, 3):
-        raise ValueError(f"{prefix}input must be (N, H) or (B, T, H), got {_described(input)}")
+        raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {_described(input)}")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{prefix}input and {prefix}weight must agree on the hidden size: {prefix}input is {_described(input)}, "
-            f"{prefix}weight (V, H) is {_described(weight)}"
+            f"{prefix}{input_name} and {prefix}weight must agree on the hidden size: {prefix}{input_name} is "
+            f"{_described(input)}, {prefix}weight (V, H) is {_described(weight)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {_described(bias)}")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.device != input.device:
-            raise ValueError(f"{prefix}{name} is on {x.device}, {prefix}input on {input.device}: expected one device")
-    compute_dtype(head, input, prefix)
+            raise ValueError(
+                f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
+            )
+    compute_dtype(head, input, prefix, input_name)
 
 
-def check_target(target: Tensor, input: Tensor, name: str = "target") -> None:
-    """`target` has an integer for each row of `input`, on its device.
+def check_target(target: Tensor, input: Tensor, name: str = "target", input_name: str = "input") -> None:
+    """`target` has an integer for each row of `input`, on its device; messages call them by these names.
 
     Raises:
         TypeError: not an integer tensor.
@@ -79,8 +83,8 @@ def check_target(target: Tensor, input: Tensor, name: str = "target") -> None:
         raise TypeError(f"{name} must be a tensor of token ids (int64), got {got}")
     if target.shape != input.shape[:-1]:
         raise ValueError(
-            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of input {_described(input)}, "
+            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {_described(input)}, "
             f"got {_described(target)}"
         )
     if target.device != input.device:
-        raise ValueError(f"{name} is on {target.device}, input on {input.device}: expected one device")
+        raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")

@@ -114,7 +114,7 @@ class Layout:
         return pack.rows if self.slots is None else self.slots[pack.rows]
 
 
-def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) -> Layout:
+def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
     """Compact the batch. The one place where the host waits for the device: it learns how many tokens there are.
 
     Args:
@@ -122,6 +122,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) ->
         group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
         ignore_index: marks the tokens that take no part.
         vocab_size: what the other targets must be below.
+        name: what messages call the target.
 
     Raises:
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
@@ -148,7 +149,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int) ->
     *group_lengths, low, high = torch.cat([lengths, lowest[None], highest[None]]).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"target holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
+            f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
             f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
         )
 
