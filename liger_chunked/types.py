@@ -98,7 +98,7 @@ class Pairs:
     A loss may be handed the batch in several parts; `batch_size` and `batch_lengths` always speak of the whole batch.
 
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
-      their mean with `average_log_prob`
+      their mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros where the loss has no reference
     - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that one may divide by it
     - `mask` (n, 2, T): True at the valid tokens
@@ -133,7 +133,7 @@ class PreferenceMetrics(NamedTuple):
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
     - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
-    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`
+    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, unless the loss shapes its rewards
     """
 
     chosen_logps: Tensor
