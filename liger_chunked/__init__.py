@@ -2,9 +2,12 @@
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import (
+    LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.types import CrossEntropyMetrics, LogitOptions, Pairs, PreferenceMetrics, TokenStats
 
@@ -12,9 +15,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CrossEntropyMetrics",
+    "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearORPOLoss",
     "LigerFusedLinearPreferenceBase",
+    "LigerFusedLinearSimPOLoss",
     "LogitOptions",
     "Pairs",
     "PreferenceMetrics",

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from liger_chunked import (
+    LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
     TokenStats,
     linear_token_stats,
     reference,
 )
 from liger_chunked.reference.dpo import LOSS_TYPES
+from liger_chunked.reference.reference_free import CPO_LOSS_TYPES
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -50,6 +54,7 @@ class Row:
         sample: a batch in float64 of the given sizes and seed.
         scope: what the objective cannot split: "token", "pair", or "batch".
         fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
+        stops_gradients: part of the loss is held constant, so that its gradient is not its derivative.
     """
 
     id: str
@@ -58,6 +63,7 @@ class Row:
     sample: Callable[[Sizes, int], Batch]
     scope: str = "token"
     fused: bool = True
+    stops_gradients: bool = False
 
     def __repr__(self) -> str:
         return self.id
@@ -190,7 +196,30 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
     def oracle(batch: Batch, **options: Any) -> Tensor:
         return reference.dpo(**batch, **settings | options)[0]
 
-    return Row(id, ours, oracle, lambda sizes, seed: pairs(sizes, seed, bias, ref), scope)
+    stops_gradients = settings.get("use_weighting", False)
+    return Row(
+        id, ours, oracle, lambda sizes, seed: pairs(sizes, seed, bias, ref), scope, stops_gradients=stops_gradients
+    )
+
+
+def _reference_free(
+    id: str, module: type, oracle_: Callable[..., Tensor], *, nll_target: bool = False, **settings: Any
+) -> Row:
+    """`settings` are of the module; with `nll_target` every other token of the target is the NLL's."""
+
+    def targets(batch: Batch, options: dict[str, Any]) -> Batch:
+        if not nll_target:
+            return batch
+        odd = torch.arange(batch["target"].shape[1], device=batch["target"].device) % 2 == 1
+        return {**batch, "nll_target": batch["target"].masked_fill(odd, options.get("ignore_index", -100))}
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        return module(**settings | options)(**targets(batch, options))[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return oracle_(**targets(batch, options), **settings | options)
+
+    return Row(id, ours, oracle, lambda sizes, seed: pairs(sizes, seed, ref=None), "pair")
 
 
 def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
@@ -255,6 +284,60 @@ DPO = [
     _dpo("dpo-sigmoid+apo_zero+sft", loss_type=["sigmoid", "apo_zero", "sft"], loss_weights=[0.8, 0.3, 0.2]),
 ]
 
+# Scores that grow exponentially with log-ratios: of tokens, so that no sequence is the whole loss.
+_SCORES = {"average_log_prob": True, "beta": 0.5}
+
+DPO_VARIANTS = [
+    _dpo("dpo-forward_kl", f_divergence_type="forward_kl", **_SCORES),
+    _dpo("dpo-js_divergence", f_divergence_type="js_divergence", loss_type="hinge"),
+    _dpo("dpo-js_divergence-per-token-losses", f_divergence_type="js_divergence", loss_type=["ipo", "sigmoid_norm"]),
+    _dpo("dpo-alpha_divergence", f_divergence_type="alpha_divergence", **_SCORES),
+    _dpo("dpo-alpha_divergence-1", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1.0),
+    _dpo(
+        "dpo-alpha_divergence-robust+discopop",
+        f_divergence_type="alpha_divergence",
+        f_alpha_divergence_coef=0.8,
+        loss_type=["robust", "discopop"],
+        label_smoothing=0.1,
+        discopop_tau=0.5,
+        **_SCORES,
+    ),
+    _dpo("dpo-ld_alpha", ld_alpha=0.3),
+    _dpo("dpo-ld_alpha-0-ipo", ld_alpha=0.0, loss_type="ipo"),
+    _dpo("dpo-ld_alpha-ref_logps-of-tokens", ld_alpha=0.3, ref="tokens", compute_nll_loss=True),
+    _dpo("dpo-wpo", use_weighting=True),
+    _dpo("dpo-wpo-apo_zero+hinge-ld_alpha", use_weighting=True, loss_type=["apo_zero", "hinge"], ld_alpha=0.6),
+]
+
+REFERENCE_FREE = [
+    _reference_free("orpo", LigerFusedLinearORPOLoss, reference.orpo),
+    _reference_free("orpo-nll_target", LigerFusedLinearORPOLoss, reference.orpo, beta=0.7, nll_target=True),
+    _reference_free("orpo-softcap-scale-temperature", LigerFusedLinearORPOLoss, reference.orpo, **_TRANSFORM),
+    *(
+        _reference_free(
+            f"cpo-{loss_type}",
+            LigerFusedLinearCPOLoss,
+            reference.cpo,
+            loss_type=loss_type,
+            label_smoothing=0.1 if loss_type in ("sigmoid", "simpo") else 0.0,
+        )
+        for loss_type in CPO_LOSS_TYPES
+    ),
+    _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.0, beta=0.3),
+    _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.5, nll_target=True),
+    _reference_free(
+        "cpo-alphapo", LigerFusedLinearCPOLoss, reference.cpo, loss_type="simpo", alpha=0.0, alpha_param=0.25, beta=2.5
+    ),
+    _reference_free(
+        "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, reference.cpo, loss_type="hinge", alpha_param=-0.1
+    ),
+    _reference_free("simpo", LigerFusedLinearSimPOLoss, reference.simpo, beta=2.0, gamma=1.0),
+    _reference_free("simpo-hinge", LigerFusedLinearSimPOLoss, reference.simpo, loss_type="hinge"),
+    _reference_free(
+        "cpo-simpo-smoothing", LigerFusedLinearSimPOLoss, reference.simpo, compute_nll_loss=True, label_smoothing=0.1
+    ),
+]
+
 STATISTICS = [
     _statistics("stats-logps", ("logps",)),
     _statistics("stats-entropy", ("entropy",)),
@@ -262,4 +345,4 @@ STATISTICS = [
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
 ]
 
-ROWS = [*CROSS_ENTROPY, *DPO, *STATISTICS]
+ROWS = [*CROSS_ENTROPY, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *STATISTICS]

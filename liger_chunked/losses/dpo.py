@@ -12,53 +12,59 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
+from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
 
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The numbers that loss types share: `beta`, `label_smoothing` (epsilon below), `discopop_tau` (tau below)."""
+    """The numbers that loss types share: `beta`, `label_smoothing` (eps below), `discopop_tau` (tau below).
+
+    `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
+    """
 
     beta: float
     label_smoothing: float
     discopop_tau: float
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """(n, 2), log-ratios unless another divergence is asked for."""
+        return scores(pairs.logratios, self.f_divergence_type, self.f_alpha_divergence_coef)
 
 
-def _margin(pairs: Pairs) -> Tensor:
-    chosen, rejected = pairs.logratios.unbind(-1)
+def _margin(pairs: Pairs, s: DPOSettings) -> Tensor:
+    chosen, rejected = s.scores(pairs).unbind(-1)
     return chosen - rejected
 
 
-def _mean_margin(pairs: Pairs) -> Tensor:
-    chosen, rejected = (pairs.logratios / pairs.lengths).unbind(-1)
+def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
+    chosen, rejected = (s.scores(pairs) / pairs.lengths).unbind(-1)
     return chosen - rejected
-
-
-def _smoothed_logsigmoid(logits: Tensor, smoothing: float) -> Tensor:
-    loss = -F.logsigmoid(logits)
-    return loss if smoothing == 0 else (1 - smoothing) * loss - smoothing * F.logsigmoid(-logits)
 
 
 def _sigmoid(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return _smoothed_logsigmoid(s.beta * _margin(pairs), s.label_smoothing)
+    return logistic(s.beta * _margin(pairs, s), s.label_smoothing)
 
 
 def _sigmoid_norm(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return -F.logsigmoid(s.beta * _mean_margin(pairs))
+    return logistic(s.beta * _mean_margin(pairs, s))
 
 
 def _hinge(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return torch.relu(1 - s.beta * _margin(pairs))
+    return hinge(s.beta * _margin(pairs, s))
 
 
 def _ipo(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return (_mean_margin(pairs) - 1 / (2 * s.beta)).square()
+    return ipo(_mean_margin(pairs, s), s.beta)
 
 
 def _exo_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
     # KL of softmax(beta (log pi - log pi_ref)) over the pair against (1 - epsilon, epsilon).
-    logits = s.beta * _margin(pairs)
+    logits = s.beta * _margin(pairs, s)
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-s.label_smoothing))
     rejected = torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(s.label_smoothing))
     return chosen + rejected
@@ -71,7 +77,7 @@ def _nca_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
 
 def _robust(pairs: Pairs, s: DPOSettings) -> Tensor:
     # Unbiased under labels flipped with probability epsilon: the flipped term is taken away, not added.
-    logits = s.beta * _margin(pairs)
+    logits = s.beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
 
@@ -89,12 +95,12 @@ def _sppo_hard(pairs: Pairs, s: DPOSettings) -> Tensor:
 def _aot(pairs: Pairs, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return _smoothed_logsigmoid(s.beta * (policy - reference), s.label_smoothing)
+    return logistic(s.beta * (policy - reference), s.label_smoothing)
 
 
 def _aot_unpaired(pairs: Pairs, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return _smoothed_logsigmoid(s.beta * (chosen - rejected), s.label_smoothing)
+    return logistic(s.beta * (chosen - rejected), s.label_smoothing)
 
 
 def _apo_zero(pairs: Pairs, s: DPOSettings) -> Tensor:
@@ -108,7 +114,7 @@ def _apo_down(pairs: Pairs, s: DPOSettings) -> Tensor:
 
 
 def _discopop(pairs: Pairs, s: DPOSettings) -> Tensor:
-    logits = s.beta * _margin(pairs)
+    logits = s.beta * _margin(pairs, s)
     exponential = torch.sigmoid(logits / s.discopop_tau)
     return (1 - exponential) * -F.logsigmoid(logits) + exponential * torch.exp(-logits)
 
@@ -119,29 +125,39 @@ def _sft(pairs: Pairs, s: DPOSettings) -> Tensor:
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
 
+def _wpo_weights(pairs: Pairs) -> Tensor:
+    """(n,) how likely the policy itself is to write either sequence, per token, as far as it can be."""
+    stats = pairs.token_stats
+    assert stats.log_sum_sq_probs is not None
+    aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)
+    return (aligned.sum(-1, dtype=torch.float64) / pairs.lengths).sum(-1).exp().detach()
+
+
 class _LossType(NamedTuple):
     loss: Callable[[Pairs, DPOSettings], Tensor]
     smoothed: bool = False  # reads label_smoothing
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # divides by the lengths itself
+    any_divergence: bool = False  # reads scores, or no reference at all
+    weighable: bool = True  # belongs to one pair, so that a weight of the pair makes sense
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(_sigmoid, smoothed=True),
-    "hinge": _LossType(_hinge),
-    "ipo": _LossType(_ipo, averages=True),
-    "exo_pair": _LossType(_exo_pair, smoothed=True),
+    "sigmoid": _LossType(_sigmoid, smoothed=True, any_divergence=True),
+    "hinge": _LossType(_hinge, any_divergence=True),
+    "ipo": _LossType(_ipo, averages=True, any_divergence=True),
+    "exo_pair": _LossType(_exo_pair, smoothed=True, any_divergence=True),
     "nca_pair": _LossType(_nca_pair),
-    "robust": _LossType(_robust, smoothed=True),
+    "robust": _LossType(_robust, smoothed=True, any_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(_aot, smoothed=True, whole_batch=True),
-    "aot_unpaired": _LossType(_aot_unpaired, smoothed=True, whole_batch=True),
+    "aot": _LossType(_aot, smoothed=True, whole_batch=True, weighable=False),
+    "aot_unpaired": _LossType(_aot_unpaired, smoothed=True, whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(_discopop),
-    "sft": _LossType(_sft),
-    "sigmoid_norm": _LossType(_sigmoid_norm, averages=True),
+    "discopop": _LossType(_discopop, any_divergence=True),
+    "sft": _LossType(_sft, any_divergence=True, weighable=False),
+    "sigmoid_norm": _LossType(_sigmoid_norm, averages=True, any_divergence=True),
 }
 
 PairLoss = Callable[[Pairs], Tensor]
@@ -174,6 +190,19 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     These are TRL's. One differs: TRL ignores `label_smoothing` with `sigmoid`.
 
+    Three options change what goes in, as in TRL:
+
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240) puts `f'(pi / pi_ref)` of another divergence in the
+      place of `c` and `r` in `d`: "forward_kl", "js_divergence", "alpha_divergence", see `losses.f_divergence.scores`.
+      Its normaliser only cancels in a difference of the two, so that the losses that look at `c` or `r` alone are
+      refused. Rewards in the metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow to infinity.
+    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) counts the tokens of the longer sequence that
+      the shorter one has no counterpart for, `ld_alpha` times, in `pi` and in `pi_ref`; a reference must come as hidden
+      states or token by token.
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
+      `w(chosen) w(rejected)`, without gradient, where `log w` is the mean over the tokens of a sequence of
+      `log p_y - log(sum of p ** 2)`. Refused with `aot`, `aot_unpaired` and `sft`, whose parts belong to no pair.
+
     Args:
         beta: strength of the KL constraint to the reference; IPO's tau.
         loss_type: a name above, a callable from `Pairs` to (n,), or a list of these.
@@ -182,11 +211,16 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         discopop_tau: `tau` above.
         compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
         average_log_prob: log-ratios per token instead of per sequence.
+        f_divergence_type: "reverse_kl", or see above.
+        f_alpha_divergence_coef: alpha of "alpha_divergence"; no other divergence reads it.
+        ld_alpha: see above, in [0, 1]; None and 1 change nothing.
+        use_weighting: see above.
         use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, weights that do not match, a smoothing that the loss type cannot use.
+        ValueError: an unknown loss type or divergence, weights that do not match, a number out of range, an option that
+            a loss type cannot use; in forward, `ref_logps` of sequences with `ld_alpha`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -206,6 +240,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         compute_nll_loss: bool = False,
         alpha: float = 1.0,
         average_log_prob: bool = False,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 0.5,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
         use_ref_model: bool | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
@@ -214,15 +252,23 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             alpha=alpha,
             compute_nll_loss=compute_nll_loss,
             average_log_prob=average_log_prob,
+            ld_alpha=ld_alpha,
             use_ref_model=use_ref_model,
             **options,
         )
         self.loss_types = [loss_type] if isinstance(loss_type, str) or callable(loss_type) else list(loss_type)
         self.loss_weights = [1.0] * len(self.loss_types) if loss_weights is None else list(loss_weights)
-        self.settings = DPOSettings(beta, label_smoothing, discopop_tau)
-        self._check()
+        self.settings = DPOSettings(beta, label_smoothing, discopop_tau, f_divergence_type, f_alpha_divergence_coef)
+        self.use_weighting = use_weighting
+        names = self._checked_names()
+        self._check_options(names)
+        self._check_smoothing(names)
+        if any(LOSS_TYPES[name].whole_batch for name in names):
+            self.scope = "batch"
+        if use_weighting:
+            self.token_outputs = ("log_sum_sq_probs",)
 
-    def _check(self) -> None:
+    def _checked_names(self) -> list[str]:
         if not self.loss_types:
             raise ValueError("loss_type must name at least one loss, got an empty list")
         if len(self.loss_weights) != len(self.loss_types):
@@ -234,8 +280,33 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         for name in names:
             if name not in LOSS_TYPES:
                 raise ValueError(f"unknown loss_type {name!r}, expected one of {sorted(LOSS_TYPES)} or a callable")
-            if self.average_log_prob and LOSS_TYPES[name].averages:
-                raise ValueError(f"loss_type {name!r} averages over tokens itself: average_log_prob must be False")
+        return names
+
+    def _check_options(self, names: list[str]) -> None:
+        s = self.settings
+        if s.f_divergence_type not in F_DIVERGENCES:
+            raise ValueError(
+                f"unknown f_divergence_type {s.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
+            )
+        if not math.isfinite(s.f_alpha_divergence_coef):
+            raise ValueError(f"f_alpha_divergence_coef must be finite, got {s.f_alpha_divergence_coef}")
+        if not s.discopop_tau > 0:
+            raise ValueError(f"discopop_tau must be positive, got {s.discopop_tau}")
+        if s.beta == 0 and {"ipo", "sppo_hard"} & set(names):
+            raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
+        if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
+            raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
+        if s.f_divergence_type != "reverse_kl":
+            readers = sorted(name for name, kind in LOSS_TYPES.items() if kind.any_divergence)
+            if not set(self.loss_types) <= set(readers):
+                raise ValueError(
+                    f"f_divergence_type={s.f_divergence_type!r} needs loss types among {readers}, got {self.loss_types}"
+                )
+        if self.use_weighting and not all(LOSS_TYPES[name].weighable for name in names):
+            unweighable = sorted(name for name, kind in LOSS_TYPES.items() if not kind.weighable)
+            raise ValueError(f"use_weighting weighs pairs, which {unweighable} have no loss of, got {names}")
+
+    def _check_smoothing(self, names: list[str]) -> None:
         smoothing = self.settings.label_smoothing
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
@@ -246,19 +317,14 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"loss_type 'robust' needs label_smoothing in [0, 0.5), got {smoothing}")
         if "exo_pair" in names and not 0.0 < smoothing < 1.0:
             raise ValueError(f"loss_type 'exo_pair' needs label_smoothing in (0, 1), got {smoothing}")
-        if not self.settings.discopop_tau > 0:
-            raise ValueError(f"discopop_tau must be positive, got {self.settings.discopop_tau}")
-        if self.settings.beta == 0 and {"ipo", "sppo_hard"} & set(names):
-            raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
-        if any(LOSS_TYPES[name].whole_batch for name in names):
-            self.scope = "batch"  # type: ignore[misc]
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         losses = [
             weight * (kind(pairs) if callable(kind) else LOSS_TYPES[kind].loss(pairs, self.settings))
             for kind, weight in zip(self.loss_types, self.loss_weights, strict=True)
         ]
-        return torch.stack(losses).sum(0)
+        loss = torch.stack(losses).sum(0)
+        return loss * _wpo_weights(pairs) if self.use_weighting else loss
 
     def extra_repr(self) -> str:
         names = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +32,26 @@ class _Batch:
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2)
     ref_logps: Tensor  # (n, 2)
+    token_weights: Tensor | None  # (n, 2, T) what each token counts in the sums; None for one each
     average_log_prob: bool
     nll_mask: Tensor | None  # (n, T) of the chosen sequences; None without an NLL term
 
+    def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
+        """(n, 2) log-probability of each sequence from that of its tokens, of the policy or of the reference.
+
+        In float64: losses look at differences of such sums, and thousands of nats leave float32 few digits for them.
+        """
+        weighted = token_logps if self.token_weights is None else token_logps * self.token_weights[index]
+        logps = torch.where(self.mask[index], weighted, 0.0).sum(-1, dtype=torch.float64)
+        return logps / self.lengths[index].clamp(min=1) if self.average_log_prob else logps
+
     def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
         assert stats.logps is not None
-        mask, lengths = self.mask[index], self.lengths[index].clamp(min=1)
-        logps = torch.where(mask, stats.logps, 0.0).sum(-1)
         return Pairs(
-            logps=logps / lengths if self.average_log_prob else logps,
+            logps=self.sequence_logps(stats.logps, index),
             ref_logps=self.ref_logps[index],
-            lengths=lengths,
-            mask=mask,
+            lengths=self.lengths[index].clamp(min=1),
+            mask=self.mask[index],
             token_stats=stats,
             batch_size=self.mask.shape[0],
             batch_lengths=self.lengths.sum(0).clamp(min=1),
@@ -52,6 +62,12 @@ class _Batch:
         assert stats.logps is not None and self.nll_mask is not None
         chosen = torch.where(self.nll_mask[index], stats.logps[:, 0], 0.0)
         return -chosen.sum() / self.nll_mask.sum().clamp(min=1)
+
+
+def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
+    """(n, 2, T): 1 for the first tokens of a sequence, as many as the shorter of its pair has, and `tail` beyond."""
+    in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
+    return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
 class LigerFusedLinearPreferenceBase(nn.Module, ABC):
@@ -68,10 +84,13 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
     nothing to the loss; the mean is over all pairs all the same.
 
     Args:
-        beta: scale of the rewards `beta * (logps - ref_logps)`.
+        beta: scale of the rewards, `beta * (logps - ref_logps)`.
         alpha: weight of the NLL term.
         compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
+        ld_alpha: what a token counts in these sums, in [0, 1], that comes later in its sequence than the other sequence
+            of the pair is long (LD-DPO); None for 1. Lengths stay as they are.
+        reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
         use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
             transform applies to the policy and to the reference.
@@ -79,13 +98,13 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
     Raises:
         ValueError: a bad option.
 
-    Class attributes of a subclass:
+    Attributes that a subclass, or its constructor, may set:
         scope: "pair", or "batch" if `preference_loss` must see all pairs of the batch at once.
         token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
     """
 
-    scope: ClassVar[Literal["pair", "batch"]] = "pair"
-    token_outputs: ClassVar[tuple[str, ...]] = ()
+    scope: Literal["pair", "batch"] = "pair"
+    token_outputs: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -94,16 +113,26 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         alpha: float = 1.0,
         compute_nll_loss: bool = False,
         average_log_prob: bool = False,
+        ld_alpha: float | None = None,
+        reward_shape: Callable[[Tensor], Tensor] | None = None,
         use_ref_model: bool | None = None,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
+        if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
+            raise ValueError(f"ld_alpha must be in [0, 1] or None, got {ld_alpha}")
         self.beta = beta
         self.alpha = alpha
         self.compute_nll_loss = compute_nll_loss
         self.average_log_prob = average_log_prob
+        self.ld_alpha = ld_alpha
+        self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
         self.options = LogitOptions(**options)
+
+    def reward(self, logratios: Tensor) -> Tensor:
+        """The implicit reward of sequences with these log-ratios, of the same shape; the metrics report it."""
+        return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
@@ -133,7 +162,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
             ref_logps: instead of them, its log-probabilities in nats: (2 n, T) of each token, or (2 n,) of each
-                sequence in the units of `Pairs.logps`.
+                sequence in the units of `Pairs.logps`; of each token with `ld_alpha`.
             nll_target: (2 n, T) targets of the NLL term where they differ from `target`: ORPO's spans the prompt too.
 
         Raises:
@@ -214,16 +243,28 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         if self.compute_nll_loss:
             nll_mask = (mask if nll_target is None else layout.arrange(nll_target != ignore_index))[:, 0]
         lengths = mask.sum(-1)
+        dtype = accumulation_dtype(weight.dtype)
+        batch = _Batch(
+            mask=mask,
+            lengths=lengths,
+            ref_logps=torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device),
+            token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
+            average_log_prob=self.average_log_prob,
+            nll_mask=nll_mask,
+        )
         ref_logps = reference_logps(
             type(self).__name__, self.use_ref_model, weight, target, layout, self.options, *reference
         )
         if ref_logps is None:
-            ref_logps = lengths.new_zeros(lengths.shape, dtype=accumulation_dtype(weight.dtype))
-        elif ref_logps.ndim == 3:
-            ref_logps = torch.where(mask, ref_logps, 0.0).sum(-1)
-            if self.average_log_prob:
-                ref_logps = ref_logps / lengths.clamp(min=1)
-        return _Batch(mask, lengths, ref_logps, self.average_log_prob, nll_mask)
+            return batch
+        if ref_logps.ndim == 3:
+            ref_logps = batch.sequence_logps(ref_logps, slice(None))
+        elif self.ld_alpha is not None:
+            raise ValueError(
+                f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
+                f"weighs tokens: got one a sequence, {tuple(target.shape[:1])}"
+            )
+        return dataclasses.replace(batch, ref_logps=ref_logps.double())
 
     @torch.no_grad()
     def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
@@ -231,10 +272,10 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         pairs = batch.pairs(stats, slice(None))
         logits_mean = torch.where(pairs.mask, stats.mean_logits, 0.0).sum((0, 2)) / pairs.batch_lengths
         nll = batch.nll(stats, slice(None)) if self.compute_nll_loss else logits_mean.new_zeros(())
-        rewards = self.beta * pairs.logratios
+        logps, rewards = (x.to(stats.mean_logits.dtype) for x in (pairs.logps, self.reward(pairs.logratios)))
         return PreferenceMetrics(
-            chosen_logps=pairs.logps[:, 0],
-            rejected_logps=pairs.logps[:, 1],
+            chosen_logps=logps[:, 0],
+            rejected_logps=logps[:, 1],
             chosen_logits_mean=logits_mean[0],
             rejected_logits_mean=logits_mean[1],
             nll_loss=nll,

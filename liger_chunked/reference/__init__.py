@@ -2,6 +2,7 @@
 
 from liger_chunked.reference.cross_entropy import cross_entropy
 from liger_chunked.reference.dpo import dpo
+from liger_chunked.reference.reference_free import cpo, orpo, simpo
 from liger_chunked.reference.token_stats import logits, token_stats
 
-__all__ = ["cross_entropy", "dpo", "logits", "token_stats"]
+__all__ = ["cpo", "cross_entropy", "dpo", "logits", "orpo", "simpo", "token_stats"]

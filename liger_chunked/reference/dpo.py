@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ LOSS_TYPES = (
 
 
 class _Pair(NamedTuple):
-    """One pair: log-probabilities in nats, scalars, and how many tokens each of its sequences has."""
+    """One pair: log-probabilities in nats, scalars, how many tokens each of its sequences has, and what it counts."""
 
     chosen: Tensor
     rejected: Tensor
@@ -26,6 +26,28 @@ class _Pair(NamedTuple):
     ref_rejected: Tensor
     chosen_length: int
     rejected_length: int
+    weight: Tensor
+
+
+class _Divergence(NamedTuple):
+    name: str
+    alpha: float
+
+    def score(self, logratio: Tensor) -> Tensor:
+        """`f'(t)` of table 1 of f-DPO at `t = pi / pi_ref`."""
+        t = logratio.exp()
+        match self.name:
+            case "reverse_kl":
+                return logratio
+            case "forward_kl":
+                return 1 - 1 / t
+            case "js_divergence":
+                return torch.log(2 * t / (t + 1))
+            case "alpha_divergence" if self.alpha == 1:
+                return logratio
+            case "alpha_divergence":
+                return (t ** (self.alpha - 1) - 1) / (self.alpha - 1)
+        raise ValueError(f"unknown divergence {self.name!r}")
 
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
@@ -33,10 +55,10 @@ def _logistic(logit: Tensor, probability: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(logit, torch.full_like(logit, probability))
 
 
-def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float) -> Tensor:
-    """A loss that looks at one pair, from its paper; rewards are `beta log(pi / pi_ref)`."""
-    chosen = pair.chosen - pair.ref_chosen
-    rejected = pair.rejected - pair.ref_rejected
+def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float, divergence: _Divergence) -> Tensor:
+    """A loss that looks at one pair, from its paper; rewards are `beta log(pi / pi_ref)`, or of another divergence."""
+    chosen = divergence.score(pair.chosen - pair.ref_chosen)
+    rejected = divergence.score(pair.rejected - pair.ref_rejected)
     per_token = chosen / max(1, pair.chosen_length) - rejected / max(1, pair.rejected_length)
     reward_chosen, reward_rejected = beta * chosen, beta * rejected
     margin = reward_chosen - reward_rejected
@@ -84,6 +106,17 @@ def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: f
     return [_logistic(beta * (a - b), 1 - epsilon) for a, b in in_order]
 
 
+def _counts(valid: Tensor, ld_alpha: float | None) -> Tensor:
+    """(2 n, T) what each token counts: 1, 0 where it is ignored, `ld_alpha` beyond the length of the other sequence."""
+    counts = valid.double()
+    if ld_alpha is not None:
+        n = valid.shape[0] // 2
+        for i in range(2 * n):
+            shared = min(int(valid[i].sum()), int(valid[(i + n) % (2 * n)].sum()))
+            counts[i, valid[i].nonzero()[shared:, 0]] = ld_alpha
+    return counts
+
+
 def dpo(
     weight: Tensor,
     input: Tensor,
@@ -102,6 +135,10 @@ def dpo(
     compute_nll_loss: bool = False,
     alpha: float = 1.0,
     average_log_prob: bool = False,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -122,6 +159,9 @@ def dpo(
         loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
         compute_nll_loss, alpha: the NLL term, in nats per chosen token of the batch.
         average_log_prob, ignore_index: see above.
+        f_divergence_type, f_alpha_divergence_coef: `f'(pi / pi_ref)` in the place of `log(pi / pi_ref)` (f-DPO).
+        ld_alpha: what a token counts in `log pi` that has no counterpart in the other sequence of its pair (LD-DPO).
+        use_weighting: weigh pairs by how likely the policy would write them (WPO).
         softcap, logit_scale, temperature: the transform of the logits, of the policy and of the reference.
 
     Returns:
@@ -134,15 +174,15 @@ def dpo(
     >>> metrics["chosen_rewards"].shape
     torch.Size([1])
     """
-    transform = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    transform: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     valid = target != ignore_index
     lengths = valid.sum(1)
     units = lengths.clamp(min=1) if average_log_prob else 1
 
-    policy = token_stats(
-        weight, input, target, bias, outputs=("logps", "mean_logits"), ignore_index=ignore_index, **transform
-    )
-    logps = policy["logps"].sum(1) / units
+    outputs = ("logps", "mean_logits", "log_sum_sq_probs")
+    policy = token_stats(weight, input, target, bias, outputs=outputs, ignore_index=ignore_index, **transform)
+    counts = _counts(valid, ld_alpha).to(policy["logps"].dtype)
+    logps = (policy["logps"] * counts).sum(1) / units
     if ref_input is not None and ref_weight is not None:
         with torch.no_grad():
             reference = token_stats(ref_weight, ref_input, target, ref_bias, ignore_index=ignore_index, **transform)
@@ -151,27 +191,41 @@ def dpo(
         ref_logps = torch.zeros_like(logps)
     ref_logps = ref_logps.detach().to(logps.dtype)
     if ref_logps.ndim == 2:
-        ref_logps = (ref_logps * valid).sum(1) / units
+        ref_logps = (ref_logps * counts).sum(1) / units
 
     n = target.shape[0] // 2
+    weights = torch.ones_like(logps)
+    if use_weighting:  # equation 2: each token against the probability that a sample of the policy would repeat
+        weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
     pairs = [
-        _Pair(logps[i], logps[n + i], ref_logps[i], ref_logps[n + i], int(lengths[i]), int(lengths[n + i]))
+        _Pair(
+            chosen=logps[i],
+            rejected=logps[n + i],
+            ref_chosen=ref_logps[i],
+            ref_rejected=ref_logps[n + i],
+            chosen_length=int(lengths[i]),
+            rejected_length=int(lengths[n + i]),
+            weight=weights[i] * weights[n + i],
+        )
         for i in range(n)
         if lengths[i] + lengths[n + i] > 0
     ]
+    divergence = _Divergence(f_divergence_type, f_alpha_divergence_coef)
     nll = -policy["logps"][:n].sum() / lengths[:n].sum().clamp(min=1)
 
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
-    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    shares = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     loss = alpha * nll if compute_nll_loss else torch.zeros_like(nll)
-    for name, share in zip(names, weights, strict=True):
+    for name, share in zip(names, shares, strict=True):
         if name == "sft":
             loss = loss + share * nll
             continue
         if name in ("aot", "aot_unpaired"):
             losses = _quantile_losses(name, pairs, beta, label_smoothing)
         else:
-            losses = [_pair_loss(name, pair, beta, label_smoothing, discopop_tau) for pair in pairs]
+            losses = [
+                pair.weight * _pair_loss(name, pair, beta, label_smoothing, discopop_tau, divergence) for pair in pairs
+            ]
         loss = loss + share * sum(losses) / n
 
     rewards = beta * (logps - ref_logps)

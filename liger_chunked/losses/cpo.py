@@ -1,0 +1,130 @@
+"""Contrastive preference optimisation, and AlphaPO, which TRL files under its name."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.losses.margin import hinge, ipo, logistic
+from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.types import LogitOptionsDict, Pairs
+
+
+@dataclass(frozen=True)
+class CPOSettings:
+    """The numbers that loss types share."""
+
+    beta: float
+    label_smoothing: float
+    simpo_gamma: float
+
+
+class _LossType(NamedTuple):
+    loss: Callable[[Tensor, CPOSettings], Tensor]  # of the margin between rewards
+    smoothed: bool = False  # reads label_smoothing
+    averages: bool = False  # log-probabilities are means over tokens
+
+
+LOSS_TYPES: Mapping[str, _LossType] = {
+    "sigmoid": _LossType(lambda margin, s: logistic(margin, s.label_smoothing), smoothed=True),
+    "hinge": _LossType(lambda margin, s: hinge(margin)),
+    "ipo": _LossType(lambda margin, s: ipo(margin / s.beta, s.beta), averages=True),
+    "simpo": _LossType(
+        lambda margin, s: logistic(margin - s.simpo_gamma, s.label_smoothing), smoothed=True, averages=True
+    ),
+}
+
+
+def _alphapo(logps: Tensor, alpha: float) -> Tensor:
+    """`(1 - p ** -alpha) / alpha`; its limit at alpha 0 is `log p`."""
+    return -torch.expm1(-alpha * logps) / alpha
+
+
+class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
+    """CPO (Xu et al. 2024, https://arxiv.org/abs/2401.08417, equation 3, and its behaviour cloning term), fused.
+
+        loss = mean(loss_type of the pair) + alpha * nll(chosen)
+
+    With `l` the log-probability of a sequence in nats, `l'` the same per token, `r = beta l` its reward, `d` what the
+    chosen sequence has more of it than the rejected one, the loss of a pair is, without a reference,
+
+    | loss_type | loss | reward |
+    |---|---|---|
+    | `sigmoid` | `-(1 - eps) log sigmoid(d) - eps log sigmoid(-d)` | `beta l` |
+    | `hinge` | `max(0, 1 - d)` | `beta l` |
+    | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
+    | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
+
+    AlphaPO (https://arxiv.org/abs/2501.03884) shapes the reward, with any of them:
+    `r = beta (1 - exp(-alpha_param l)) / alpha_param`. These are TRL's; its `alphapo` is `loss_type="simpo"`, `alpha=0`
+    and an `alpha_param`. Where TRL ignores `label_smoothing`, it is refused here.
+
+    The metrics' `logps` are `l` or `l'`, and rewards are `r`, shaped.
+
+    Args:
+        beta: scale of the rewards; IPO's tau.
+        alpha: weight of the NLL of the chosen tokens, TRL's `cpo_alpha`; with 0 there is none.
+        label_smoothing: `eps` above; refused where the loss type does not read it.
+        loss_type: a name above.
+        simpo_gamma: the margin of `simpo`; no other loss type reads it.
+        alpha_param: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
+        **options: see `LogitOptions`.
+
+    Raises:
+        ValueError: an unknown loss type, a smoothing that it cannot use, a bad number; in forward, a reference.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = LigerFusedLinearCPOLoss(beta=0.1, alpha=0)(weight, input, target)
+    >>> margin = 0.1 * (metrics.chosen_logps - metrics.rejected_logps)
+    >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        loss_type: str = "sigmoid",
+        simpo_gamma: float = 0.5,
+        alpha_param: float = 0.0,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        if loss_type not in LOSS_TYPES:
+            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        if label_smoothing and not LOSS_TYPES[loss_type].smoothed:
+            users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
+            raise ValueError(f"label_smoothing={label_smoothing} is not read by {loss_type!r}, only by {users}")
+        if loss_type == "ipo" and beta == 0:
+            raise ValueError("beta must not be 0 with loss_type 'ipo', which divides by it")
+        if not math.isfinite(alpha_param):
+            raise ValueError(f"alpha_param must be finite, got {alpha_param}")
+        super().__init__(
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=alpha != 0,
+            average_log_prob=LOSS_TYPES[loss_type].averages,
+            use_ref_model=False,
+            reward_shape=functools.partial(_alphapo, alpha=alpha_param) if alpha_param else None,
+            **options,
+        )
+        self.loss_type = loss_type
+        self.settings = CPOSettings(beta, label_smoothing, simpo_gamma)
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        chosen, rejected = self.reward(pairs.logps).unbind(-1)
+        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.settings)
+
+    def extra_repr(self) -> str:
+        return f"loss_type={self.loss_type!r}, alpha={self.alpha}, {super().extra_repr()}"

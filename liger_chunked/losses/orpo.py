@@ -1,0 +1,47 @@
+"""Odds ratio preference optimisation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.losses.margin import logistic
+from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.probability import log_odds
+from liger_chunked.types import LogitOptionsDict, Pairs
+
+
+class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
+    """ORPO (Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 4, 6 and 7), fused.
+
+    With `P = exp(mean of log p over the tokens of a sequence)` and `odds = P / (1 - P)`,
+
+        loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
+
+    in nats. There is no reference. The negative log-likelihood is a mean over tokens: those of `target`, or those of
+    `nll_target` where it is given. TRL's spans prompt and response: pass an `nll_target` with the prompt in it to have
+    the same. `P` counts as at most `1 - 1e-12`, where TRL's odds become infinite.
+
+    The metrics' `logps` are means over tokens, and rewards are `beta` times these, as in TRL.
+
+    Args:
+        beta: weight of the odds ratio term, the paper's lambda.
+        **options: see `LogitOptions`.
+
+    Raises:
+        ValueError: a bad option; in forward, a reference.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
+    >>> target = torch.tensor([[-100, 2, 3], [-100, 5, -100]])          # two response tokens against one
+    >>> nll_target = torch.tensor([[1, 2, 3], [1, 5, -100]])            # the prompt as well
+    >>> loss, metrics = LigerFusedLinearORPOLoss(beta=0.1)(weight, input, target, nll_target=nll_target)
+    >>> bool(metrics.chosen_rewards == 0.1 * metrics.chosen_logps)
+    True
+    """
+
+    def __init__(self, *, beta: float = 0.1, **options: Unpack[LogitOptionsDict]) -> None:
+        super().__init__(beta=beta, compute_nll_loss=True, average_log_prob=True, use_ref_model=False, **options)
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        chosen, rejected = log_odds(pairs.logps).unbind(-1)
+        return self.beta * logistic(chosen - rejected)

@@ -1,0 +1,85 @@
+"""Simple preference optimisation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.losses.margin import hinge, logistic
+from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.types import LogitOptionsDict, Pairs
+
+_LOSS_TYPES = ("sigmoid", "hinge")
+
+
+class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
+    """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
+
+    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, the loss of a pair
+    is, in nats and without a reference,
+
+    | loss_type | loss |
+    |---|---|
+    | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
+    | `hinge` | `max(0, 1 - m)` |
+
+    as in its authors' code, and, for `sigmoid`, TRL's `CPOTrainer` with `loss_type="simpo"`. `gamma` is the margin
+    itself, TRL's `simpo_gamma`, not its ratio to beta. Metrics: `logps` are means over tokens, rewards `beta` times
+    these.
+
+    Args:
+        beta: scale of the rewards.
+        gamma: the margin that the chosen reward should have over the rejected one.
+        alpha: weight of the NLL term.
+        compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
+        label_smoothing: `eps` above; refused with "hinge".
+        loss_type: a name above.
+        **options: see `LogitOptions`.
+
+    Raises:
+        ValueError: a bad option; in forward, a reference.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)(weight, input, target)
+    >>> margin = metrics.chosen_rewards - metrics.rejected_rewards - 0.5
+    >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        gamma: float = 0.5,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        label_smoothing: float = 0.0,
+        loss_type: str = "sigmoid",
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__(
+            beta=beta,
+            alpha=alpha,
+            compute_nll_loss=compute_nll_loss,
+            average_log_prob=True,
+            use_ref_model=False,
+            **options,
+        )
+        if loss_type not in _LOSS_TYPES:
+            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {_LOSS_TYPES}")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        if label_smoothing and loss_type == "hinge":
+            raise ValueError(f"label_smoothing={label_smoothing} is not read by loss_type 'hinge', only by 'sigmoid'")
+        self.gamma = gamma
+        self.label_smoothing = label_smoothing
+        self.loss_type = loss_type
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        chosen, rejected = self.reward(pairs.logps).unbind(-1)
+        margin = chosen - rejected - self.gamma
+        return hinge(margin) if self.loss_type == "hinge" else logistic(margin, self.label_smoothing)
+
+    def extra_repr(self) -> str:
+        return f"loss_type={self.loss_type!r}, gamma={self.gamma}, {super().extra_repr()}"
