@@ -248,6 +248,11 @@ def test_first_of_equal_logits_is_the_argmax(device):
     stats = finish(logits_stats(logits, target, LogitOptions(), ("argmax", "is_top1")), target, 5000, OUTPUTS[4:6])
     assert stats.argmax.tolist() == [0, 4099]
     assert stats.is_top1.tolist() == [True, False]
+    slices = [
+        logits_stats(logits[:, a:b], target, LogitOptions(), ("argmax",), vocab_start=a)
+        for a, b in pairwise((0, 4097, 4990, 5000))
+    ]
+    assert finish(reduce(merge, slices), target, 5000, ("argmax",)).argmax.tolist() == [0, 4099]
 
 
 def test_rows_of_a_wider_buffer(device, path):
