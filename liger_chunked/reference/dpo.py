@@ -52,7 +52,8 @@ class _Divergence(NamedTuple):
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
     """`-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
-    return F.binary_cross_entropy_with_logits(logit, torch.full_like(logit, probability))
+    # Binary cross entropy, whose own gradient sigmoid(x) - q cancels where the loss is small.
+    return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 
 def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float, divergence: _Divergence) -> Tensor:

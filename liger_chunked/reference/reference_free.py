@@ -37,7 +37,8 @@ def _sequences(
 
 
 def _logistic(logits: Tensor, epsilon: float) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, 1 - epsilon), reduction="none")
+    # Binary cross entropy, whose own gradient sigmoid(x) - 1 cancels where the loss is small.
+    return -((1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits))
 
 
 def orpo(
