@@ -7,9 +7,12 @@ import torch
 from table import SMALL, pairs, tokens
 
 from liger_chunked import (
+    LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
     LogitOptions,
     linear_token_stats,
 )
@@ -136,6 +139,32 @@ CASES = {
         lambda: cross_entropy({"reduction": "sum"}, num_items=3),
         "num_items divides a mean, but reduction is 'sum'",
     ),
+    "ce-focal_gamma": (
+        lambda: LigerFusedLinearCrossEntropyLoss(focal_gamma=-1.0),
+        "focal_gamma must not be negative, got -1.0",
+    ),
+    "ce-entropy_weight": (
+        lambda: LigerFusedLinearCrossEntropyLoss(entropy_weight=float("nan")),
+        "entropy_weight must be finite, got nan",
+    ),
+    "ce-focal-and-smoothing": (
+        lambda: LigerFusedLinearCrossEntropyLoss(focal_gamma=2.0, label_smoothing=0.1),
+        "at most one of label_smoothing, focal_gamma and dft can be set, got .*0.1.*2.0",
+    ),
+    "ce-focal-and-dft": (lambda: LigerFusedLinearCrossEntropyLoss(focal_gamma=2.0, dft=True), "at most one of"),
+    "ce-token_weights-shape": (
+        lambda: cross_entropy(token_weights=f64(B)),
+        rf"token_weights must be \({B}, {T}\), as target is, got \({B},\)",
+    ),
+    "ce-token_weights-list": (lambda: cross_entropy(token_weights=[1.0]), "token_weights must be .*got list"),
+    "ce-token_weights-elsewhere": (
+        lambda: cross_entropy(token_weights=f64(B, T, device="meta")),
+        "token_weights is on meta, target on cpu",
+    ),
+    "ce-token_weights-with-gradient": (
+        lambda: cross_entropy(token_weights=f64(B, T).requires_grad_()),
+        "token_weights gets no gradient: detach it",
+    ),
     # Statistics
     "stats-unknown": (lambda: stats(outputs=("logps", "perplexity")), "outputs must name distinct fields.*perplexity"),
     "stats-twice": (lambda: stats(outputs=("logps", "logps")), "outputs must name distinct fields"),
@@ -223,6 +252,85 @@ CASES = {
         r"'exo_pair' needs label_smoothing in \(0, 1\), got 0.0",
     ),
     "discopop-tau": (lambda: LigerFusedLinearDPOLoss(discopop_tau=0.0), "discopop_tau must be positive, got 0.0"),
+    "f-divergence": (
+        lambda: LigerFusedLinearDPOLoss(f_divergence_type="kl"),
+        "unknown f_divergence_type 'kl', expected one of .*reverse_kl.*forward_kl",
+    ),
+    "f-divergence-of-one-reward": (
+        lambda: LigerFusedLinearDPOLoss(f_divergence_type="js_divergence", loss_type=["sigmoid", "nca_pair"]),
+        "f_divergence_type='js_divergence' needs loss types among .*hinge.*got .*nca_pair",
+    ),
+    "f-divergence-of-a-callable": (
+        lambda: LigerFusedLinearDPOLoss(f_divergence_type="forward_kl", loss_type=lambda pairs: pairs.logps[:, 0]),
+        "f_divergence_type='forward_kl' needs loss types among",
+    ),
+    "f-divergence-alpha": (
+        lambda: LigerFusedLinearDPOLoss(f_alpha_divergence_coef=float("nan")),
+        "f_alpha_divergence_coef must be finite, got nan",
+    ),
+    "ld_alpha": (lambda: LigerFusedLinearDPOLoss(ld_alpha=1.5), r"ld_alpha must be in \[0, 1\] or None, got 1.5"),
+    "ld_alpha-ref_logps": (
+        lambda: dpo({"ld_alpha": 0.5}, ref_logps=f64(B)),
+        rf"ref_logps must be \({B}, {T}\), one value a token, with ld_alpha=0.5.*got one a sequence, \({B},\)",
+    ),
+    "weighting-of-a-sort": (
+        lambda: LigerFusedLinearDPOLoss(use_weighting=True, loss_type=["sigmoid", "aot"]),
+        "use_weighting weighs pairs, which .*'aot', 'aot_unpaired', 'sft'.* have no loss of, got .*'sigmoid', 'aot'",
+    ),
+    # ORPO, CPO, SimPO
+    "orpo-reference": (
+        lambda: LigerFusedLinearORPOLoss()(**pairs(SMALL, seed=0)),
+        "LigerFusedLinearORPOLoss with use_ref_model=False takes no reference, got ref_input, ref_weight, ref_bias",
+    ),
+    "cpo-reference": (
+        lambda: LigerFusedLinearCPOLoss()(**pairs(SMALL, seed=0, ref="sequences")),
+        "LigerFusedLinearCPOLoss with use_ref_model=False takes no reference, got ref_logps",
+    ),
+    "simpo-reference": (
+        lambda: LigerFusedLinearSimPOLoss()(**pairs(SMALL, seed=0)),
+        "takes no reference, got ref_input",
+    ),
+    "orpo-nll_target-disagrees": (
+        lambda: LigerFusedLinearORPOLoss()(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T, fill=V - 1)),
+        "nll_target and target must agree on every token that neither of them ignores",
+    ),
+    "orpo-nll_target-shape": (
+        lambda: LigerFusedLinearORPOLoss()(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T + 1)),
+        rf"nll_target must be \({B}, {T}\).*got \({B}, {T + 1}\)",
+    ),
+    "cpo-nll_target-without-nll": (
+        lambda: LigerFusedLinearCPOLoss(alpha=0.0)(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T)),
+        "nll_target is for the NLL term, but compute_nll_loss is False",
+    ),
+    "cpo-loss-type": (
+        lambda: LigerFusedLinearCPOLoss(loss_type="alphapo"),
+        "unknown loss_type 'alphapo', expected one of .*hinge.*ipo.*sigmoid.*simpo",
+    ),
+    "cpo-smoothing": (
+        lambda: LigerFusedLinearCPOLoss(loss_type="ipo", label_smoothing=0.1),
+        "label_smoothing=0.1 is not read by 'ipo', only by .*sigmoid.*simpo",
+    ),
+    "cpo-smoothing-range": (
+        lambda: LigerFusedLinearCPOLoss(label_smoothing=2.0),
+        r"label_smoothing must be in \[0, 1\], got 2.0",
+    ),
+    "cpo-ipo-beta": (lambda: LigerFusedLinearCPOLoss(loss_type="ipo", beta=0.0), "beta must not be 0 with .*ipo"),
+    "cpo-alpha_param": (
+        lambda: LigerFusedLinearCPOLoss(alpha_param=float("inf")),
+        "alpha_param must be finite, got inf",
+    ),
+    "simpo-loss-type": (
+        lambda: LigerFusedLinearSimPOLoss(loss_type="ipo"),
+        "unknown loss_type 'ipo', expected one of .*sigmoid.*hinge",
+    ),
+    "simpo-smoothing": (
+        lambda: LigerFusedLinearSimPOLoss(loss_type="hinge", label_smoothing=0.1),
+        "label_smoothing=0.1 is not read by loss_type 'hinge', only by 'sigmoid'",
+    ),
+    "simpo-smoothing-range": (
+        lambda: LigerFusedLinearSimPOLoss(label_smoothing=-1.0),
+        r"label_smoothing must be in \[0, 1\], got -1.0",
+    ),
     "ipo-beta": (lambda: LigerFusedLinearDPOLoss(loss_type="ipo", beta=0.0), "beta must not be 0 with .*ipo"),
     "averaged-twice": (
         lambda: LigerFusedLinearDPOLoss(loss_type="ipo", average_log_prob=True),

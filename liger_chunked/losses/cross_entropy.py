@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out, token_stats
+from liger_chunked.losses.probability import complement
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -25,22 +27,32 @@ _REDUCTIONS = ("mean", "sum", "none")
 class _CrossEntropy:
     """The loss of each token as a function of its statistics.
 
-    `cross_entropy` and `z_loss` are kept apart because their means may have different denominators.
+    `cross_entropy` and `regularizer` are kept apart because their means may have different denominators.
     """
 
     label_smoothing: float
     lse_square_scale: float
+    entropy_weight: float
+    focal_gamma: float
+    dft: bool
     class_weight: Tensor | None  # (V,)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        smoothed = ("lse", "mean_logits") if self.label_smoothing else ()
-        squared = ("lse",) if self.lse_square_scale and not self.label_smoothing else ()
-        return ("logps", *smoothed, *squared)
+        wanted = {
+            "lse": self.label_smoothing or self.lse_square_scale,
+            "mean_logits": self.label_smoothing,
+            "entropy": self.entropy_weight,
+        }
+        return ("logps", *(name for name, setting in wanted.items() if setting))
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
         loss = -stats.logps if self.class_weight is None else -stats.logps * self.class_weight[target]
+        if self.focal_gamma:
+            loss = loss * complement(stats.logps) ** self.focal_gamma
+        if self.dft:
+            loss = loss * stats.logps.detach().exp()
         if self.label_smoothing:
             assert stats.lse is not None and stats.mean_logits is not None
             # -1/V sum_v w_v log p_v = mean(w) lse - 1/V sum_v w_v z_v
@@ -53,6 +65,19 @@ class _CrossEntropy:
         assert stats.lse is not None
         return self.lse_square_scale * stats.lse.square()
 
+    def regularizer(self, stats: TokenStats) -> Tensor | None:
+        """What is added to the cross entropy; None for nothing."""
+        z_loss = self.z_loss(stats) if self.lse_square_scale else None
+        if not self.entropy_weight:
+            return z_loss
+        assert stats.entropy is not None
+        bonus = -self.entropy_weight * stats.entropy
+        return bonus if z_loss is None else z_loss + bonus
+
+
+def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
+    return x if weights is None else x * weights
+
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
@@ -62,6 +87,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         z = transform(input @ weight.T + bias).float()
         loss = F.cross_entropy(z, target, ce_weight, ignore_index=..., label_smoothing=..., reduction=...)
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
+        loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
     in nats, on flattened tokens, but for a batch without any target, whose mean is a connected zero and not NaN. The
     gradients are computed in forward; with `reduction="none"` they are computed in backward, from whatever upstream
@@ -74,12 +100,20 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) a weight for each class.
+        focal_gamma: multiplies the cross entropy of a token by `(1 - p_y) ** focal_gamma` (focal loss, Lin et al. 2017,
+            https://arxiv.org/abs/1708.02002, equation 4).
+        dft: multiplies the cross entropy of a token by `p_y`, without its gradient (Dynamic Fine-Tuning,
+            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change, neither
+            here nor with `focal_gamma`.
+        entropy_weight: subtracts so much of the entropy of each token's distribution, in nats: a bonus that keeps
+            distributions wide (https://arxiv.org/abs/1701.06548); negative to narrow them. Averaged like the z-loss.
         return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
             fields filled.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale, weights of the wrong shape.
+        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale or gamma, an entropy weight that
+            is not finite, weights of the wrong shape, more than one of smoothing, focal loss and DFT.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -98,6 +132,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         lse_square_scale: float = 0.0,
         ce_weight: Tensor | None = None,
+        focal_gamma: float = 0.0,
+        dft: bool = False,
+        entropy_weight: float = 0.0,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
@@ -112,9 +149,19 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             raise ValueError(f"lse_square_scale must not be negative, got {lse_square_scale}")
         if ce_weight is not None and (ce_weight.ndim != 1 or not ce_weight.is_floating_point()):
             raise ValueError(f"ce_weight must be floating (V,), got {tuple(ce_weight.shape)} {ce_weight.dtype}")
+        if not (focal_gamma >= 0.0 and math.isfinite(focal_gamma)):
+            raise ValueError(f"focal_gamma must not be negative, got {focal_gamma}")
+        if not math.isfinite(entropy_weight):
+            raise ValueError(f"entropy_weight must be finite, got {entropy_weight}")
+        shapes = {"label_smoothing": label_smoothing, "focal_gamma": focal_gamma, "dft": dft}
+        if sum(bool(setting) for setting in shapes.values()) > 1:
+            raise ValueError(f"at most one of label_smoothing, focal_gamma and dft can be set, got {shapes}")
         self.reduction = reduction
         self.label_smoothing = label_smoothing
         self.lse_square_scale = lse_square_scale
+        self.focal_gamma = focal_gamma
+        self.dft = dft
+        self.entropy_weight = entropy_weight
         self.return_z_loss = return_z_loss
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
@@ -130,6 +177,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         bias: Tensor | None = None,
         *,
         num_items: int | Tensor | None = None,
+        token_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
         """The loss, and `CrossEntropyMetrics` where any was asked for.
 
@@ -140,9 +188,13 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             bias: (V,) or None.
             num_items: with "mean", the sum over this batch is divided by this instead of by its own count of tokens:
                 under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers).
+            token_weights: in the shape of `target`, multiplies all that a token adds to the loss. "mean" divides by the
+                sum of these weights over the valid tokens (times `ce_weight`, where it divides by that), unless
+                `num_items` is given; a sum of 0 counts as 1.
 
         Raises:
-            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean".
+            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean",
+                `token_weights` that want a gradient.
             TypeError: dtypes that do not fit.
         """
         head = Head(weight, bias)
@@ -150,12 +202,20 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         check_target(target, input)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
-        definition = _CrossEntropy(self.label_smoothing, self.lse_square_scale, self._class_weight(weight))
+        weights = self._token_weights(token_weights, target, weight)
+        definition = _CrossEntropy(
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            entropy_weight=self.entropy_weight,
+            focal_gamma=self.focal_gamma,
+            dft=self.dft,
+            class_weight=self._class_weight(weight),
+        )
         layout = lay_out(target.long(), "token", self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":
-            loss, z_loss, stats = self._per_token(head, input, target, layout, definition)
+            loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:
-            loss, z_loss, stats = self._reduced(head, input, target, layout, definition, num_items)
+            loss, z_loss, stats = self._reduced(head, input, target, layout, definition, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         return loss, self._metrics(stats, target, layout, z_loss)
@@ -170,6 +230,19 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             )
         return self.ce_weight.to(weight.device, accumulation_dtype(weight.dtype))
 
+    def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
+        """(N,), or None."""
+        if token_weights is None:
+            return None
+        if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
+            got = tuple(token_weights.shape) if isinstance(token_weights, Tensor) else type(token_weights).__name__
+            raise ValueError(f"token_weights must be {tuple(target.shape)}, as target is, got {got}")
+        if token_weights.device != target.device:
+            raise ValueError(f"token_weights is on {token_weights.device}, target on {target.device}")
+        if token_weights.requires_grad:
+            raise ValueError("token_weights gets no gradient: detach it")
+        return token_weights.reshape(-1).to(accumulation_dtype(weight.dtype))
+
     def _outputs(self, definition: _CrossEntropy) -> tuple[str, ...]:
         top1 = ("is_top1",) if self.return_token_accuracy else ()
         argmax = ("argmax",) if self.return_predicted_tokens else ()
@@ -179,19 +252,27 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return definition.class_weight if self.label_smoothing else None
 
     def _per_token(
-        self, head: Head, input: Tensor, target: Tensor, layout: Layout, definition: _CrossEntropy
+        self,
+        head: Head,
+        input: Tensor,
+        target: Tensor,
+        layout: Layout,
+        definition: _CrossEntropy,
+        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         stats = token_stats(
             head, input, layout, self._outputs(definition), self.options, self._smoothing_weight(definition)
         )
         valid = layout.mask
+
+        def shaped(x: Tensor) -> Tensor:
+            return _weighed(x, weights).where(valid, 0).view(target.shape)
+
         loss = definition.cross_entropy(stats, target.reshape(-1).where(valid, 0))
-        z_loss = None
-        if self.lse_square_scale:
-            z_loss = definition.z_loss(stats).where(valid, 0)
-            loss = loss + z_loss
-            z_loss = z_loss.view(target.shape)
-        return loss.where(valid, 0).view(target.shape), z_loss, stats
+        regularizer = definition.regularizer(stats)
+        loss = loss if regularizer is None else loss + regularizer
+        z_loss = shaped(definition.z_loss(stats)) if self.lse_square_scale else None
+        return shaped(loss), z_loss, stats
 
     def _reduced(
         self,
@@ -200,23 +281,17 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         layout: Layout,
         definition: _CrossEntropy,
+        weights: Tensor | None,
         num_items: int | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         target = target.reshape(-1)
-        per_token: int | Tensor = 1  # denominator of the z-loss
-        per_weight: int | Tensor = 1  # denominator of the cross entropy
-        if num_items is not None:
-            per_token = per_weight = num_items.to(input.device) if isinstance(num_items, Tensor) else num_items
-        elif self.reduction == "mean":
-            per_token = per_weight = max(1, layout.n_valid)
-            if definition.class_weight is not None and layout.n_valid:
-                per_weight = definition.class_weight[layout.target].sum()
+        per_token, per_class = self._denominators(layout, definition, weights, num_items)
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            loss = definition.cross_entropy(stats, target[index]).sum() / per_weight
-            if self.lse_square_scale:
-                loss = loss + definition.z_loss(stats).sum() / per_token
-            return loss
+            w = None if weights is None else weights[index]
+            loss = _weighed(definition.cross_entropy(stats, target[index]), w).sum() / per_class
+            regularizer = definition.regularizer(stats)
+            return loss if regularizer is None else loss + _weighed(regularizer, w).sum() / per_token
 
         loss, stats = fused_loss(
             head,
@@ -229,8 +304,27 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         )
         z_loss = None
         if self.lse_square_scale:
-            z_loss = definition.z_loss(stats).where(layout.mask, 0).sum() / per_token
+            z_loss = _weighed(definition.z_loss(stats), weights).where(layout.mask, 0).sum() / per_token
         return loss, z_loss, stats
+
+    def _denominators(
+        self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: int | Tensor | None
+    ) -> tuple[int | Tensor, int | Tensor]:
+        """Of the regularizer, and of the cross entropy, which class weights change."""
+        if num_items is not None:
+            items = num_items.to(layout.mask.device) if isinstance(num_items, Tensor) else num_items
+            return items, items
+        if self.reduction == "sum":
+            return 1, 1
+        if not layout.n_valid or (weights is None and definition.class_weight is None):
+            return max(1, layout.n_valid), max(1, layout.n_valid)
+        if weights is None:
+            assert definition.class_weight is not None
+            return layout.n_valid, definition.class_weight[layout.target].sum()
+        valid = weights if layout.slots is None else weights[layout.slots]
+        by_class = valid if definition.class_weight is None else valid * definition.class_weight[layout.target]
+        per_token, per_class = valid.sum(), by_class.sum()
+        return per_token.where(per_token != 0, 1), per_class.where(per_class != 0, 1)
 
     def _metrics(self, stats: TokenStats, target: Tensor, layout: Layout, z_loss: Tensor | None) -> CrossEntropyMetrics:
         accuracy = predicted = None
@@ -245,4 +339,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return CrossEntropyMetrics(z_loss if self.return_z_loss else None, accuracy, predicted)
 
     def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, {self.options}"
+        return (
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, focal_gamma={self.focal_gamma}, "
+            f"dft={self.dft}, entropy_weight={self.entropy_weight}, {self.options}"
+        )

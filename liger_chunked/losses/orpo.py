@@ -31,11 +31,12 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
     Raises:
         ValueError: a bad option; in forward, a reference.
 
+    >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[-100, 2, 3], [-100, 5, -100]])          # two response tokens against one
     >>> nll_target = torch.tensor([[1, 2, 3], [1, 5, -100]])            # the prompt as well
     >>> loss, metrics = LigerFusedLinearORPOLoss(beta=0.1)(weight, input, target, nll_target=nll_target)
-    >>> bool(metrics.chosen_rewards == 0.1 * metrics.chosen_logps)
+    >>> bool(torch.isclose(metrics.chosen_rewards, 0.1 * metrics.chosen_logps))
     True
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,14 +13,17 @@ _CERTAIN = 1e-12
 
 
 def complement(logps: Tensor) -> Tensor:
-    """`1 - exp(logps)`, in [1e-12, 1]: by `expm1`, as `exp(logps)` rounds to 1 long before `logps` reaches 0.
+    """`1 - exp(logps)`, in [1e-12, 1], with a gradient as accurate as its value.
 
-    Without a branch, so that no unused side can put a NaN into the gradient.
+    `exp(logps)` rounds to 1 long before `logps` reaches 0, hence `expm1` near there. But autograd takes the derivative
+    of `expm1` for `expm1(x) + 1`, which rounds to 0 at the other end. Both sides are finite everywhere, so that the one
+    that `where` drops puts no NaN into the gradient.
 
     >>> complement(torch.tensor([-1e-9, 0.0])).tolist()
     [9.999999717180685e-10, 9.999999960041972e-13]
     """
-    return -torch.expm1(logps.clamp(max=-_CERTAIN))
+    logps = logps.clamp(max=-_CERTAIN)
+    return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
 
 
 def log_odds(logps: Tensor) -> Tensor:

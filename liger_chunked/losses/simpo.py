@@ -39,6 +39,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Raises:
         ValueError: a bad option; in forward, a reference.
 
+    >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> loss, metrics = LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)(weight, input, target)

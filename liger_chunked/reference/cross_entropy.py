@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,11 +21,15 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     ce_weight: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    focal_gamma: float = 0.0,
+    dft: bool = False,
+    entropy_weight: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """`F.cross_entropy` on full logits `z`, plus the z-loss `lse_square_scale * logsumexp(z) ** 2`.
+    """`F.cross_entropy` on full logits `z`, plus the z-loss `lse_square_scale * logsumexp(z) ** 2`, and its kin.
 
     Args:
         weight: (V, H).
@@ -35,12 +40,15 @@ def cross_entropy(
         ignore_index, reduction, label_smoothing: as in `F.cross_entropy`; without any valid token "mean" is NaN.
         lse_square_scale: weight of the z-loss, averaged over the valid tokens, each the same.
         ce_weight: (V,) class weights, or None.
+        token_weights: in the shape of `target`, weighs tokens; "mean" divides by the weights that it adds.
+        focal_gamma: `-(1 - p_y) ** gamma * log p_y`.
+        dft: `-p_y * log p_y`, the factor held constant.
+        entropy_weight: `- entropy_weight * H(softmax(z))`, averaged like the z-loss.
         softcap, logit_scale, temperature: see `logits`.
 
     Returns:
         A scalar, or a tensor of the shape of `target` with `reduction="none"`.
 
-    >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(3, 4), torch.tensor([1, -100, 3])
     >>> per_token = cross_entropy(weight, input, target, reduction="none")
     >>> bool(torch.isclose(per_token.sum() / 2, cross_entropy(weight, input, target)))
@@ -49,17 +57,24 @@ def cross_entropy(
     z = logits(weight, input, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature).flatten(0, -2)
     y = target.flatten().long()
     valid = y != ignore_index
-    loss = F.cross_entropy(
-        z,
-        y,
-        weight=None if ce_weight is None else ce_weight.to(z.dtype),
-        ignore_index=ignore_index,
-        reduction="sum" if num_items is not None else reduction,
-        label_smoothing=label_smoothing,
+    class_weight = None if ce_weight is None else ce_weight.to(z.dtype)
+    losses = F.cross_entropy(
+        z, y, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    squares = lse_square_scale * z.logsumexp(-1).square() * valid
+    distribution = torch.distributions.Categorical(logits=z)
+    p = distribution.probs.gather(-1, y.where(valid, 0)[:, None])[:, 0]
+    if focal_gamma:
+        losses = losses * (1 - p) ** focal_gamma
+    if dft:
+        losses = losses * p.detach()
+    extra = (lse_square_scale * z.logsumexp(-1).square() - entropy_weight * distribution.entropy()) * valid
+    weights = torch.ones_like(losses) if token_weights is None else token_weights.flatten().to(z.dtype)
+    losses, extra = weights * losses, weights * extra
     if reduction == "none":
-        return (loss + squares).view(target.shape)
+        return (losses + extra).view(target.shape)
     if num_items is not None:
-        return (loss + squares.sum()) / num_items
-    return loss + (squares.sum() / valid.sum() if reduction == "mean" else squares.sum())
+        return (losses.sum() + extra.sum()) / num_items
+    if reduction == "sum":
+        return losses.sum() + extra.sum()
+    by_class = weights if class_weight is None else weights * class_weight[y.where(valid, 0)]
+    return losses.sum() / by_class[valid].sum() + extra.sum() / weights[valid].sum()

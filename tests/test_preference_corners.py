@@ -1,0 +1,233 @@
+"""Where preference losses are easily wrong: extreme probabilities, unequal pairs, two targets."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import SMALL, Sizes, evaluate, pairs, relative_error, tokens
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    reference,
+)
+from liger_chunked.losses.probability import complement, log_odds
+
+SEVERAL_PACKS = 8 * 9 * SMALL.vocab
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < tolerance, name
+
+
+def one_pair_of(probability: float, rejected: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A pair of one token each with these probabilities, in a vocabulary of two."""
+    logits = torch.tensor([[math.log(p) - math.log1p(-p)] for p in (probability, rejected)], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [0.0]], dtype=dtype)
+    return {"weight": weight, "input": logits[:, None].to(dtype), "target": torch.zeros(2, 1, dtype=torch.int64)}
+
+
+# Hard case 12
+
+
+def test_hard_case_12_dpo_by_settings():
+    """One long pair, unequal lengths, smoothing, the reference in three forms: all the same loss."""
+    batch = pairs(Sizes(sequences=2, length=400), seed=0)
+    settings = {"label_smoothing": 0.1, "beta": 0.3}
+    exact = evaluate(lambda batch: reference.dpo(**batch, **settings)[0], batch)
+    loss = LigerFusedLinearDPOLoss(**settings, logits_budget=8 * 7 * SMALL.vocab)
+    states = {name: batch.pop(name) for name in ("ref_weight", "ref_input", "ref_bias")}
+    per_token = reference.token_stats(states["ref_weight"], states["ref_input"], batch["target"], states["ref_bias"])
+    forms = {"states": states, "tokens": {"ref_logps": per_token["logps"]}}
+    forms["sequences"] = {"ref_logps": per_token["logps"].sum(1)}
+    for form in forms.values():
+        assert_same(evaluate(lambda batch, form=form: loss(**batch, **form)[0], batch), exact)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"])
+def test_hard_case_12_dpo_with_the_policy_as_reference(divergence):
+    """Every score is 0 where policy and reference agree, and has a derivative of 1 by the log-ratio, or 1/2 for JS."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    same = {f"ref_{name}": batch[name] for name in ("weight", "input", "bias")}
+    loss = LigerFusedLinearDPOLoss(f_divergence_type=divergence)
+    value, metrics = loss(**batch, **same)
+    assert float(value) == pytest.approx(math.log(2))
+    assert (metrics.chosen_rewards == 0).all()
+    ours = evaluate(lambda batch: loss(**batch, **same)[0], batch)
+    plain = evaluate(lambda batch: LigerFusedLinearDPOLoss()(**batch, **same)[0], batch)
+    assert relative_error(ours["weight"], (0.5 if divergence == "js_divergence" else 1.0) * plain["weight"]) < 1e-12
+
+
+@pytest.mark.parametrize("loss", [LigerFusedLinearDPOLoss(), LigerFusedLinearCPOLoss(alpha=0.0)], ids=["dpo", "cpo"])
+def test_hard_case_12_chosen_equal_to_rejected(loss):
+    batch = pairs(SMALL, seed=0, ref=None)
+    half = SMALL.sequences // 2
+    for name in ("input", "target"):
+        batch[name][half:] = batch[name][:half]
+    result = evaluate(lambda batch: loss(**batch)[0], batch)
+    assert float(result["loss"]) == pytest.approx(math.log(2))
+    assert result["weight"].abs().max() < 1e-15
+
+
+def test_ld_alpha_counts_the_shared_length_of_the_longer_sequence():
+    batch = pairs(SMALL, seed=0, ref="tokens")
+    valid = batch["target"] != -100
+    shared = valid.clone()
+    half = SMALL.sequences // 2
+    for i in range(half):
+        length = int(torch.minimum(valid[i].sum(), valid[half + i].sum()))
+        for row in (i, half + i):
+            shared[row, valid[row].nonzero()[length:, 0]] = False
+    cut = {**batch, "target": batch["target"].where(shared, -100)}
+    ours = evaluate(lambda batch: LigerFusedLinearDPOLoss(ld_alpha=0.0)(**batch)[0], batch)
+    assert_same(ours, evaluate(lambda batch: LigerFusedLinearDPOLoss()(**batch)[0], cut))
+    ours = evaluate(lambda batch: LigerFusedLinearDPOLoss(ld_alpha=1.0)(**batch)[0], batch)
+    assert_same(ours, evaluate(lambda batch: LigerFusedLinearDPOLoss()(**batch)[0], batch))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "alpha_divergence"])
+def test_divergences_saturate_instead_of_overflowing(divergence):
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
+    batch["input"] = 300 * batch["input"]  # log-ratios of thousands of nats
+    loss = LigerFusedLinearDPOLoss(f_divergence_type=divergence)
+    for name, value in evaluate(lambda batch: loss(**batch)[0], batch).items():
+        assert value.isfinite().all(), name
+
+
+# Hard case 14
+
+
+def test_hard_case_14_orpo_nll_over_prompt_and_response():
+    batch = pairs(SMALL, seed=0, ref=None)
+    target = batch["target"]
+    prompt = ((target != -100).cumsum(1) == 0) & (torch.arange(SMALL.length) > 0)
+    nll_target = torch.where(prompt, 5, target)
+    assert int(prompt[: SMALL.sequences // 2].sum()) > 0
+    loss = partial(LigerFusedLinearORPOLoss(logits_budget=SEVERAL_PACKS), nll_target=nll_target)
+    exact = evaluate(lambda batch: reference.orpo(**batch, nll_target=nll_target), batch)
+    assert_same(evaluate(lambda batch: loss(**batch)[0], batch), exact)
+
+    metrics, of_response = loss(**batch)[1], LigerFusedLinearORPOLoss()(**batch)[1]
+    chosen = nll_target[: SMALL.sequences // 2]
+    logits = reference.logits(batch["weight"], batch["input"], batch["bias"])[: len(chosen)]
+    assert torch.isclose(metrics.nll_loss, F.cross_entropy(logits.flatten(0, 1), chosen.flatten()))
+    assert metrics.nll_loss != of_response.nll_loss
+    # The prompt takes part in the NLL alone.
+    for name in ("chosen_logps", "rejected_logps", "chosen_logits_mean", "chosen_rewards"):
+        assert torch.allclose(getattr(metrics, name), getattr(of_response, name), rtol=1e-12), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.999, 1 - 1e-5, 1 - 1e-7])
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_hard_case_14_orpo_log_odds_near_certainty(p, side, dtype):
+    batch = one_pair_of(*((p, 0.3) if side == "chosen" else (0.3, p)), dtype)
+    loss, metrics = LigerFusedLinearORPOLoss(beta=1.0)(**batch)
+    margin = math.log(p) - math.log1p(-p) - (math.log(0.3) - math.log(0.7))
+    odds = float(F.softplus(torch.tensor(-margin if side == "chosen" else margin, dtype=torch.float64)))
+    # The logarithm of a sum close to 1 is off by half an ulp of 1, which is that much of 1 - p; and the logit of 16 nats
+    # that it comes from is off by 16 ulps of 1.
+    epsilon = torch.finfo(dtype).eps
+    assert abs(float(loss - metrics.nll_loss) - odds) < epsilon / (1 - p) + 32 * epsilon
+    for value in evaluate(lambda batch: LigerFusedLinearORPOLoss()(**batch)[0], batch).values():
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize("certain", ["chosen", "rejected", "both"])
+def test_hard_case_14_orpo_at_certainty(certain):
+    """Log-probabilities of exactly 0, where odds are infinite: finite loss, finite gradients."""
+    batch = one_pair_of(0.5, 0.5, torch.float32)
+    batch["input"][0 if certain == "chosen" else 1] = 200.0
+    if certain == "both":
+        batch["input"][:] = 200.0
+    for name, value in evaluate(lambda batch: LigerFusedLinearORPOLoss()(**batch)[0], batch).items():
+        assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_log_odds_and_their_gradient_over_all_probabilities(dtype):
+    logps = -torch.logspace(-11, 2.5, 200, dtype=torch.float64)
+    exact = logps - torch.log(-torch.expm1(logps))
+    slope = -1 / torch.expm1(logps)  # d log(p / (1 - p)) / d log p = 1 / (1 - p)
+    leaf = logps.to(dtype).requires_grad_()
+    value = log_odds(leaf)
+    value.sum().backward()
+    epsilon = torch.finfo(dtype).eps
+    assert torch.allclose(value.double(), exact, rtol=4 * epsilon, atol=4 * epsilon)
+    assert torch.allclose(leaf.grad.double(), slope, rtol=8 * epsilon)
+    assert complement(torch.zeros(1, dtype=dtype)) > 0
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_hard_case_14_cpo_sums_and_simpo_averages(loss_type):
+    batch = pairs(SMALL, seed=0, ref=None)
+    lengths = (batch["target"] != -100).sum(1)
+    sums = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"].sum(1)
+    expected = sums / lengths if loss_type in ("ipo", "simpo") else sums
+    metrics = LigerFusedLinearCPOLoss(loss_type=loss_type, beta=0.2)(**batch)[1]
+    assert torch.allclose(torch.cat([metrics.chosen_logps, metrics.rejected_logps]), expected)
+    assert torch.allclose(torch.cat([metrics.chosen_rewards, metrics.rejected_rewards]), 0.2 * expected)
+
+
+def test_simpo_is_cpo_with_simpo():
+    batch = pairs(SMALL, seed=0, ref=None)
+    settings = {"beta": 2.0, "label_smoothing": 0.1}
+    simpo = LigerFusedLinearSimPOLoss(gamma=1.0, alpha=0.7, compute_nll_loss=True, **settings)
+    cpo = LigerFusedLinearCPOLoss(loss_type="simpo", simpo_gamma=1.0, alpha=0.7, **settings)
+    ours, same = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (simpo, cpo))
+    assert all(torch.equal(ours[name], same[name]) for name in ours)
+
+
+def test_alphapo_tends_to_the_plain_reward():
+    batch = pairs(SMALL, seed=0, ref=None)
+    plain, shaped = (LigerFusedLinearCPOLoss(loss_type="simpo", alpha_param=a)(**batch) for a in (0.0, 1e-7))
+    assert torch.isclose(plain[0], shaped[0], rtol=1e-6)
+    assert torch.allclose(plain[1].chosen_rewards, shaped[1].chosen_rewards, rtol=1e-5)
+
+
+# Kin of the cross entropy
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
+def test_focal_loss_at_certainty(gamma):
+    """A probability of exactly 1 costs nothing, and its gradient is 0, not NaN."""
+    batch = {"weight": torch.eye(3), "input": torch.tensor([[300.0, 0.0, 0.0]]), "target": torch.tensor([0])}
+    loss = LigerFusedLinearCrossEntropyLoss(focal_gamma=gamma)
+    result = evaluate(lambda batch: loss(**batch), batch)
+    assert result["loss"] == 0
+    assert (result["weight"] == 0).all()
+    assert (result["input"] == 0).all()
+
+
+def test_dft_gradient_is_that_of_the_probability():
+    """grad(-sg(p) log p) = -grad(p)."""
+    batch = tokens(SMALL, seed=0)
+    valid = batch["target"] != -100
+
+    def probability(batch):
+        stats = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])
+        return -stats["logps"].exp()[valid].mean()
+
+    ours = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss(dft=True)(**batch), batch)
+    exact = evaluate(probability, batch)
+    assert_same({**ours, "loss": exact["loss"]}, exact)
+
+
+def test_token_weights_of_zero_are_ignored_tokens():
+    batch = tokens(SMALL, seed=0)
+    weights = (torch.arange(batch["target"].numel()).view(batch["target"].shape) % 3 > 0).double()
+    ignored = {**batch, "target": batch["target"].where(weights > 0, -100)}
+    loss = LigerFusedLinearCrossEntropyLoss(entropy_weight=0.1)
+    ours = evaluate(lambda batch: loss(**batch, token_weights=weights), batch)
+    assert_same(ours, evaluate(lambda batch: loss(**batch), ignored))
+    nothing = evaluate(lambda batch: loss(**batch, token_weights=torch.zeros_like(weights)), batch)
+    assert all((value == 0).all() for value in nothing.values())
