@@ -134,8 +134,8 @@ def test_hard_case_14_orpo_log_odds_near_certainty(p, side, dtype):
     loss, metrics = LigerFusedLinearORPOLoss(beta=1.0)(**batch)
     margin = math.log(p) - math.log1p(-p) - (math.log(0.3) - math.log(0.7))
     odds = float(F.softplus(torch.tensor(-margin if side == "chosen" else margin, dtype=torch.float64)))
-    # The logarithm of a sum close to 1 is off by half an ulp of 1, which is that much of 1 - p; and the logit of 16 nats
-    # that it comes from is off by 16 ulps of 1.
+    # The logarithm of a sum close to 1 is off by half an ulp of 1, which is that much of 1 - p; and the logit of 16
+    # nats that it comes from is off by 16 ulps of 1.
     epsilon = torch.finfo(dtype).eps
     assert abs(float(loss - metrics.nll_loss) - odds) < epsilon / (1 - p) + 32 * epsilon
     for value in evaluate(lambda batch: LigerFusedLinearORPOLoss()(**batch)[0], batch).values():
