@@ -158,6 +158,11 @@ def _class_weights(batch: Batch) -> Tensor:
     return torch.linspace(0.2, 2.0, weight.shape[0], dtype=torch.float64, device=weight.device)
 
 
+def _token_weights(batch: Batch) -> Tensor:
+    target = batch["target"]
+    return (torch.arange(target.numel(), dtype=torch.float64, device=target.device) % 5 / 2).view(target.shape)
+
+
 def _per_token(loss: Tensor) -> Tensor:
     """A scalar of `reduction="none"` that hands every token another gradient: negative, zero or positive."""
     flat = loss.flatten()
@@ -166,25 +171,42 @@ def _per_token(loss: Tensor) -> Tensor:
 
 
 def _cross_entropy(
-    id: str, *, ce_weight: bool = False, num_items: Any = None, bias: bool = True, **settings: Any
+    id: str,
+    *,
+    ce_weight: bool = False,
+    token_weights: bool = False,
+    num_items: Any = None,
+    bias: bool = True,
+    **settings: Any,
 ) -> Row:
     """`settings` are of the module, transform included."""
 
     def scalar(loss: Tensor) -> Tensor:
         return _per_token(loss) if settings.get("reduction") == "none" else loss
 
+    def by_token(batch: Batch) -> Tensor | None:
+        return _token_weights(batch) if token_weights else None
+
     def ours(batch: Batch, **options: Any) -> Tensor:
         weights = _class_weights(batch) if ce_weight else None
-        return scalar(
-            LigerFusedLinearCrossEntropyLoss(ce_weight=weights, **settings | options)(**batch, num_items=num_items)
-        )
+        loss = LigerFusedLinearCrossEntropyLoss(ce_weight=weights, **settings | options)
+        return scalar(loss(**batch, num_items=num_items, token_weights=by_token(batch)))
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
         weights = _class_weights(batch) if ce_weight else None
-        return scalar(reference.cross_entropy(**batch, num_items=num_items, ce_weight=weights, **settings | options))
+        settings_ = {"num_items": num_items, "ce_weight": weights, "token_weights": by_token(batch)}
+        return scalar(reference.cross_entropy(**batch, **settings_, **settings | options))
 
     fused = settings.get("reduction") != "none"
-    return Row(id, ours, oracle, lambda sizes, seed: tokens(sizes, seed, bias), fused=fused)
+    stops_gradients = settings.get("dft", False)
+    return Row(
+        id,
+        ours,
+        oracle,
+        lambda sizes, seed: tokens(sizes, seed, bias),
+        fused=fused,
+        stops_gradients=stops_gradients,
+    )
 
 
 def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str = "pair", **settings: Any) -> Row:
@@ -261,6 +283,33 @@ CROSS_ENTROPY = [
     ),
 ]
 
+SFT_KIN = [
+    _cross_entropy("ce-focal", focal_gamma=2.0),
+    _cross_entropy("ce-focal-of-a-fraction-none", focal_gamma=0.5, reduction="none", **_TRANSFORM),
+    _cross_entropy("ce-dft", dft=True),
+    _cross_entropy("ce-dft-class_weights-num_items", dft=True, ce_weight=True, num_items=37),
+    _cross_entropy("ce-entropy", entropy_weight=0.1),
+    _cross_entropy(
+        "ce-entropy-negative-z_loss-smoothing-sum",
+        entropy_weight=-0.1,
+        lse_square_scale=1e-2,
+        label_smoothing=0.1,
+        reduction="sum",
+    ),
+    _cross_entropy("ce-token_weights", token_weights=True),
+    _cross_entropy("ce-token_weights-sum-focal", token_weights=True, reduction="sum", focal_gamma=1.0),
+    _cross_entropy("ce-token_weights-none", token_weights=True, reduction="none", entropy_weight=0.1),
+    _cross_entropy(
+        "ce-token_weights-everything",
+        token_weights=True,
+        ce_weight=True,
+        label_smoothing=0.1,
+        lse_square_scale=1e-2,
+        entropy_weight=0.1,
+    ),
+    _cross_entropy("ce-token_weights-num_items", token_weights=True, num_items=37, dft=True),
+]
+
 DPO = [
     *(
         _dpo(
@@ -326,7 +375,7 @@ REFERENCE_FREE = [
     _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.0, beta=0.3),
     _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.5, nll_target=True),
     _reference_free(
-        "cpo-alphapo", LigerFusedLinearCPOLoss, reference.cpo, loss_type="simpo", alpha=0.0, alpha_param=0.25, beta=2.5
+        "cpo-alphapo", LigerFusedLinearCPOLoss, reference.cpo, loss_type="simpo", alpha=0.0, alpha_param=0.25, beta=1.0
     ),
     _reference_free(
         "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, reference.cpo, loss_type="hinge", alpha_param=-0.1
@@ -345,4 +394,4 @@ STATISTICS = [
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
 ]
 
-ROWS = [*CROSS_ENTROPY, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *STATISTICS]
+ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *STATISTICS]
