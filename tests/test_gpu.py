@@ -60,12 +60,22 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
         logps = linear_token_stats(weight, input, target, logits_budget=budget).logps
         return -logps.sum() / (target != -100).sum()
 
+    def in_chunks(weight, input):
+        # A product of fewer rows may sum its long inner dimension in another order: the bound is eager code's error in
+        # products of the same rows.
+        rows = input.shape[0] if budget is None else budget // (vocab * input.element_size())
+        parts = zip(input.split(rows), target.split(rows), strict=True)
+        total = sum(reference.cross_entropy(weight, x, t, reduction="sum") for x, t in parts)
+        return total / (target != -100).sum()
+
     expected = gradients(exact, weight.double(), input.double())
-    eager = gradients(exact, weight, input)
-    for ours in (gradients(fused, weight, input), gradients(primitive, weight, input)):
+    whole = gradients(exact, weight, input)
+    for ours, eager in ((gradients(fused, weight, input), in_chunks), (gradients(primitive, weight, input), whole)):
+        eager = eager if isinstance(eager, tuple) else gradients(eager, weight, input)
         for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
-            # A scalar is one error, and luck: a unit in the last place of the logits, averaged over 2048 tokens.
-            floor = torch.finfo(dtype).eps / 2048**0.5 if name == "loss" else 0.0
+            # A scalar is one error, and luck: a unit in the last place of the logits, averaged over 2048 tokens, and
+            # one of the float32 that the loss itself is.
+            floor = max(torch.finfo(dtype).eps / 2048**0.5, torch.finfo(torch.float32).eps) if name == "loss" else 0.0
             assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
 
 

@@ -102,9 +102,7 @@ def gradient_of(
     outputs = tuple(dict.fromkeys((*upstream, "entropy")))
     partial = logits_stats(logits, target, options, outputs, class_weight=class_weight)
     stats = finish(partial, target, logits.shape[1], outputs)
-    cotangents = LogitsCotangents(
-        max=partial.max, log_sum=partial.sum_exp.log(), entropy_value=stats.entropy, **upstream
-    )
+    cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy, **upstream)
     return logits_grad_(
         logits=logits[:, vocab].clone(memory_format=torch.contiguous_format),
         target=target,
@@ -268,7 +266,7 @@ def test_rows_of_a_wider_buffer(device, path):
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
     partial = logits_stats(logits, target, LogitOptions(), ("logps",))
     result = logits_grad_(
-        logits, target, LogitsCotangents(partial.max, partial.sum_exp.log(), **upstream), LogitOptions(), 129
+        logits, target, LogitsCotangents(partial.max, partial.sum_exp, **upstream), LogitOptions(), 129
     )
     assert result.data_ptr() == wide.data_ptr()
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)

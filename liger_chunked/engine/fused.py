@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import (
     Layout,
     Pack,
@@ -72,7 +72,7 @@ class _Step:
 
         loss = torch.zeros((), dtype=accumulation_dtype(self.dtype), device=input.device)
         all_stats = []
-        with torch.autocast(input.device.type, enabled=False):
+        with gemms(input.device):
             for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
                 x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
                 target = self.layout.target[pack.rows]
@@ -83,7 +83,7 @@ class _Step:
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
-                        log_sum=partial.sum_exp.log(),
+                        sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
                         # A loss that is constant on this pack still owes it a gradient of zero.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),

@@ -7,6 +7,8 @@ backward     for each tile, last first: project again unless it is still there, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +39,22 @@ def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         for start in range(0, a.shape[0], rows):
             block = out[start : start + rows]
             block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
+
+
+@contextmanager
+def gemms(device: torch.device) -> Iterator[None]:
+    """What the products of a pass run under: the dtype they are given, and sums in float32 to the end.
+
+    By default cuBLAS may split a sum over a long inner dimension and add the parts in bfloat16.
+    """
+    matmul = torch.backends.cuda.matmul
+    saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = saved
 
 
 class Needs(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
@@ -43,7 +43,7 @@ class _LinearTokenStats(torch.autograd.Function):
         head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
         head_pass = HeadPass(head, plan.options, plan.class_weight)
         head_pass.reserve(largest(plan.tiles))
-        with torch.autocast(input.device.type, enabled=False):
+        with gemms(input.device):
             partial, stats = head_pass.statistics(plan.rows(input), plan.layout.target, plan.tiles, plan.outputs)
         if plan.backward_follows:
             ctx.save_for_backward(input, weight, bias)
@@ -68,7 +68,7 @@ class _LinearTokenStats(torch.autograd.Function):
 
         cotangents = LogitsCotangents(
             max=ctx.partial.max,
-            log_sum=ctx.partial.sum_exp.log(),
+            sum_exp=ctx.partial.sum_exp,
             entropy_value=ctx.entropy,
             **{name: compact(g) for name, g in given.items()},
         )
@@ -77,7 +77,7 @@ class _LinearTokenStats(torch.autograd.Function):
         grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
         if layout.n_valid:
             ctx.head_pass.reserve(largest(plan.tiles))
-            with torch.autocast(input.device.type, enabled=False):
+            with gemms(input.device):
                 ctx.head_pass.backward(
                     x=plan.rows(input),
                     target=layout.target,

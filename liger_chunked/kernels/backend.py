@@ -59,11 +59,31 @@ def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature:
 
 
 @jit
+def exp(x, PRECISE: tl.constexpr):
+    """exp of x <= 0. PRECISE, for float32 logits: the hardware's 2**x loses bits of a large argument x log2(e)."""
+    if PRECISE:
+        # exp(x) = exp(x - n log 2) 2**n with a small first argument, and a power of two that is exact. log 2 in two
+        # parts, the first short enough that n times it is exact too. Below -120 the result is 0, also where x is -inf.
+        x = tl.where(x < -120.0, -120.0, x)
+        n = tl.floor(x * 1.4426950408889634 + 0.5)
+        x = (x - n * 0.693359375) + n * 2.12194440e-4
+        return tl.exp(x) * tl.exp2(n)
+    else:
+        return tl.exp(x)
+
+
+@jit
 def tanh(x):
-    # Triton's interpreter has no libdevice. exp(-2|x|) never overflows.
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+    # Triton's interpreter has no libdevice. A polynomial near 0, where 1 - 2 / (1 + exp(2x)) would cancel.
+    s = x * x
+    p = -0.0059058417
+    p = p * s + 0.0208053611
+    p = p * s - 0.0537866764
+    p = p * s + 0.133319582
+    p = p * s - 0.333332993
+    size = tl.abs(x)
+    large = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
+    return tl.where(size < 0.6, x + x * s * p, tl.where(x < 0, -large, large))
 
 
 def transform_arguments(options: LogitOptions) -> dict[str, float | None]:

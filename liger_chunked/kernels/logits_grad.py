@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, row_blocks, tanh, tl, transform_arguments, use_triton
+from liger_chunked.kernels.backend import exp, jit, row_blocks, tanh, tl, transform_arguments, use_triton
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class LogitsCotangents(NamedTuple):
     """What the gradient of a row of logits needs to know of the row and of the loss; each (N,), absent terms None."""
 
-    max: Tensor  # with log_sum: p = exp((z - max) - log_sum), exact for large logits where exp(z - lse) is not
-    log_sum: Tensor
+    max: Tensor  # p = exp(z - max) / sum_exp: exact for large logits, and rounded once, where exp(z - lse) is not
+    sum_exp: Tensor
     logps: Tensor | None = None  # dL/dlogps, and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
@@ -31,15 +31,15 @@ class LogitsCotangents(NamedTuple):
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
         """Of some of the rows."""
         optional = (None if field is None else field[rows] for field in self[2:])
-        return LogitsCotangents(self.max[rows], self.log_sum[rows], *optional)
+        return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
 
 @jit
 def _logits_grad_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
-    max_ptr, log_sum_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
+    max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
     vocab_start, n_cols, inv_vocab, scale, softcap, inv_temperature,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
     row = tl.program_id(0).to(tl.int64)
@@ -54,8 +54,9 @@ def _logits_grad_kernel(
         z = softcap * t
     if inv_temperature is not None:
         z = z * inv_temperature
-    log_p = (z - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
-    p = tl.exp(log_p)
+    centred = z - tl.load(max_ptr + row)
+    sum_exp = tl.load(sum_exp_ptr + row)
+    p = exp(centred, PRECISE) * (1.0 / sum_exp)
 
     on_p = 0.0
     if lse_ptr is not None:
@@ -68,6 +69,7 @@ def _logits_grad_kernel(
         grad = on_p * p
     if entropy_ptr is not None:
         g = tl.load(entropy_ptr + row)
+        log_p = centred - tl.log(sum_exp)
         grad -= tl.where(p == 0.0, 0.0, g * p * (log_p + tl.load(entropy_value_ptr + row)))
     if mean_logits_ptr is not None:
         g = tl.load(mean_logits_ptr + row) * inv_vocab
@@ -102,6 +104,7 @@ def _logits_grad_triton_(
             inv_vocab=1.0 / vocab_size,
             **transform_arguments(options),
             BLOCK=block,
+            PRECISE=logits.dtype == torch.float32,
             num_warps=4,
         )
     return logits
@@ -122,8 +125,8 @@ def _logits_grad_torch_(
             tanh_z = z.div_(options.softcap).tanh_()
             slope = 1.0 - tanh_z.square()
             z = tanh_z.mul_(options.softcap)
-        log_p = z.div_(options.temperature).sub_(row.max).sub_(row.log_sum)
-        p = log_p.exp()
+        centred = z.div_(options.temperature).sub_(row.max)
+        p = centred.exp().div_(row.sum_exp)
 
         grad = torch.zeros_like(p)
         if row.lse is not None:
@@ -131,6 +134,7 @@ def _logits_grad_torch_(
         if row.entropy is not None:
             assert row.entropy_value is not None
             # At p = 0 the limit of p log p, where the product would be 0 * -inf.
+            log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
             # 1[v = y] - p_v, formed before any rounding.

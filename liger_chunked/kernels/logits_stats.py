@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import (
+    exp,
     jit,
     row_blocks,
     tl,
@@ -43,7 +44,7 @@ def _logits_stats_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,
     vocab_start, n_cols, scale, softcap, inv_temperature,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     # One program per row. A null pointer stands for a statistic that nobody asked for.
     row = tl.program_id(0).to(tl.int64)
@@ -74,9 +75,9 @@ def _logits_stats_kernel(
         new_max = tl.maximum(running_max, block_max)
         # While every logit so far is -inf there is nothing to rescale, and -inf - -inf is not a number.
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        rescale = tl.exp(running_max - shift)
+        rescale = exp(running_max - shift, PRECISE)
         centred = z - shift
-        e = tl.exp(centred)
+        e = exp(centred, PRECISE)
         if sum_exp_z_ptr is not None:
             # A new centre moves the sum of the earlier terms by sum_exp times the distance.
             moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
@@ -142,6 +143,7 @@ def _logits_stats_triton(
             n_cols=n_cols,
             **transform_arguments(options),
             BLOCK=min(4096, 1 << (n_cols - 1).bit_length()),
+            PRECISE=logits.dtype == torch.float32,
             num_warps=4,
         )
     return stats
