@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -156,6 +156,41 @@ class CrossEntropyMetrics(NamedTuple):
     z_loss: Tensor | None = None
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence of a teacher's logits `t` from a student's `z` whose gradient is known in closed form.
+
+    With `p = softmax(z)`, `q = softmax(t)`, `KL(a || b) = sum(a * log(a / b))`:
+
+    - "forward_kl": `KL(q || p)`
+    - "reverse_kl": `KL(p || q)`
+    - "mixture": `on_teacher * KL(q || m) + on_student * KL(p || m)` with `m = (1 - beta) * p + beta * q`
+    - "tvd": `sum(|p - q|) / 2`
+    - "cosine": `1 - z @ t / (|z| |t|)`
+    """
+
+    kind: Literal["forward_kl", "reverse_kl", "mixture", "tvd", "cosine"]
+    beta: float = 0.0
+    on_student: float = 0.0
+    on_teacher: float = 0.0
+
+    @property
+    def on_ratio(self) -> float:
+        """The coefficient of `q / m` in `dD/dp`, beside `on_student * log(p / m)`; none for a JSD."""
+        return self.on_student * self.beta - self.on_teacher * (1.0 - self.beta)
+
+
+class DistillationMetrics(NamedTuple):
+    """The two terms of a distillation loss before their weights, detached, each reduced like the loss.
+
+    - `soft_loss` (): the divergence of teacher and student
+    - `hard_loss` (): the negative log-likelihood of the targets, in nats at temperature 1; zero without a target
+    """
+
+    soft_loss: Tensor
+    hard_loss: Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

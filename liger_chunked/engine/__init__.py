@@ -3,18 +3,25 @@
 schedule.py   which tokens take part, in which order, in which packs and tiles
 passes.py     a pack through the head: statistics, and back
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
+distill.py    the same for a student and its teacher, whose logits a loss compares
 stats.py      the statistics alone, differentiable: `linear_token_stats`
 """
 
 from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
 from liger_chunked.engine.schedule import Layout, lay_out
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
 __all__ = [
+    "ByAutograd",
+    "ClosedForm",
     "Layout",
+    "Teacher",
+    "TopK",
     "check_projection",
     "check_target",
+    "distillation_loss",
     "fused_loss",
     "lay_out",
     "linear_token_stats",

@@ -1,17 +1,27 @@
 """One loss per file, its base beside it: mathematics on token statistics, and nothing of weights or chunks."""
 
+from liger_chunked.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_chunked.losses.cpo import LigerFusedLinearCPOLoss
 from liger_chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.losses.dpo import LigerFusedLinearDPOLoss
+from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
+from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
+from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
+    "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
+    "LigerFusedLinearDistillationBase",
+    "LigerFusedLinearJSDLoss",
+    "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
+    "LigerFusedLinearTVDLoss",
 ]

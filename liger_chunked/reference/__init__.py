@@ -1,8 +1,18 @@
 """Eager oracles: the same losses on full logits, written from the formula, on torch alone."""
 
 from liger_chunked.reference.cross_entropy import cross_entropy
+from liger_chunked.reference.distillation import distillation
 from liger_chunked.reference.dpo import dpo
 from liger_chunked.reference.reference_free import cpo, orpo, simpo
 from liger_chunked.reference.token_stats import logits, token_stats
 
-__all__ = ["cpo", "cross_entropy", "dpo", "logits", "orpo", "simpo", "token_stats"]
+__all__ = [
+    "cpo",
+    "cross_entropy",
+    "distillation",
+    "dpo",
+    "logits",
+    "orpo",
+    "simpo",
+    "token_stats",
+]

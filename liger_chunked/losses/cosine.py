@@ -1,0 +1,37 @@
+"""Cosine distance of the logits of teacher and student."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.types import Divergence
+
+
+class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
+    """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, with both projections fused in.
+
+    Of logits, and not of distributions: it sees their offset, no temperature changes it, and it needs the teacher's
+    hidden states. Liger-Kernel's has a factor `beta`, of 0.5 unless told otherwise; here that is `weight_soft_loss`.
+
+    Args:
+        **base: see `LigerFusedLinearDistillationBase`.
+
+    Raises:
+        ValueError: a bad option.
+
+    >>> import torch
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> teacher_weight, teacher_input = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = LigerFusedLinearCosineSimilarityLoss()(weight, input, teacher_weight, teacher_input)
+    >>> cosine = torch.nn.functional.cosine_similarity(input @ weight.T, teacher_input @ teacher_weight.T, dim=-1)
+    >>> bool(torch.isclose(metrics.soft_loss, 1 - cosine.mean()))
+    True
+    """
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return 1.0 - F.cosine_similarity(student_logits, teacher_logits, dim=-1)
+
+    def closed_form(self) -> Divergence:
+        return Divergence("cosine")

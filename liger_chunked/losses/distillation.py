@@ -1,0 +1,296 @@
+"""The base of every loss that draws a student's `lm_head` distribution to a teacher's."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from liger_chunked.engine import (
+    ByAutograd,
+    ClosedForm,
+    Layout,
+    Teacher,
+    TopK,
+    check_projection,
+    check_target,
+    distillation_loss,
+    lay_out,
+)
+from liger_chunked.types import DistillationMetrics, Divergence, Head, LogitOptions, LogitOptionsDict
+
+
+class LigerFusedLinearDistillationBase(nn.Module, ABC):
+    """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
+
+    Equal, with both transforms applied and `n` the tokens that count, to
+
+        z, t = transform(input @ weight.T + bias), transform(teacher_input @ teacher_weight.T + teacher_bias)
+        soft_loss = divergence(z.float(), t.float()[:, :V]).sum() / n
+        hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
+
+    A subclass says what the divergence of a token is, and nothing else; autograd differentiates it, chunk by chunk:
+
+        class Logits(LigerFusedLinearDistillationBase):     # https://arxiv.org/abs/1312.6184
+            def divergence(self, student_logits, teacher_logits):
+                return (student_logits - teacher_logits).square().mean(-1)
+
+    The temperature belongs to the divergence: both distributions are taken at it, and the hard loss at temperature 1.
+    The soft loss is not multiplied by `temperature ** 2`, as Hinton et al. 2015 (https://arxiv.org/abs/1503.02531)
+    propose, and neither TRL nor Liger-Kernel do; give that factor to `weight_soft_loss` where it is wanted.
+
+    Args:
+        weight_hard_loss: of the NLL of the targets; without a target there is no hard loss.
+        weight_soft_loss: of the divergence.
+        teacher_options: the teacher's own transform, where it is not the student's; only its `softcap`, `logit_scale`
+            and `temperature` may be set.
+        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
+            budget is for the logits of both models, and at least one token of each is alive.
+
+    Raises:
+        ValueError: a bad option, a negative weight.
+
+    Class attributes of a subclass:
+        of_distributions: the divergence depends on the softmax of its arguments alone, so that it may be taken over the
+            bins of a teacher's top-k.
+    """
+
+    of_distributions: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        teacher_options: LogitOptions | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        for name, weight in (("weight_hard_loss", weight_hard_loss), ("weight_soft_loss", weight_soft_loss)):
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ValueError(f"{name} must be a number and not negative, got {weight}")
+        self.weight_hard_loss = weight_hard_loss
+        self.weight_soft_loss = weight_soft_loss
+        self.options = LogitOptions(**options)
+        self.teacher_options = self.options if teacher_options is None else teacher_options
+        if teacher_options is not None:
+            plain = LogitOptions()
+            for name in ("ignore_index", "logits_budget"):
+                if getattr(teacher_options, name) != getattr(plain, name):
+                    raise ValueError(f"{name} belongs to the loss, not to teacher_options, got {teacher_options}")
+
+    @abstractmethod
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        """The divergence of each token, (n,), from logits (n, V) after the transform, in float32 (float64 for float64).
+
+        Called on a chunk of the batch's tokens at a time. Of a teacher's top-k, V is k + 1: log-probabilities of the k
+        tokens and of all others together, -inf at entries that are not there.
+        """
+
+    def closed_form(self) -> Divergence | None:
+        """The same divergence where the kernels know it; None: by autograd."""
+        return None
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        teacher_weight: Tensor | None = None,
+        teacher_input: Tensor | None = None,
+        target: Tensor | None = None,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        *,
+        teacher_logps: Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> tuple[Tensor, DistillationMetrics]:
+        """The loss and its metrics.
+
+        The teacher comes as hidden states and a head, at one GEMM, or as its largest log-probabilities, at none. Of a
+        head whose vocabulary is padded beyond the student's, the padding is left out, of its softmax too.
+
+        Args:
+            weight: (V, H), `lm_head.weight` of the student.
+            input: (B, T, H) or (N, H) hidden states of the student.
+            teacher_weight: (V or more, H_teacher).
+            teacher_input: (B, T, H_teacher) or (N, H_teacher).
+            target: (B, T) or (N,) token ids, `target[t]` is what `input[t]` predicts; tokens with `ignore_index` do not
+                count, in either loss. None: no hard loss.
+            bias, teacher_bias: (V,), (V or more,), or None.
+            teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss,
+                -inf for an entry that is not there. The divergence is one of k + 1 bins: these, and all other tokens.
+            teacher_ids: (B, T, k) or (N, k) these tokens, distinct.
+            mask: (B, T) or (N,) bool, True at the tokens that count; with a target, those of them that have one.
+            num_items: the sums over this batch are divided by this instead of by its own count of tokens: under
+                gradient accumulation, the tokens of all its steps.
+
+        Raises:
+            ValueError: a teacher that is missing, incomplete or given twice, a teacher vocabulary smaller than the
+                student's, shapes or devices that do not fit, a token id out of range or twice among the teacher's.
+            TypeError: dtypes that do not fit.
+        """
+        head = Head(weight, bias)
+        check_projection(head, input)
+        layout = self._layout(weight, input, target, mask)
+        teacher = self._teacher(head, input, teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
+        route = self._route(head, layout, teacher, teacher_logps, teacher_ids)
+        if num_items is None:
+            n_items: int | Tensor = max(1, layout.n_valid)
+        else:
+            n_items = num_items.to(input.device) if isinstance(num_items, Tensor) else num_items
+        hard = self.weight_hard_loss if target is not None else 0.0
+
+        def objective(divergence: Tensor, logps: Tensor | None) -> Tensor:
+            loss = self.weight_soft_loss * (divergence.sum() / n_items)
+            return loss + hard * (-logps.sum() / n_items) if hard and logps is not None else loss
+
+        loss, divergence, logps = distillation_loss(
+            head, input, teacher, layout, objective, route, self.options, has_target=target is not None
+        )
+        soft_loss = divergence.sum() / n_items
+        hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
+        return loss, DistillationMetrics(soft_loss, hard_loss)
+
+    def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
+        """The tokens that count; without a target each stands with a target of 0 that nobody reads."""
+        shape = input.shape[:-1]
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"mask must be a bool tensor, got {got}")
+            if mask.shape != shape or mask.device != input.device:
+                raise ValueError(
+                    f"mask must be {tuple(shape)} on {input.device}, one value for each row of input, "
+                    f"got {tuple(mask.shape)} on {mask.device}"
+                )
+        if target is None:
+            counts = torch.ones(shape, dtype=torch.bool, device=input.device) if mask is None else mask
+            return lay_out(counts.long() - 1, "token", -1, weight.shape[0])
+        check_target(target, input)
+        target = target.long()
+        if mask is not None:
+            target = target.where(mask, self.options.ignore_index)
+        return lay_out(target, "token", self.options.ignore_index, weight.shape[0])
+
+    def _teacher(
+        self,
+        head: Head,
+        input: Tensor,
+        weight: Tensor | None,
+        teacher_input: Tensor | None,
+        bias: Tensor | None,
+        teacher_logps: Tensor | None,
+        teacher_ids: Tensor | None,
+    ) -> Teacher | None:
+        """The teacher over the student's vocabulary, or None where its top-k is given."""
+        states = {"teacher_weight": weight, "teacher_input": teacher_input, "teacher_bias": bias}
+        top_k = {"teacher_logps": teacher_logps, "teacher_ids": teacher_ids}
+        given_states = [name for name, value in states.items() if value is not None]
+        given_top_k = [name for name, value in top_k.items() if value is not None]
+        if given_states and given_top_k:
+            raise ValueError(
+                f"the teacher is given twice: as {', '.join(given_states)} and as {', '.join(given_top_k)}"
+            )
+        if len(given_top_k) == 2:
+            return None
+        if weight is None or teacher_input is None:
+            got = f"got only {', '.join(given_states + given_top_k)}" if given_states + given_top_k else "got none"
+            raise ValueError(
+                f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps and "
+                f"teacher_ids, {got}"
+            )
+        check_projection(Head(weight, bias), teacher_input, "teacher_")
+        if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.device != input.device:
+            raise ValueError(
+                f"teacher_input must be {(*input.shape[:-1], 'H_teacher')} on {input.device}, as input "
+                f"{tuple(input.shape)} is, got {tuple(teacher_input.shape)} on {teacher_input.device}"
+            )
+        vocab_size = head.weight.shape[0]
+        if weight.shape[0] < vocab_size:
+            raise ValueError(
+                f"teacher_weight must have at least the {vocab_size} rows of weight {tuple(head.weight.shape)}, "
+                f"got {tuple(weight.shape)}"
+            )
+        cut = Head(weight.detach()[:vocab_size], None if bias is None else bias.detach()[:vocab_size])
+        return Teacher(cut, teacher_input.detach(), self.teacher_options)
+
+    def _route(
+        self,
+        head: Head,
+        layout: Layout,
+        teacher: Teacher | None,
+        teacher_logps: Tensor | None,
+        teacher_ids: Tensor | None,
+    ) -> ClosedForm | ByAutograd | TopK:
+        if teacher is None:
+            assert teacher_logps is not None and teacher_ids is not None
+            if not self.of_distributions:
+                raise ValueError(f"{type(self).__name__} needs the teacher's logits, got teacher_logps")
+            if self.teacher_options is not self.options:
+                raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
+            logps, ids = _top_k(head, layout, teacher_logps, teacher_ids)
+            return TopK(self.divergence, self.options, logps, ids)
+        closed_form = self.closed_form()
+        if closed_form is not None:
+            return ClosedForm(closed_form, self.options, self.teacher_options)
+        return ByAutograd(self.divergence, self.options, self.teacher_options)
+
+    def extra_repr(self) -> str:
+        weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
+        own = "" if self.teacher_options is self.options else f", teacher_options={self.teacher_options}"
+        return f"{weights}, {self.options}{own}"
+
+
+def _top_k(head: Head, layout: Layout, logps: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The teacher's top-k of the tokens that count, (n_valid, k) each, checked."""
+    device, vocab_size = head.weight.device, head.weight.shape[0]
+    if not isinstance(logps, Tensor) or not logps.is_floating_point():
+        got = logps.dtype if isinstance(logps, Tensor) else type(logps).__name__
+        raise TypeError(f"teacher_logps must be a floating-point tensor, got {got}")
+    if not isinstance(ids, Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"teacher_ids must be a tensor of token ids (int64), got {got}")
+    if logps.ndim < 2 or logps.shape[:-1].numel() != layout.mask.numel() or logps.shape[-1] == 0:
+        raise ValueError(
+            f"teacher_logps must be (B, T, k) or (N, k), k values for each of {layout.mask.numel()} rows of input, "
+            f"got {tuple(logps.shape)}"
+        )
+    if ids.shape != logps.shape:
+        raise ValueError(f"teacher_ids must be {tuple(logps.shape)}, as teacher_logps is, got {tuple(ids.shape)}")
+    for name, x in (("teacher_logps", logps), ("teacher_ids", ids)):
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, weight on {device}: expected one device")
+    k, every = logps.shape[-1], slice(0, layout.n_valid)
+    logps = layout.input_rows(logps.detach().reshape(-1, k), every)
+    ids = layout.input_rows(ids.reshape(-1, k), every).long()
+    if ids.numel() == 0:
+        return logps, ids
+
+    present = logps > -torch.inf
+    # Entries that are not there, each with an id of its own, are neither out of range nor twice there.
+    distinct = torch.where(present, ids, -1 - torch.arange(k, device=device)).sort(1).values
+    lowest, highest = torch.where(present, ids, 0).aminmax()
+    twice = (distinct[:, 1:] == distinct[:, :-1]).any()
+    positive = (logps > 0).any() | logps.isnan().any()
+    low, high, n_twice, n_positive, n_empty = torch.stack(
+        [lowest, highest, twice.long(), positive.long(), (~present.any(1)).any().long()]
+    ).tolist()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"teacher_ids holds {low if low < 0 else high}, expected an index into the vocabulary of weight, "
+            f"0 to {vocab_size - 1}"
+        )
+    if n_twice:
+        raise ValueError("teacher_ids holds a token twice for one row of input, expected distinct tokens")
+    if n_positive:
+        raise ValueError("teacher_logps holds a positive number or NaN, expected log-probabilities in nats")
+    if n_empty:
+        raise ValueError("teacher_logps holds -inf alone for a row of input that counts, expected one token at least")
+    return logps, ids

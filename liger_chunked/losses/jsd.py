@@ -1,0 +1,66 @@
+"""Generalized Jensen-Shannon divergence of teacher and student."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distributions import jensen_shannon, kl
+from liger_chunked.types import Divergence
+
+
+class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
+    """Generalized Jensen-Shannon divergence, with both projections fused in.
+
+    With `p` the student's distribution, `q` the teacher's, in nats per token:
+
+        m = (1 - beta) * p + beta * q
+        divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
+
+    (GKD, https://arxiv.org/abs/2306.13649, equation 1). At its ends, where that is 0, it is what TRL has there, the
+    limit of `divergence / (beta * (1 - beta))`: a beta of 0 is `KL(q || p)`, teacher first, one of 1 is `KL(p || q)`.
+
+    Args:
+        beta: in [0, 1].
+        **base: see `LigerFusedLinearDistillationBase`.
+
+    Raises:
+        ValueError: a bad option, a beta outside [0, 1].
+
+    >>> import torch
+    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
+    >>> teacher_weight, teacher_input = torch.randn(13, 6), torch.randn(2, 3, 6)  # padded beyond 11
+    >>> loss, metrics = LigerFusedLinearJSDLoss()(weight, input, teacher_weight, teacher_input, target)
+    >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
+    True
+    >>> logps, ids = (teacher_input @ teacher_weight[:11].T).log_softmax(-1).topk(3)  # as a server returns them
+    >>> loss, metrics = LigerFusedLinearJSDLoss()(weight, input, target=target, teacher_logps=logps, teacher_ids=ids)
+    """
+
+    of_distributions: ClassVar[bool] = True
+
+    def __init__(self, *, beta: float = 0.5, **base: Any) -> None:
+        super().__init__(**base)
+        if not 0.0 <= beta <= 1.0:
+            raise ValueError(f"beta must be in [0, 1], got {beta}")
+        self.beta = beta
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        log_p, log_q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        if self.beta == 0.0:
+            return kl(log_q, log_p)
+        if self.beta == 1.0:
+            return kl(log_p, log_q)
+        return jensen_shannon(log_p, log_q, self.beta)
+
+    def closed_form(self) -> Divergence:
+        if self.beta == 0.0:
+            return Divergence("forward_kl")
+        if self.beta == 1.0:
+            return Divergence("reverse_kl")
+        return Divergence("mixture", beta=self.beta, on_student=1.0 - self.beta, on_teacher=self.beta)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, {super().extra_repr()}"

@@ -1,0 +1,66 @@
+"""Kullback-Leibler divergence of teacher and student, either way round, plain or skewed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distributions import kl, log_mixture
+from liger_chunked.types import Divergence
+
+
+class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
+    """`KL(teacher || student)`, or with `reverse` `KL(student || teacher)`, with both projections fused in.
+
+    With `p` the student's distribution, `q` the teacher's, and `KL(a || b) = sum(a * log(a / b))` in nats per token:
+
+        forward    KL(q || skew * q + (1 - skew) * p)    covers all that the teacher does
+        reverse    KL(p || skew * p + (1 - skew) * q)    seeks the teacher's modes
+
+    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531), the cross entropy against the teacher's
+    distribution less its entropy; reverse is MiniLLM (https://arxiv.org/abs/2306.08543), on given tokens.
+
+    Args:
+        reverse: which way round.
+        skew: share of the first distribution in the second, in [0, 1): keeps the ratio bounded (DistiLLM,
+            https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
+        **base: see `LigerFusedLinearDistillationBase`.
+
+    Raises:
+        ValueError: a bad option, a skew outside [0, 1).
+
+    >>> import torch
+    >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
+    >>> teacher_weight, teacher_input = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = LigerFusedLinearKLDivLoss(weight_soft_loss=1.0)(weight, input, teacher_weight, teacher_input)
+    >>> log_p, log_q = (input @ weight.T).log_softmax(-1), (teacher_input @ teacher_weight.T).log_softmax(-1)
+    >>> expected = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1).mean()
+    >>> bool(torch.isclose(loss, expected))
+    True
+    """
+
+    of_distributions: ClassVar[bool] = True
+
+    def __init__(self, *, reverse: bool = False, skew: float = 0.0, **base: Any) -> None:
+        super().__init__(**base)
+        if not 0.0 <= skew < 1.0:
+            raise ValueError(f"skew must be in [0, 1), got {skew}")
+        self.reverse = reverse
+        self.skew = skew
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        log_p, log_q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        first, second = (log_p, log_q) if self.reverse else (log_q, log_p)
+        return kl(first, log_mixture(second, first, self.skew) if self.skew else second)
+
+    def closed_form(self) -> Divergence:
+        if not self.skew:
+            return Divergence("reverse_kl" if self.reverse else "forward_kl")
+        if self.reverse:
+            return Divergence("mixture", beta=1.0 - self.skew, on_student=1.0)
+        return Divergence("mixture", beta=self.skew, on_teacher=1.0)
+
+    def extra_repr(self) -> str:
+        return f"reverse={self.reverse}, skew={self.skew}, {super().extra_repr()}"

@@ -1,0 +1,41 @@
+"""Total variation distance of teacher and student."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distributions import total_variation
+from liger_chunked.types import Divergence
+
+
+class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
+    """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], with both projections fused in.
+
+    Its gradient is bounded, wherever teacher and student disagree (Wen et al. 2023, https://arxiv.org/abs/2307.15190).
+    Where they agree exactly it is taken to be 0.
+
+    Args:
+        **base: see `LigerFusedLinearDistillationBase`.
+
+    Raises:
+        ValueError: a bad option.
+
+    >>> import torch
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> teacher_weight, teacher_input = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = LigerFusedLinearTVDLoss()(weight, input, teacher_weight, teacher_input)
+    >>> p, q = (input @ weight.T).softmax(-1), (teacher_input @ teacher_weight.T).softmax(-1)
+    >>> bool(torch.isclose(metrics.soft_loss, (p - q).abs().sum(-1).mean() / 2))
+    True
+    """
+
+    of_distributions: ClassVar[bool] = True
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return total_variation(student_logits.log_softmax(-1), teacher_logits.log_softmax(-1))
+
+    def closed_form(self) -> Divergence:
+        return Divergence("tvd")
