@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m "not gpu" tests/test_kernels.py tests/test_interpreter.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m "triton and not gpu" tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
