@@ -2,6 +2,7 @@
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.losses import (
+    LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
@@ -9,18 +10,22 @@ from liger_chunked.losses import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLDivLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
+    Examples,
     LogitOptions,
     Pairs,
     PreferenceMetrics,
     TokenStats,
+    UnpairedPreferenceMetrics,
 )
 
 __version__ = "0.1.0"
@@ -28,6 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CrossEntropyMetrics",
     "DistillationMetrics",
+    "Examples",
+    "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
@@ -35,13 +42,16 @@ __all__ = [
     "LigerFusedLinearDistillationBase",
     "LigerFusedLinearJSDLoss",
     "LigerFusedLinearKLDivLoss",
+    "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
+    "LigerFusedLinearUnpairedPreferenceBase",
     "LogitOptions",
     "Pairs",
     "PreferenceMetrics",
     "TokenStats",
+    "UnpairedPreferenceMetrics",
     "linear_token_stats",
 ]

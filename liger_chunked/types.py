@@ -127,6 +127,52 @@ class Pairs:
         return self.logps - self.ref_logps
 
 
+@dataclass(frozen=True)
+class Examples:
+    """`n` sequences with a label each, as a loss on unpaired preferences sees them; `T` is the padded length.
+
+    A loss may be handed the batch in several parts; `batch_size` and `batch_counts` always speak of the whole batch.
+
+    - `logps` (n,): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or their
+      mean with `average_log_prob`; float64, as losses look at small differences of large sums
+    - `ref_logps` (n,): the same under the reference, without gradient; zeros where the loss has no reference
+    - `desirable` (n,): True for a sequence to learn, False for one to unlearn
+    - `lengths` (n,): valid tokens of each sequence, at least 1 so that one may divide by it
+    - `reference_point` (): what a sequence is judged against, without gradient: `kl` in nats or `delta` in rewards, as
+      the loss asks (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero where it asks for none
+    - `mask` (n, T): True at the valid tokens
+    - `token_stats`: `TokenStats` of shape (n, T), zero at ignored tokens
+    - `batch_size`: sequences in the whole batch
+    - `batch_counts` (2,): desirable and undesirable sequences of the whole batch, at least 1
+    """
+
+    logps: Tensor
+    ref_logps: Tensor
+    desirable: Tensor
+    lengths: Tensor
+    reference_point: Tensor
+    mask: Tensor
+    token_stats: TokenStats
+    batch_size: int
+    batch_counts: Tensor
+
+    @property
+    def token_logps(self) -> Tensor:
+        """(n, T) log-probability of each token, in nats, zero at ignored tokens."""
+        assert self.token_stats.logps is not None
+        return self.token_stats.logps
+
+    @property
+    def logratios(self) -> Tensor:
+        """(n,) `logps - ref_logps`, in nats."""
+        return self.logps - self.ref_logps
+
+    @property
+    def signs(self) -> Tensor:
+        """(n,) 1 for a desirable sequence, -1 for an undesirable one, in the dtype of `logps`."""
+        return 2 * self.desirable.to(self.logps.dtype) - 1
+
+
 class PreferenceMetrics(NamedTuple):
     """What a paired preference loss reports, detached.
 
@@ -143,6 +189,32 @@ class PreferenceMetrics(NamedTuple):
     nll_loss: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
+
+
+class UnpairedPreferenceMetrics(NamedTuple):
+    """What a loss on unpaired preferences reports, detached; "chosen" are the desirable sequences.
+
+    A mean times its count is a sum: so are means over ranks made. A mean over nothing is zero.
+
+    - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps` over the sequences, in nats
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
+    - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)` over the sequences
+    - `reference_point` (): `Examples.reference_point`
+    - `chosen_count`, `rejected_count` (): sequences, int64
+    - `chosen_tokens`, `rejected_tokens` (): valid tokens, int64
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor
+    rejected_logits_mean: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    reference_point: Tensor
+    chosen_count: Tensor
+    rejected_count: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
 
 
 class CrossEntropyMetrics(NamedTuple):

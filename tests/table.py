@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from liger_chunked import (
+    LigerFusedLinearBCOLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     TokenStats,
@@ -52,7 +54,7 @@ class Row:
         ours: `(batch, **options) -> loss`, a scalar, with `options` those of `LogitOptions`.
         oracle: `(batch, **transform) -> loss` by full logits, in the dtype of the batch.
         sample: a batch in float64 of the given sizes and seed.
-        scope: what the objective cannot split: "token", "pair", or "batch".
+        scope: what the objective cannot split: "token", "sequence", "pair", or "batch".
         fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
         stops_gradients: part of the loss is held constant, so that its gradient is not its derivative.
     """
@@ -120,6 +122,62 @@ def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states"
     elif ref == "sequences":
         batch["ref_logps"] = -3 * lengths * torch.rand(shape[:1], generator=generator, dtype=torch.float64)
     return batch
+
+
+LABELS = {
+    "mixed": lambda n: torch.arange(n) % 3 != 1,
+    "desirable": lambda n: torch.ones(n, dtype=torch.bool),
+    "undesirable": lambda n: torch.zeros(n, dtype=torch.bool),
+}
+
+
+def examples(
+    sizes: Sizes, seed: int, ref: str | None = "states", labels: str = "mixed", mismatched: str | None = None
+) -> Batch:
+    """Sequences as in `pairs`, a label each, and with `mismatched` as many completions that answer other prompts.
+
+    These have the tokens of the sequence before, as TRL's collator gives them. The policy, being nearly uniform there,
+    likes them more than the reference does.
+    """
+    batch = pairs(sizes, seed, ref=ref)
+    batch["preference_labels"] = LABELS[labels](sizes.sequences)
+    if mismatched:
+        generator = torch.Generator().manual_seed(seed + 1)
+        batch["kl_input"] = 0.1 * _normal(generator, *batch["input"].shape)
+        batch["kl_target"] = batch["target"].roll(1, 0)
+        if mismatched == "states":
+            batch["ref_kl_input"] = _normal(generator, *batch["ref_input"].shape)
+    return batch
+
+
+def rollouts(
+    sizes: Sizes,
+    seed: int,
+    *,
+    ref: str | None = None,
+    old: bool = True,
+    advantages: str = "sequences",
+    weights: str | None = None,
+    transform: dict[str, float] | None = None,
+) -> Batch:
+    """Completions as in `pairs`; `advantages` and importance `weights` of "tokens" or "sequences"."""
+    batch = pairs(sizes, seed)
+    states = {name: batch.pop(name) for name in ("ref_weight", "ref_input", "ref_bias")}
+    generator = torch.Generator().manual_seed(seed + 2)
+    head = {name: batch[name] for name in ("weight", "input", "target", "bias")}
+    logps = reference.token_stats(**head, **transform or {})["logps"]
+    shapes = {"tokens": batch["target"].shape, "sequences": batch["target"].shape[:1]}
+    sides = {"advantages": _normal(generator, *shapes[advantages])}
+    if old:  # a few updates ago
+        sides["old_logps"] = logps + 0.3 * _normal(generator, *shapes["tokens"])
+    if ref == "tokens":
+        sides["ref_logps"] = logps + 0.5 * _normal(generator, *shapes["tokens"])
+    elif ref == "states":
+        batch |= states
+    if weights:
+        sides["importance_weights"] = 0.5 + torch.rand(shapes[weights], generator=generator, dtype=torch.float64)
+    # Numbers that every dtype has: what a test compares is not their rounding.
+    return batch | {name: x.bfloat16().double() for name, x in sides.items()}
 
 
 def moved(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:
@@ -242,6 +300,50 @@ def _reference_free(
         return oracle_(**targets(batch, options), **settings | options)
 
     return Row(id, ours, oracle, lambda sizes, seed: pairs(sizes, seed, ref=None), "pair")
+
+
+def _unpaired(
+    id: str,
+    module: type,
+    oracle_: Callable[..., Tensor],
+    *,
+    ref: str | None = "states",
+    labels: str = "mixed",
+    mismatched: str | None = None,
+    weights: bool = False,
+    kl: float | Tensor | None = None,
+    delta: float | Tensor | None = None,
+    **settings: Any,
+) -> Row:
+    """`settings` are of the module; what is not a tensor of the batch is made from it, or passed as it is."""
+
+    def arguments(batch: Batch, options: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {**batch}
+        n, device = len(batch["target"]), batch["target"].device
+        result |= {name: value for name, value in (("kl", kl), ("delta", delta)) if value is not None}
+        if weights:
+            result["example_weights"] = torch.linspace(0.5, 2.0, n, dtype=torch.float64, device=device)
+        if mismatched:
+            target = batch["kl_target"]
+            result["kl_target"] = target.where(target != -100, options.get("ignore_index", -100))
+        if mismatched == "logps":
+            result["ref_kl_logps"] = torch.linspace(-6.0, -5.0, n, dtype=torch.float64, device=device)
+        return result
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        return module(**settings | options)(**arguments(batch, options))[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return oracle_(**arguments(batch, options), **settings | options)
+
+    return Row(
+        id,
+        ours,
+        oracle,
+        lambda sizes, seed: examples(sizes, seed, ref, labels, mismatched),
+        "sequence",
+        stops_gradients=mismatched is not None,
+    )
 
 
 def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
@@ -387,6 +489,41 @@ REFERENCE_FREE = [
     ),
 ]
 
+_KTO, _BCO = LigerFusedLinearKTOLoss, LigerFusedLinearBCOLoss
+
+# Without a reference log-ratios are log-probabilities: with a beta of 0.1 these would be certain by their length alone.
+UNPAIRED = [
+    _unpaired("kto", _KTO, reference.kto, kl=0.0),
+    _unpaired("kto-kl", _KTO, reference.kto, kl=3.0),
+    _unpaired("kto-kl-tensor", _KTO, reference.kto, kl=torch.tensor([3.0], dtype=torch.float64)),
+    _unpaired("kto-kl-negative", _KTO, reference.kto, kl=-3.0),
+    _unpaired("kto-kl-of-mismatched", _KTO, reference.kto, mismatched="states", beta=0.05),
+    _unpaired(
+        "kto-kl-of-mismatched-softcap-scale-temperature",
+        _KTO,
+        reference.kto,
+        mismatched="states",
+        beta=0.05,
+        **_TRANSFORM,
+    ),
+    _unpaired(
+        "kto-kl-of-mismatched-ref_kl_logps", _KTO, reference.kto, mismatched="logps", average_log_prob=True, beta=0.7
+    ),
+    _unpaired("kto-weights", _KTO, reference.kto, kl=1.0, desirable_weight=1.3, undesirable_weight=0.7),
+    _unpaired("kto-example_weights", _KTO, reference.kto, kl=1.0, weights=True),
+    _unpaired("kto-all-desirable", _KTO, reference.kto, kl=1.0, labels="desirable"),
+    _unpaired("kto-all-undesirable", _KTO, reference.kto, kl=1.0, labels="undesirable"),
+    _unpaired("kto-no-reference", _KTO, reference.kto, kl=1.0, ref=None, beta=0.01),
+    _unpaired("kto-ref_logps-of-tokens-averaged", _KTO, reference.kto, kl=0.2, ref="tokens", average_log_prob=True),
+    _unpaired("kto-ref_logps-of-sequences", _KTO, reference.kto, kl=1.0, ref="sequences"),
+    _unpaired("kto-apo_zero_unpaired", _KTO, reference.kto, loss_type="apo_zero_unpaired", beta=0.3),
+    _unpaired("bco", _BCO, reference.bco, delta=0.0),
+    _unpaired("bco-delta-weights", _BCO, reference.bco, delta=-0.4, weights=True, ref="sequences"),
+    _unpaired("bco-delta-tensor", _BCO, reference.bco, delta=torch.tensor(0.3), average_log_prob=True, beta=0.8),
+    _unpaired("bco-all-undesirable", _BCO, reference.bco, delta=0.1, labels="undesirable", ref=None, beta=0.01),
+    _unpaired("bco-softcap-scale-temperature", _BCO, reference.bco, delta=0.1, **_TRANSFORM),
+]
+
 STATISTICS = [
     _statistics("stats-logps", ("logps",)),
     _statistics("stats-entropy", ("entropy",)),
@@ -394,4 +531,4 @@ STATISTICS = [
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
 ]
 
-ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *STATISTICS]
+ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *STATISTICS]

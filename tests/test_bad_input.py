@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import SMALL, pairs, tokens
+from table import SMALL, examples, pairs, tokens
 
 from liger_chunked import (
+    LigerFusedLinearBCOLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
     LogitOptions,
     linear_token_stats,
 )
@@ -28,6 +31,17 @@ def cross_entropy(_settings=None, **changes):
 
 def dpo(_settings=None, _ref=None, **changes):
     return LigerFusedLinearDPOLoss(**_settings or {})(**pairs(SMALL, seed=0, ref=_ref) | changes)
+
+
+def kto(_settings=None, _mismatched=None, **changes):
+    """With a reference by its states where there are mismatched completions, else without one and with a KL of zero."""
+    batch = examples(SMALL, seed=0, ref="states" if _mismatched else None, mismatched=_mismatched)
+    kl = {} if _mismatched else {"kl": 0.0}
+    return LigerFusedLinearKTOLoss(**_settings or {})(**{**batch, **kl, **changes})
+
+
+def bco(**changes):
+    return LigerFusedLinearBCOLoss()(**examples(SMALL, seed=0, ref=None) | {"delta": 0.0} | changes)
 
 
 def stats(**changes):
@@ -72,7 +86,7 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("call", [cross_entropy, dpo, stats], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [cross_entropy, dpo, kto, stats], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("case", EVERYWHERE)
 def test_tensors(call, case):
     changes, error, message = EVERYWHERE[case]
@@ -95,7 +109,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "build",
-    [LogitOptions, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, stats],
+    [LogitOptions, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss, stats],
     ids=lambda build: build.__name__,
 )
 @pytest.mark.parametrize("case", OPTIONS)
@@ -352,5 +366,204 @@ def test_mixed_dtypes_of_the_reference():
 
 
 def test_a_base_is_not_a_loss():
-    with pytest.raises(TypeError, match="abstract"):
-        LigerFusedLinearPreferenceBase()
+    for base in (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase):
+        with pytest.raises(TypeError, match="abstract"):
+            base()
+
+
+class WrongShapeUnpaired(LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples):
+        return examples.logps.sum()
+
+
+MISMATCHED = {"kl_input": f64(B, T, H), "kl_target": ids(B, T), "ref_kl_logps": f64(B)}
+
+# (call, exception, what its message says)
+UNPAIRED = {
+    # Sequences, labels, weights
+    "sequences-2d": (
+        lambda: kto(input=f64(B, H), target=ids(B)),
+        ValueError,
+        rf"input must be \(n, T, H\), a sequence a row, got \({B}, {H}\)",
+    ),
+    "labels-integer": (
+        lambda: kto(preference_labels=ids(B)),
+        TypeError,
+        "preference_labels must be a bool tensor, one value for each sequence, got int64",
+    ),
+    "labels-list": (lambda: kto(preference_labels=[True] * B), TypeError, "preference_labels .* got list"),
+    "labels-missing": (lambda: kto(preference_labels=None), TypeError, "preference_labels .* got NoneType"),
+    "labels-length": (
+        lambda: kto(preference_labels=ids(B - 1, dtype=torch.bool)),
+        ValueError,
+        rf"preference_labels must be \({B},\), one value .* input \({B}, {T}, {H}\), got \({B - 1},\)",
+    ),
+    "labels-of-tokens": (
+        lambda: kto(preference_labels=ids(B, T, dtype=torch.bool)),
+        ValueError,
+        rf"preference_labels must be \({B},\).*got \({B}, {T}\)",
+    ),
+    "labels-elsewhere": (
+        lambda: kto(preference_labels=ids(B, dtype=torch.bool, device="meta")),
+        ValueError,
+        "preference_labels is on meta, input on cpu",
+    ),
+    "weights-integer": (
+        lambda: bco(example_weights=ids(B)),
+        TypeError,
+        "example_weights must be a floating-point tensor, one value for each sequence, got int64",
+    ),
+    "weights-length": (
+        lambda: bco(example_weights=f64(B + 1)),
+        ValueError,
+        rf"example_weights must be \({B},\).*got \({B + 1},\)",
+    ),
+    "wrong-shape-from-a-subclass": (
+        lambda: WrongShapeUnpaired()(**examples(SMALL, seed=0, ref=None)),
+        ValueError,
+        r"preference_loss must return one value for each of 6 sequences, got \(\)",
+    ),
+    # The reference
+    "reference-missing": (
+        lambda: kto({"use_ref_model": True}),
+        ValueError,
+        "LigerFusedLinearKTOLoss needs a reference: pass ref_input and ref_weight, or ref_logps",
+    ),
+    "reference-refused": (
+        lambda: kto({"use_ref_model": False}, ref_logps=f64(B)),
+        ValueError,
+        "use_ref_model=False takes no reference, got ref_logps",
+    ),
+    # The reference point
+    "kl-missing": (
+        lambda: kto(kl=None),
+        ValueError,
+        "LigerFusedLinearKTOLoss needs a reference point: pass kl, or kl_input and kl_target, got neither",
+    ),
+    "kl-not-a-scalar": (lambda: kto(kl=f64(B)), ValueError, rf"kl must be a scalar, got a tensor of shape \({B},\)"),
+    "kl-integer-tensor": (lambda: kto(kl=ids()), TypeError, "kl must be a float or a floating.*, got int64"),
+    "kl-text": (lambda: kto(kl="batch"), TypeError, "kl must be a float or a floating.*, got str"),
+    "kl-bool": (lambda: kto(kl=True), TypeError, "kl must be a float or a floating.*, got bool"),
+    "kl-nan": (lambda: kto(kl=float("nan")), ValueError, "kl must be finite, got nan"),
+    "kl-twice": (
+        lambda: kto(kl=0.0, **MISMATCHED),
+        ValueError,
+        "the reference point is given twice: as kl and as kl_input, kl_target, ref_kl_logps",
+    ),
+    "kl-of-apo": (
+        lambda: kto({"loss_type": "apo_zero_unpaired"}),
+        ValueError,
+        "LigerFusedLinearKTOLoss takes no kl: the reference point that it asks for is none",
+    ),
+    "mismatched-of-apo": (
+        lambda: kto({"loss_type": "apo_zero_unpaired"}, kl=None, **MISMATCHED),
+        ValueError,
+        "takes no kl_input, kl_target, ref_kl_logps",
+    ),
+    "delta-of-kto": (
+        lambda: kto(kl=None, delta=0.0),
+        ValueError,
+        "LigerFusedLinearKTOLoss takes no delta: the reference point that it asks for is kl",
+    ),
+    "kl-of-bco": (lambda: bco(kl=0.0), ValueError, "LigerFusedLinearBCOLoss takes no kl: .* asks for is delta"),
+    "delta-missing": (
+        lambda: bco(delta=None),
+        ValueError,
+        "LigerFusedLinearBCOLoss needs a reference point: pass delta",
+    ),
+    "delta-not-a-scalar": (lambda: bco(delta=f64(2)), ValueError, r"delta must be a scalar.* \(2,\)"),
+    # Mismatched completions
+    "mismatched-without-target": (
+        lambda: kto(kl=None, **MISMATCHED | {"kl_target": None}),
+        ValueError,
+        "pass kl, or kl_input and kl_target, got kl_input, ref_kl_logps",
+    ),
+    "mismatched-only-reference": (
+        lambda: kto(kl=None, ref_kl_logps=f64(B)),
+        ValueError,
+        "pass kl, or kl_input and kl_target, got ref_kl_logps",
+    ),
+    "mismatched-without-reference": (
+        lambda: kto(kl=None, **MISMATCHED | {"ref_kl_logps": None}),
+        ValueError,
+        "LigerFusedLinearKTOLoss needs a reference: pass ref_kl_input and ref_weight, or ref_kl_logps",
+    ),
+    "mismatched-without-ref_weight": (
+        lambda: kto(kl=None, **MISMATCHED | {"ref_kl_logps": None}, ref_kl_input=f64(B, T, 8)),
+        ValueError,
+        r"needs ref_kl_input and ref_weight \(or ref_kl_logps\), got only ref_kl_input",
+    ),
+    "mismatched-reference-twice": (
+        lambda: kto(_mismatched="states", ref_kl_logps=f64(B)),
+        ValueError,
+        "reference is given twice: as ref_kl_logps and as ref_kl_input, ref_weight",
+    ),
+    "mismatched-hidden-size": (
+        lambda: kto(_mismatched="states", kl_input=f64(B, T, H + 1)),
+        ValueError,
+        rf"kl_input and weight must agree on the hidden size: kl_input is \({B}, {T}, {H + 1}\)",
+    ),
+    "mismatched-2d": (
+        lambda: kto(_mismatched="states", kl_input=f64(B, H), kl_target=ids(B)),
+        ValueError,
+        rf"kl_input must be \(m, T, H\), a completion a row, got \({B}, {H}\)",
+    ),
+    "mismatched-dtype": (
+        lambda: kto(_mismatched="states", kl_input=torch.zeros(B, T, H)),
+        TypeError,
+        "kl_input, weight and bias must share a dtype outside autocast: kl_input float32, weight float64",
+    ),
+    "mismatched-target-shape": (
+        lambda: kto(_mismatched="states", kl_target=ids(B, T + 1)),
+        ValueError,
+        rf"kl_target must be \({B}, {T}\), one token id for each row of kl_input",
+    ),
+    "mismatched-target-range": (
+        lambda: kto(_mismatched="states", kl_target=ids(B, T, fill=V)),
+        ValueError,
+        rf"kl_target holds {V}, expected ignore_index",
+    ),
+    "mismatched-reference-shape": (
+        lambda: kto(_mismatched="states", ref_kl_input=f64(B, T + 1, 8)),
+        ValueError,
+        rf"ref_kl_input must be \({B}, {T}, 'H_ref'\), as kl_target \({B}, {T}\) is, got \({B}, {T + 1}, 8\)",
+    ),
+    "mismatched-reference-hidden-size": (
+        lambda: kto(_mismatched="states", ref_kl_input=f64(B, T, 9)),
+        ValueError,
+        "ref_kl_input and ref_weight must agree on the hidden size",
+    ),
+    "mismatched-reference-logps-shape": (
+        lambda: kto(kl=None, **MISMATCHED | {"ref_kl_logps": f64(B + 1)}),
+        ValueError,
+        rf"ref_kl_logps must be \({B}, {T}\), one value a token, or \({B},\), one a sequence, got \({B + 1},\)",
+    ),
+    "mismatched-reference-logps-elsewhere": (
+        lambda: kto(kl=None, **MISMATCHED | {"ref_kl_logps": f64(B, device="meta")}),
+        ValueError,
+        "ref_kl_logps is on meta, kl_target on cpu",
+    ),
+    # KTO
+    "kto-loss-type": (
+        lambda: LigerFusedLinearKTOLoss(loss_type="kto_pair"),
+        ValueError,
+        r"unknown loss_type 'kto_pair', expected one of \['apo_zero_unpaired', 'kto'\]",
+    ),
+    "desirable-weight": (
+        lambda: LigerFusedLinearKTOLoss(desirable_weight=-1.0),
+        ValueError,
+        "desirable_weight must not be negative, got -1.0",
+    ),
+    "undesirable-weight": (
+        lambda: LigerFusedLinearKTOLoss(undesirable_weight=float("nan")),
+        ValueError,
+        "undesirable_weight must not be negative, got nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNPAIRED)
+def test_unpaired(case):
+    call, error, message = UNPAIRED[case]
+    with pytest.raises(error, match=message):
+        call()

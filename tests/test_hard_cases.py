@@ -215,7 +215,8 @@ def test_every_statistic_by_value(device):
 
 def _strided(x: Tensor) -> Tensor:
     """The same values, every other element of a wider tensor."""
-    return torch.stack([x, x + 1], dim=-1)[..., 0]
+    others = ~x if x.dtype == torch.bool else x + 1
+    return torch.stack([x, others], dim=-1)[..., 0]
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """One loss per file, its base beside it: mathematics on token statistics, and nothing of weights or chunks."""
 
+from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
 from liger_chunked.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_chunked.losses.cpo import LigerFusedLinearCPOLoss
 from liger_chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -7,12 +8,15 @@ from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.losses.dpo import LigerFusedLinearDPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
+from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
+from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 
 __all__ = [
+    "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCosineSimilarityLoss",
     "LigerFusedLinearCrossEntropyLoss",
@@ -20,8 +24,10 @@ __all__ = [
     "LigerFusedLinearDistillationBase",
     "LigerFusedLinearJSDLoss",
     "LigerFusedLinearKLDivLoss",
+    "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
+    "LigerFusedLinearUnpairedPreferenceBase",
 ]

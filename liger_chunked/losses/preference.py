@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
 from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import (
     Head,
     LogitOptions,
@@ -37,13 +38,9 @@ class _Batch:
     nll_mask: Tensor | None  # (n, T) of the chosen sequences; None without an NLL term
 
     def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """(n, 2) log-probability of each sequence from that of its tokens, of the policy or of the reference.
-
-        In float64: losses look at differences of such sums, and thousands of nats leave float32 few digits for them.
-        """
+        """(n, 2) log-probability of each sequence from that of its tokens, of the policy or of the reference."""
         weighted = token_logps if self.token_weights is None else token_logps * self.token_weights[index]
-        logps = torch.where(self.mask[index], weighted, 0.0).sum(-1, dtype=torch.float64)
-        return logps / self.lengths[index].clamp(min=1) if self.average_log_prob else logps
+        return sequence_logps(weighted, self.mask[index], self.lengths[index], self.average_log_prob)
 
     def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
         assert stats.logps is not None

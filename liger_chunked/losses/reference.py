@@ -20,10 +20,12 @@ def reference_logps(
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
     ref_logps: Tensor | None,
+    infix: str = "",
 ) -> Tensor | None:
     """The reference's log-probabilities, detached, or None where there is no reference.
 
-    From hidden states it takes one GEMM over the valid tokens, within the logits budget.
+    From hidden states it takes one GEMM over the valid tokens, within the logits budget. Messages call the arguments
+    `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
 
     Returns:
         The dense layout, one value a token, or one value a sequence where `ref_logps` came so.
@@ -32,31 +34,34 @@ def reference_logps(
         ValueError: a reference that is missing, incomplete, given twice, refused, or does not fit.
         TypeError: dtypes that do not fit.
     """
-    states = {"ref_input": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
+    states = {input_name: ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
     given = [name for name, value in states.items() if value is not None]
     if ref_logps is not None and given:
-        raise ValueError(f"the reference is given twice: as ref_logps and as {', '.join(given)}")
+        raise ValueError(f"the reference is given twice: as {logps_name} and as {', '.join(given)}")
     if given and (ref_input is None or ref_weight is None):
-        raise ValueError(f"a reference needs ref_input and ref_weight (or ref_logps), got only {', '.join(given)}")
+        raise ValueError(
+            f"a reference needs {input_name} and ref_weight (or {logps_name}), got only {', '.join(given)}"
+        )
     if use_ref_model is False and (given or ref_logps is not None):
-        refused = ", ".join(given or ["ref_logps"])
+        refused = ", ".join(given or [logps_name])
         raise ValueError(f"{loss} with use_ref_model=False takes no reference, got {refused}")
     if use_ref_model and not given and ref_logps is None:
-        raise ValueError(f"{loss} needs a reference: pass ref_input and ref_weight, or ref_logps")
+        raise ValueError(f"{loss} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
         head = Head(ref_weight, ref_bias)
-        check_projection(head, ref_input, "ref_")
+        check_projection(head, ref_input, "ref_", f"{infix}input")
         if ref_input.shape[:-1] != target.shape:
             raise ValueError(
-                f"ref_input must be {(*target.shape, 'H_ref')}, as target {tuple(target.shape)} is, "
+                f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
                 f"got {tuple(ref_input.shape)}"
             )
         if ref_weight.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, got {tuple(ref_weight.shape)}"
             )
-        _check_device("ref_input", ref_input, target)
+        _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
             return token_stats(head, ref_input, layout, ("logps",), options).logps
     if ref_logps is None:
@@ -64,13 +69,13 @@ def reference_logps(
     if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
         got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
         raise ValueError(
-            f"ref_logps must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
+            f"{logps_name} must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
             f"one a sequence, got {got}"
         )
-    _check_device("ref_logps", ref_logps, target)
+    _check_device(logps_name, ref_logps, target_name, target)
     return layout.arrange(ref_logps.detach().to(accumulation_dtype(weight.dtype)))
 
 
-def _check_device(name: str, x: Tensor, target: Tensor) -> None:
+def _check_device(name: str, x: Tensor, target_name: str, target: Tensor) -> None:
     if x.device != target.device:
-        raise ValueError(f"{name} is on {x.device}, target on {target.device}: expected one device")
+        raise ValueError(f"{name} is on {x.device}, {target_name} on {target.device}: expected one device")

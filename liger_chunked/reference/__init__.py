@@ -5,12 +5,15 @@ from liger_chunked.reference.distillation import distillation
 from liger_chunked.reference.dpo import dpo
 from liger_chunked.reference.reference_free import cpo, orpo, simpo
 from liger_chunked.reference.token_stats import logits, token_stats
+from liger_chunked.reference.unpaired import bco, kto
 
 __all__ = [
+    "bco",
     "cpo",
     "cross_entropy",
     "distillation",
     "dpo",
+    "kto",
     "logits",
     "orpo",
     "simpo",

@@ -1,0 +1,85 @@
+"""Kahneman-Tversky optimisation, and the unpaired loss that TRL files under its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from liger_chunked.losses.reference_point import ReferencePoint
+from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
+from liger_chunked.types import Examples, LogitOptionsDict
+
+# What each loss type judges a sequence against.
+LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpaired": None}
+
+
+class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), fused.
+
+    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`, its loss is, by `loss_type`:
+
+    | loss_type | desirable | undesirable | paper |
+    |---|---|---|---|
+    | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
+    | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
+
+    The losses are TRL's, and the paper's `lambda_y - v(x, y)`. So is `kl`, an estimate of `KL(pi || pi_ref)`: the mean,
+    without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer other prompts of the batch.
+    Pass it as `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` has no default for it: with a zero in
+    its place it is `apo_zero_unpaired`, which in turn takes none. TRL averages over all ranks before it clamps; here
+    that is left to the caller, who then passes `kl`.
+
+    Args:
+        beta: how fast a gain or a loss saturates.
+        loss_type: a name above.
+        desirable_weight, undesirable_weight: `w_d` and `w_u` above.
+        average_log_prob: log-ratios per token instead of per sequence, those of `kl` too.
+        use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
+            An estimate of `kl` needs a reference in any case.
+        **options: see `LogitOptions`.
+
+    Raises:
+        ValueError: an unknown loss type, a negative weight.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])
+    >>> loss, metrics = LigerFusedLinearKTOLoss()(weight, input, target, labels, ref_logps=torch.zeros(2), kl=0.5)
+    >>> metrics.chosen_tokens.item(), metrics.rejected_tokens.item(), metrics.reference_point.item()
+    (3, 2, 0.5)
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        loss_type: str = "kto",
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        average_log_prob: bool = False,
+        use_ref_model: bool | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__(beta=beta, average_log_prob=average_log_prob, use_ref_model=use_ref_model, **options)
+        if loss_type not in LOSS_TYPES:
+            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+        for name, side_weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
+            if not side_weight >= 0:
+                raise ValueError(f"{name} must not be negative, got {side_weight}")
+        self.loss_type = loss_type
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+        self.reference_point = LOSS_TYPES[loss_type]
+
+    def preference_loss(self, examples: Examples) -> Tensor:
+        gain = self.beta * examples.signs * (examples.logratios - examples.reference_point)
+        loss = torch.sigmoid(-gain)
+        return torch.where(examples.desirable, self.desirable_weight * loss, self.undesirable_weight * loss)
+
+    def extra_repr(self) -> str:
+        return (
+            f"loss_type={self.loss_type!r}, desirable_weight={self.desirable_weight}, "
+            f"undesirable_weight={self.undesirable_weight}, {super().extra_repr()}"
+        )

@@ -1,0 +1,146 @@
+"""What losses on unpaired preferences judge a sequence against: a number that is given, or KTO's estimate of a KL."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
+from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.sequences import sequence_logps
+from liger_chunked.types import Head, LogitOptions
+
+ReferencePoint = Literal["kl", "delta"]
+
+
+class Mismatched(NamedTuple):
+    """Completions that answer other prompts, to estimate a KL on.
+
+    - `kl_input` (m, T', H): hidden states of the policy
+    - `kl_target` (m, T'): token ids
+    - `ref_kl_input` (m, T', H_ref): hidden states of the reference, or
+    - `ref_kl_logps` (m, T') or (m,): its log-probabilities
+    """
+
+    kl_input: Tensor | None
+    kl_target: Tensor | None
+    ref_kl_input: Tensor | None
+    ref_kl_logps: Tensor | None
+
+
+def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
+    """A float, or a tensor with one element, as a detached float64 tensor () on `device`.
+
+    Raises:
+        TypeError: neither of the two.
+        ValueError: a tensor with another number of elements, or a float that is not finite.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().to(device, torch.float64).reshape(())
+    if isinstance(value, Tensor) or isinstance(value, bool) or not isinstance(value, (int, float)):
+        got = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a float or a floating-point scalar tensor, got {got}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+@torch.no_grad()
+def mismatched_kl(
+    loss: str,
+    head: Head,
+    ref_head: tuple[Tensor | None, Tensor | None],
+    mismatched: Mismatched,
+    options: LogitOptions,
+    average_log_prob: bool,
+) -> Tensor:
+    """KTO's estimate of `KL(pi || pi_ref)`: one GEMM, and one of the reference's size for its hidden states.
+
+        max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
+
+    Args:
+        loss: its name, for messages.
+        head: of the policy.
+        ref_head: weight and bias of the reference, read with `ref_kl_input`.
+        mismatched: the completions `y'`.
+        options: transform, budget, and which tokens are ignored.
+        average_log_prob: log-probabilities are means over tokens instead of sums.
+
+    Returns:
+        A tensor (), float64, without gradient; zero where there are no completions.
+
+    Raises:
+        ValueError: something is missing, given twice, or does not fit.
+        TypeError: dtypes that do not fit.
+    """
+    kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
+    if kl_input is None or kl_target is None:
+        given = [name for name, value in mismatched._asdict().items() if value is not None]
+        raise ValueError(
+            f"{loss} needs a reference point: pass kl, or kl_input and kl_target, got {', '.join(given) or 'neither'}"
+        )
+    check_projection(head, kl_input, input_name="kl_input")
+    check_target(kl_target, kl_input, "kl_target", "kl_input")
+    if kl_input.ndim != 3:
+        raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
+    target = kl_target.long()
+    layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
+    mask = layout.mask[:, 0]
+    lengths = mask.sum(-1)
+    ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
+    reference = reference_logps(
+        loss, True, head.weight, target, layout, options, ref_kl_input, ref_weight, ref_bias, ref_kl_logps, infix="kl_"
+    )
+    assert reference is not None
+    reference = reference.squeeze(1)
+    if reference.ndim == 2:
+        reference = sequence_logps(reference, mask, lengths, average_log_prob)
+    token_logps = token_stats(head, kl_input, layout, ("logps",), options).logps
+    assert token_logps is not None
+    logratios = sequence_logps(token_logps[:, 0], mask, lengths, average_log_prob) - reference
+    return (logratios.sum() / max(1, logratios.shape[0])).clamp(min=0)
+
+
+def reference_point(
+    kind: ReferencePoint | None,
+    loss: str,
+    head: Head,
+    ref_head: tuple[Tensor | None, Tensor | None],
+    kl: float | Tensor | None,
+    delta: float | Tensor | None,
+    mismatched: Mismatched,
+    options: LogitOptions,
+    average_log_prob: bool,
+) -> Tensor:
+    """The reference point of a loss that asks for `kind`, from what its caller has given; see `mismatched_kl`.
+
+    Returns:
+        A tensor (), float64, without gradient: `max(0, kl)`, `delta`, or zero where the loss asks for none.
+
+    Raises:
+        ValueError: a reference point that is missing, given twice, not asked for, or not a scalar.
+        TypeError: dtypes that do not fit.
+    """
+    estimate = [name for name, value in mismatched._asdict().items() if value is not None]
+    given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
+    refused = [name for other, names in given.items() if other != kind for name in names]
+    if refused:
+        asked = "none" if kind is None else kind
+        raise ValueError(f"{loss} takes no {', '.join(refused)}: the reference point that it asks for is {asked}")
+    device = head.weight.device
+    if kind is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if kind == "delta":
+        if delta is None:
+            raise ValueError(f"{loss} needs a reference point: pass delta")
+        return as_scalar("delta", delta, device)
+    if kl is None:
+        return mismatched_kl(loss, head, ref_head, mismatched, options, average_log_prob)
+    if estimate:
+        raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
+    return as_scalar("kl", kl, device).clamp(min=0)

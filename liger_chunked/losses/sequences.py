@@ -1,0 +1,21 @@
+"""From tokens to sequences: what the losses on whole sequences share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_logps(token_logps: Tensor, mask: Tensor, lengths: Tensor, average: bool) -> Tensor:
+    """(...) log-probability of each sequence in nats: the sum over its valid tokens, or their mean.
+
+    In float64: losses look at differences of such sums, and thousands of nats leave float32 few digits for them.
+
+    Args:
+        token_logps: (..., T) log-probability of each token.
+        mask: (..., T), True at the valid tokens.
+        lengths: (...) how many they are.
+        average: divide by it.
+    """
+    logps = torch.where(mask, token_logps, 0.0).sum(-1, dtype=torch.float64)
+    return logps / lengths.clamp(min=1) if average else logps

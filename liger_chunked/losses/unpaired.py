@@ -1,0 +1,285 @@
+"""The base of every loss on sequences that are labelled one by one: desirable or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
+from liger_chunked.losses.sequences import sequence_logps
+from liger_chunked.types import Examples, Head, LogitOptions, LogitOptionsDict, TokenStats, UnpairedPreferenceMetrics
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the sequences."""
+
+    mask: Tensor  # (n, T)
+    lengths: Tensor  # (n,)
+    desirable: Tensor  # (n,)
+    ref_logps: Tensor  # (n,)
+    weights: Tensor | None  # (n,) what each counts in the mean; None for one each
+    reference_point: Tensor  # ()
+    average_log_prob: bool
+
+    @property
+    def sides(self) -> Tensor:
+        """(2, n): which sequences are desirable, and which are not."""
+        return torch.stack([self.desirable, ~self.desirable])
+
+    def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
+        return sequence_logps(token_logps, self.mask[index], self.lengths[index], self.average_log_prob)
+
+    def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
+        # The dense layout has an axis for the sequences of a group, and here a group is one.
+        stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
+        assert stats.logps is not None
+        return Examples(
+            logps=self.sequence_logps(stats.logps, index),
+            ref_logps=self.ref_logps[index],
+            desirable=self.desirable[index],
+            lengths=self.lengths[index].clamp(min=1),
+            reference_point=self.reference_point,
+            mask=self.mask[index],
+            token_stats=stats,
+            batch_size=self.mask.shape[0],
+            batch_counts=self.sides.sum(1).clamp(min=1),
+        )
+
+
+class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
+    """Mean over the sequences of `preference_loss`.
+
+    A subclass says what a sequence costs, and nothing else:
+
+        class Hinge(LigerFusedLinearUnpairedPreferenceBase):
+            def preference_loss(self, examples):
+                return torch.relu(1 - self.beta * examples.signs * examples.logratios)
+
+    A sequence without a single valid token adds nothing to the loss; the mean is over all sequences all the same.
+
+    Args:
+        beta: scale of the rewards `beta * (logps - ref_logps)`.
+        average_log_prob: `Examples.logps` are means over tokens instead of sums.
+        use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
+        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
+            transform applies to the policy and to the reference.
+
+    Raises:
+        ValueError: a bad option.
+
+    Attributes that a subclass, or its constructor, may set:
+        reference_point: what `Examples.reference_point` is: "kl" (KTO's, in nats), "delta" (BCO's, in rewards), or None
+            for a loss that reads none. It then has to be given, and no other may be.
+        token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
+    """
+
+    reference_point: ReferencePoint | None = None
+    token_outputs: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        average_log_prob: bool = False,
+        use_ref_model: bool | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        self.beta = beta
+        self.average_log_prob = average_log_prob
+        self.use_ref_model = use_ref_model
+        self.options = LogitOptions(**options)
+
+    @abstractmethod
+    def preference_loss(self, examples: Examples) -> Tensor:
+        """The loss of each sequence, (n,), from `Examples`; called on some of the batch's sequences at a time."""
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        preference_labels: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        *,
+        ref_logps: Tensor | None = None,
+        kl: float | Tensor | None = None,
+        kl_input: Tensor | None = None,
+        kl_target: Tensor | None = None,
+        ref_kl_input: Tensor | None = None,
+        ref_kl_logps: Tensor | None = None,
+        delta: float | Tensor | None = None,
+        example_weights: Tensor | None = None,
+    ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
+        """The loss and its metrics.
+
+        Args:
+            weight: (V, H), `lm_head.weight`.
+            input: (n, T, H) hidden states; `target[t]` is what `input[t]` predicts.
+            target: (n, T) token ids; `ignore_index` at prompts and padding.
+            preference_labels: (n,) bool, True for a desirable sequence, in any order and any proportion.
+            bias: (V,) or None.
+            ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
+            ref_logps: instead of them, its log-probabilities in nats: (n, T) of each token, or (n,) of each sequence in
+                the units of `Examples.logps`.
+            kl: the reference point of a loss on "kl", in nats, a scalar; a negative one counts as zero.
+            kl_input, kl_target: instead of it, (m, T', H) and (m, T'): hidden states and token ids of completions that
+                answer other prompts, on which it is estimated without a gradient, at one GEMM. On several ranks, each
+                would have its own: estimate there (`linear_token_stats`), take the mean over the ranks, and pass `kl`.
+            ref_kl_input: (m, T', H_ref) their hidden states under the reference, read with `ref_weight`, `ref_bias`.
+            ref_kl_logps: instead of it, its log-probabilities, (m, T') or (m,), as `ref_logps`.
+            delta: the reference point of a loss on "delta", in units of rewards, a scalar.
+            example_weights: (n,) multiply the losses of the sequences; the mean is still over their number.
+
+        Raises:
+            ValueError: shapes or devices that do not fit, a target out of range, a reference or a reference point that
+                is missing, incomplete, given twice, or refused.
+            TypeError: dtypes that do not fit.
+        """
+        head = Head(weight, bias)
+        check_projection(head, input)
+        check_target(target, input)
+        if input.ndim != 3:
+            raise ValueError(f"input must be (n, T, H), a sequence a row, got {tuple(input.shape)}")
+        _check_examples("preference_labels", preference_labels, input)
+        if example_weights is not None:
+            _check_examples("example_weights", example_weights, input)
+        target = target.long()
+        layout = lay_out(target, "sequence", self.options.ignore_index, weight.shape[0])
+        batch = self._batch(
+            layout,
+            preference_labels,
+            example_weights,
+            reference_point(
+                self.reference_point,
+                type(self).__name__,
+                head,
+                (ref_weight, ref_bias),
+                kl,
+                delta,
+                Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
+                self.options,
+                self.average_log_prob,
+            ),
+            reference_logps(
+                type(self).__name__,
+                self.use_ref_model,
+                weight,
+                target,
+                layout,
+                self.options,
+                ref_input,
+                ref_weight,
+                ref_bias,
+                ref_logps,
+            ),
+        )
+        n = max(1, target.shape[0])
+
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            examples = batch.examples(stats, index)
+            losses = self.preference_loss(examples)
+            if losses.shape != examples.logps.shape:
+                raise ValueError(
+                    f"preference_loss must return one value for each of {examples.logps.shape[0]} sequences, "
+                    f"got {tuple(losses.shape)}"
+                )
+            losses = torch.where(batch.lengths[index] > 0, losses, 0.0)
+            if batch.weights is not None:
+                losses = losses * batch.weights[index]
+            return losses.sum() / n
+
+        loss, stats = fused_loss(
+            head,
+            input,
+            layout,
+            objective,
+            outputs=("logps", "mean_logits", *self.token_outputs),
+            options=self.options,
+        )
+        return loss, self._metrics(batch, stats)
+
+    def _batch(
+        self,
+        layout: Layout,
+        desirable: Tensor,
+        weights: Tensor | None,
+        reference_point: Tensor,
+        ref_logps: Tensor | None,
+    ) -> _Batch:
+        mask = layout.mask.squeeze(1)
+        lengths = mask.sum(-1)
+        batch = _Batch(
+            mask=mask,
+            lengths=lengths,
+            desirable=desirable,
+            ref_logps=torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device),
+            weights=None if weights is None else weights.detach().to(torch.float64),
+            reference_point=reference_point,
+            average_log_prob=self.average_log_prob,
+        )
+        if ref_logps is None:
+            return batch
+        ref_logps = ref_logps.squeeze(1)
+        if ref_logps.ndim == 2:
+            ref_logps = batch.sequence_logps(ref_logps, slice(None))
+        return dataclasses.replace(batch, ref_logps=ref_logps)
+
+    @torch.no_grad()
+    def _metrics(self, batch: _Batch, stats: TokenStats) -> UnpairedPreferenceMetrics:
+        examples = batch.examples(stats, slice(None))
+        assert examples.token_stats.mean_logits is not None
+        sides = batch.sides
+
+        def by_side(values: Tensor) -> Tensor:
+            return torch.where(sides, values, 0).sum(1)
+
+        counts, tokens = sides.sum(1), by_side(batch.lengths)
+        logps = by_side(examples.logps) / counts.clamp(min=1)
+        rewards = by_side(self.beta * examples.logratios) / counts.clamp(min=1)
+        logits = torch.where(batch.mask, examples.token_stats.mean_logits, 0.0).sum(-1)
+        logits_mean = by_side(logits) / tokens.clamp(min=1)
+        return UnpairedPreferenceMetrics(
+            chosen_logps=logps[0],
+            rejected_logps=logps[1],
+            chosen_logits_mean=logits_mean[0],
+            rejected_logits_mean=logits_mean[1],
+            chosen_rewards=rewards[0],
+            rejected_rewards=rewards[1],
+            reference_point=batch.reference_point,
+            chosen_count=counts[0],
+            rejected_count=counts[1],
+            chosen_tokens=tokens[0],
+            rejected_tokens=tokens[1],
+        )
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, {self.options}"
+
+
+def _check_examples(name: str, x: Tensor, input: Tensor) -> None:
+    """One value for each sequence of `input`: labels, or weights."""
+    kind = "bool" if name == "preference_labels" else "floating-point"
+    fits = isinstance(x, Tensor) and (x.dtype == torch.bool if kind == "bool" else x.is_floating_point())
+    if not fits:
+        got = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a {kind} tensor, one value for each sequence, got {got}")
+    if x.shape != input.shape[:1]:
+        raise ValueError(
+            f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "
+            f"got {tuple(x.shape)}"
+        )
+    if x.device != input.device:
+        raise ValueError(f"{name} is on {x.device}, input on {input.device}: expected one device")

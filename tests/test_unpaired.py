@@ -1,0 +1,297 @@
+"""Unpaired preferences: chunks, labels of one kind, the reference point, metrics, a loss of one's own."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from table import LABELS, SMALL, Batch, Sizes, evaluate, examples, n_valid, relative_error
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+    linear_token_stats,
+    reference,
+)
+
+EXACT = 1e-12
+MANY = SMALL._replace(sequences=17)
+
+
+def kto(batch: Batch, **settings) -> Tensor:
+    given = {"kl": settings.pop("kl")} if "kl" in settings else {}
+    return LigerFusedLinearKTOLoss(**settings)(**batch, **given)[0]
+
+
+def kto_exact(batch: Batch, **settings) -> Tensor:
+    return reference.kto(**batch, **settings)
+
+
+def bco(batch: Batch, **settings) -> Tensor:
+    return LigerFusedLinearBCOLoss(**settings)(**batch, delta=0.2)[0]
+
+
+def bco_exact(batch: Batch, **settings) -> Tensor:
+    return reference.bco(**batch, delta=0.2, **settings)
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < EXACT, name
+
+
+# More sequences than fit one chunk
+
+
+@pytest.mark.parametrize("tokens_in_budget", [20, 7, 3, 1])
+@pytest.mark.parametrize("kl", ["given", "estimated"])
+def test_more_sequences_than_fit_one_chunk(kl, tokens_in_budget):
+    batch = examples(MANY, seed=0, mismatched="states" if kl == "estimated" else None)
+    assert n_valid(batch) > 20
+    given = {"kl": 2.0} if kl == "given" else {}
+    budget = 8 * tokens_in_budget * MANY.vocab
+    ours = evaluate(partial(kto, logits_budget=budget, **given), batch)
+    assert_same(ours, evaluate(partial(kto_exact, **given), batch))
+
+
+@pytest.mark.parametrize("tokens_in_budget", [20, 7, 1])
+def test_bco_of_more_sequences_than_fit_one_chunk(tokens_in_budget):
+    batch = examples(MANY, seed=0)
+    ours = evaluate(partial(bco, logits_budget=8 * tokens_in_budget * MANY.vocab), batch)
+    assert_same(ours, evaluate(bco_exact, batch))
+
+
+def test_one_sequence_longer_than_the_budget():
+    sizes = Sizes(sequences=2, length=200, hidden=8, vocab=101, ref_hidden=6)
+    batch = examples(sizes, seed=0, mismatched="states")
+    assert n_valid(batch) == 201
+    ours = evaluate(partial(kto, logits_budget=8 * 10 * sizes.vocab, beta=0.005), batch)
+    assert_same(ours, evaluate(partial(kto_exact, beta=0.005), batch))
+
+
+def test_a_single_sequence():
+    batch = examples(SMALL._replace(sequences=1, ignored=False), seed=0)
+    assert_same(evaluate(partial(kto, kl=1.0), batch), evaluate(partial(kto_exact, kl=1.0), batch))
+
+
+# Labels of one kind
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab], ids=["one-pack", "several"])
+@pytest.mark.parametrize(("ours", "exact"), [(kto, kto_exact), (bco, bco_exact)], ids=["kto", "bco"])
+@pytest.mark.parametrize("labels", ["desirable", "undesirable"])
+def test_all_of_one_label(labels, ours, exact, budget):
+    batch = examples(SMALL, seed=1, labels=labels)
+    given = {"kl": 0.5} if ours is kto else {}
+    assert_same(evaluate(partial(ours, logits_budget=budget, **given), batch), evaluate(partial(exact, **given), batch))
+
+
+@pytest.mark.parametrize("labels", ["desirable", "undesirable"])
+def test_metrics_of_the_missing_side_are_zero(labels):
+    _, metrics = LigerFusedLinearKTOLoss()(**examples(SMALL, seed=1, labels=labels), kl=0.5)
+    missing = "rejected" if labels == "desirable" else "chosen"
+    for name, value in metrics._asdict().items():
+        assert (value == 0) == name.startswith(missing), name
+
+
+def test_order_of_the_batch_does_not_matter():
+    batch = examples(SMALL, seed=2)
+    order = torch.tensor([3, 1, 5, 0, 4, 2])
+    shuffled = {name: x if name.endswith(("weight", "bias")) else x[order] for name, x in batch.items()}
+    loss, metrics = LigerFusedLinearKTOLoss()(**batch, kl=0.5)
+    loss_, metrics_ = LigerFusedLinearKTOLoss()(**shuffled, kl=0.5)
+    torch.testing.assert_close((loss, *metrics), (loss_, *metrics_), rtol=EXACT, atol=EXACT)
+
+
+# The reference point
+
+
+def mean_logratio(batch: Batch) -> Tensor:
+    """Of the mismatched completions, by full logits."""
+    names = ("weight", "input", "target", "bias")
+    policy = reference.token_stats(**{name: batch[f"kl_{name}" if name in names[1:3] else name] for name in names})
+    ref = reference.token_stats(batch["ref_weight"], batch["ref_kl_input"], batch["kl_target"], batch["ref_bias"])
+    return (policy["logps"] - ref["logps"]).sum(1).mean()
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 5 * SMALL.vocab], ids=["one-pack", "tiles"])
+def test_estimated_kl_is_as_good_as_given(budget):
+    """No gradient flows through it, and the metrics report it."""
+    batch = examples(SMALL, seed=0, mismatched="states")
+    given = {name: x for name, x in batch.items() if "kl_" not in name}
+    expected = mean_logratio(batch)
+    assert expected > 1
+    _, metrics = LigerFusedLinearKTOLoss(logits_budget=budget)(**batch)
+    torch.testing.assert_close(metrics.reference_point, expected, rtol=EXACT, atol=0)
+    estimated = evaluate(partial(kto, logits_budget=budget), batch)
+    for kl in (expected.item(), expected, expected[None]):
+        assert_same(estimated, evaluate(partial(kto, logits_budget=budget, kl=kl), given))
+
+
+def test_no_gradient_through_the_mismatched_completions():
+    batch = examples(SMALL, seed=0, mismatched="states")
+    names = ("kl_input", "ref_kl_input", "ref_input", "ref_weight", "ref_bias", "weight")
+    leaves = {name: batch[name].clone().requires_grad_() for name in names}
+    kto({**batch, **leaves}).backward()
+    assert [name for name, leaf in leaves.items() if leaf.grad is not None] == ["weight"]
+
+
+def test_negative_estimate_counts_as_zero():
+    batch = examples(SMALL, seed=0, mismatched="states")
+    batch["kl_input"] = 10 * batch["kl_input"] / 0.1
+    assert mean_logratio(batch) < -1
+    given = {name: x for name, x in batch.items() if "kl_" not in name}
+    loss, metrics = LigerFusedLinearKTOLoss()(**batch)
+    assert metrics.reference_point == 0
+    for kl in (0.0, -2.0, torch.tensor(-2.0)):
+        assert torch.equal(loss, kto(given, kl=kl))
+
+
+def test_mismatched_completions_of_another_number_and_length():
+    batch = examples(SMALL, seed=0)
+    others = examples(SMALL._replace(sequences=4, length=11), seed=5, mismatched="states")
+    batch |= {name: others[name] for name in ("kl_input", "kl_target", "ref_kl_input")}
+    assert_same(evaluate(kto, batch), evaluate(kto_exact, batch))
+
+
+@pytest.mark.parametrize("of", ["tokens", "sequences"])
+@pytest.mark.parametrize("average_log_prob", [False, True])
+def test_kl_of_reference_log_probs(of, average_log_prob):
+    """With the policy's hidden states and the reference's log-probabilities, in every unit."""
+    batch = examples(SMALL, seed=0, mismatched="states")
+    settings = {"average_log_prob": average_log_prob}
+    exact = evaluate(partial(kto_exact, **settings), batch)
+    target = batch["kl_target"]
+    logps = reference.token_stats(batch["ref_weight"], batch.pop("ref_kl_input"), target, batch["ref_bias"])["logps"]
+    if of == "sequences":
+        logps = logps.sum(1) / ((target != -100).sum(1) if average_log_prob else 1)
+    batch["ref_kl_logps"] = logps
+    assert_same(evaluate(partial(kto, **settings), batch), exact)
+
+
+def test_mismatched_completions_without_tokens():
+    batch = examples(SMALL, seed=0, mismatched="states")
+    batch["kl_target"][2:] = -100
+    assert_same(evaluate(kto, batch), evaluate(kto_exact, batch))
+    batch["kl_target"].fill_(-100)
+    _, metrics = LigerFusedLinearKTOLoss()(**batch)
+    assert metrics.reference_point == 0
+
+
+def test_the_mean_over_ranks_is_the_callers():
+    """What the docstring tells a caller with several ranks to do."""
+    batch = examples(SMALL, seed=0, mismatched="states")
+    head, ref_head = (batch["weight"], batch["bias"]), (batch["ref_weight"], batch["ref_bias"])
+
+    def logps(weight: Tensor, bias: Tensor, input: Tensor) -> Tensor:
+        stats = linear_token_stats(weight, input, batch["kl_target"], bias)
+        return stats.logps.sum(1)
+
+    with torch.no_grad():
+        kl = (logps(*head, batch["kl_input"]) - logps(*ref_head, batch["ref_kl_input"])).mean()
+    given = {name: x for name, x in batch.items() if "kl_" not in name}
+    assert kto(given, kl=kl).item() == pytest.approx(kto(batch).item(), rel=EXACT)
+
+
+def test_kto_against_zero_is_unpaired_apo_zero():
+    batch = examples(SMALL, seed=0)
+    assert torch.equal(kto(batch, kl=0.0), kto(batch, loss_type="apo_zero_unpaired"))
+
+
+def test_policy_equal_to_reference_is_undecided():
+    batch = examples(SMALL, seed=0, ref=None)
+    same = {"ref_input": batch["input"], "ref_weight": batch["weight"], "ref_bias": batch["bias"]}
+    loss, metrics = LigerFusedLinearKTOLoss()(**batch, **same, kl=0.0)
+    assert loss.item() == 0.5
+    assert metrics.chosen_rewards == metrics.rejected_rewards == 0
+    loss, _ = LigerFusedLinearBCOLoss()(**batch, **same, delta=0.0)
+    assert loss.item() == pytest.approx(math.log(2), rel=EXACT)
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("average_log_prob", [False, True])
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab], ids=["one-pack", "several"])
+def test_metrics(average_log_prob, budget):
+    batch = examples(SMALL, seed=3)
+    batch["target"][4] = -100
+    _, metrics = LigerFusedLinearKTOLoss(average_log_prob=average_log_prob, beta=0.3, logits_budget=budget)(
+        **batch, kl=torch.tensor(0.25)
+    )
+    policy = {name: batch[name] for name in ("weight", "input", "target", "bias")}
+    stats = reference.token_stats(**policy, outputs=("logps", "mean_logits"))
+    ref = reference.token_stats(batch["ref_weight"], batch["ref_input"], batch["target"], batch["ref_bias"])["logps"]
+    lengths = (batch["target"] != -100).sum(1)
+    units = lengths.clamp(min=1) if average_log_prob else 1
+    logps, ref_logps = stats["logps"].sum(1) / units, ref.sum(1) / units
+    expected = {"reference_point": torch.tensor(0.25, dtype=torch.float64)}
+    for side, chosen in (("chosen", batch["preference_labels"]), ("rejected", ~batch["preference_labels"])):
+        expected |= {
+            f"{side}_logps": logps[chosen].mean(),
+            f"{side}_logits_mean": stats["mean_logits"][chosen].sum() / lengths[chosen].sum(),
+            f"{side}_rewards": 0.3 * (logps - ref_logps)[chosen].mean(),
+            f"{side}_count": chosen.sum(),
+            f"{side}_tokens": lengths[chosen].sum(),
+        }
+    assert expected.keys() == metrics._asdict().keys()
+    for name, value in metrics._asdict().items():
+        assert value.shape == () and not value.requires_grad
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
+
+
+def test_a_sequence_without_tokens_adds_nothing_and_counts_in_the_mean():
+    batch = examples(SMALL, seed=3)
+    batch["target"][5] = -100
+    first_five = {name: x if name.endswith(("weight", "bias")) else x[:5] for name, x in batch.items()}
+    assert kto(batch, kl=1.0).item() == pytest.approx(5 / 6 * kto(first_five, kl=1.0).item(), rel=EXACT)
+
+
+def test_weights_of_examples_are_no_denominator():
+    batch = examples(SMALL, seed=3)
+    twice = {**batch, "example_weights": torch.full((6,), 2.0)}
+    assert bco(twice).item() == pytest.approx(2 * bco(batch).item(), rel=EXACT)
+
+
+# A loss of one's own
+
+
+class Balanced(LigerFusedLinearUnpairedPreferenceBase):
+    """Hinges whose two sides weigh the same, less entropy: reads counts, signs, tokens and another statistic."""
+
+    token_outputs = ("entropy",)
+
+    def preference_loss(self, examples):
+        counts = torch.where(examples.desirable, examples.batch_counts[0], examples.batch_counts[1])
+        hinge = torch.relu(1 - self.beta * examples.signs * examples.logratios)
+        entropy = torch.where(examples.mask, examples.token_stats.entropy, 0).sum(-1) / examples.lengths
+        squares = (examples.token_logps**2).sum(-1) / examples.lengths
+        return examples.batch_size / counts * hinge - 0.1 * entropy + 0.01 * squares + examples.reference_point
+
+
+def balanced_exact(batch: Batch) -> Tensor:
+    policy = {name: batch[name] for name in ("weight", "input", "target", "bias")}
+    stats = reference.token_stats(**policy, outputs=("logps", "entropy"))
+    lengths = (batch["target"] != -100).sum(1)
+    logps, chosen = stats["logps"].sum(1), batch["preference_labels"]
+    sides = torch.relu(1 - 0.1 * logps[chosen]).mean() + torch.relu(1 + 0.1 * logps[~chosen]).mean()
+    return sides + ((0.01 * stats["logps"] ** 2 - 0.1 * stats["entropy"]).sum(1) / lengths).mean()
+
+
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab], ids=["one-pack", "several"])
+def test_a_loss_of_ones_own(budget):
+    batch = examples(SMALL, seed=3, ref=None)
+    loss = Balanced(logits_budget=budget)
+    assert_same(evaluate(lambda batch: loss(**batch)[0], batch), evaluate(balanced_exact, batch))
+
+
+@pytest.mark.parametrize("labels", LABELS)
+def test_integer_targets_of_any_width(labels):
+    batch = examples(SMALL, seed=3, labels=labels)
+    narrow = {**batch, "target": batch["target"].int()}
+    assert torch.equal(kto(batch, kl=0.1), kto(narrow, kl=0.1))
