@@ -23,11 +23,13 @@ demo: $(VENV)/.demo
 
 # On a machine with a GPU, in whatever environment is active.
 gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu -p no:benchmark
 
 bench:
 	$(PYTHON) -m benchmarks.cross_entropy
 	$(PYTHON) -m benchmarks.preference
+	$(PYTHON) -m benchmarks.distillation
+	$(PYTHON) -m benchmarks.policy
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

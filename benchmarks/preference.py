@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import DEVICE, Table, gemm_floor, parser
-from liger_chunked import LigerFusedLinearDPOLoss
+from liger_chunked import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
 
 BETA = 0.1
 # (input, weight, target, reference's input, reference's weight) -> loss
@@ -69,6 +75,30 @@ def contenders() -> Iterator[tuple[str, Loss]]:
     yield "trl", trl
 
 
+def reference_free() -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
+    """Of (input, weight, target)."""
+    yield "liger_chunked ORPO", lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t)[0]
+    yield "liger_chunked CPO", lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t)[0]
+    yield "liger_chunked SimPO", lambda x, w, t: LigerFusedLinearSimPOLoss()(w, x, t)[0]
+
+    def desirable(x: Tensor) -> Tensor:
+        return torch.arange(x.shape[0], device=x.device) < x.shape[0] // 2
+
+    yield "liger_chunked KTO", lambda x, w, t: LigerFusedLinearKTOLoss()(w, x, t, desirable(x), kl=0.0)[0]
+    try:
+        from liger_kernel import chunked_loss as liger
+    except ImportError:
+        return
+    for name in ("ORPO", "CPO", "SimPO"):
+        loss = getattr(liger, f"LigerFusedLinear{name}Loss")()
+        yield f"liger-kernel {name}", lambda x, w, t, loss=loss: loss(w, x, t)[0]
+    kto = liger.LigerFusedLinearKTOLoss()
+    yield (
+        "liger-kernel KTO",
+        lambda x, w, t: kto(x, w, t, preference_labels=desirable(x), kl=torch.zeros(1, device=x.device))[0],
+    )
+
+
 def float64_gradients(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> dict[str, Tensor]:
     """The gradients of `eager` in float64, one sequence of logits at a time."""
     n = x.shape[0] // 2
@@ -115,6 +145,10 @@ def measure(table: Table, pairs: int, length: int, h: int, v: int, prompt: float
     expected = float64_gradients(*inputs) if table.with_errors else None
     for name, loss in contenders():
         table.measure(name, partial(loss, *inputs), {"input": x, "weight": w}, expected)
+    del expected, ref_x, ref_w, inputs
+    table.task(f"no reference {pairs}x{length}x{h}x{v}, prompt {prompt}", floor.all * share)
+    for name, loss in reference_free():
+        table.measure(name, partial(loss, x, w, t), {"input": x, "weight": w})
 
 
 def main() -> None:
