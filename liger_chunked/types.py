@@ -173,6 +173,49 @@ class Examples:
         return 2 * self.desirable.to(self.logps.dtype) - 1
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """`n` sampled completions as a policy loss sees them; `T` is the padded length.
+
+    A loss that does not mix tokens (`scope = "token"`) sees any subset of the batch's tokens instead, each as a row of
+    its own: then `T` is 1, and what belongs to a sequence is repeated for each of its tokens. A loss may be handed the
+    batch in several parts; `batch_size` and `batch_tokens` always speak of the whole batch. At ignored tokens
+    log-probabilities, advantages and entropies are 0, and ratios and weights 1.
+
+    - `logps` (n, T): log-probability of each token under the policy, in nats
+    - `old_logps` (n, T): the same under the policy that sampled it, without gradient; where it was not given, that is
+      `logps` itself, and the ratio is exactly 1
+    - `ref_logps` (n, T): the same under the reference, without gradient; None without a reference
+    - `log_ratio`: log of the importance ratio at the level of the loss, in nats: (n, T) `logps - old_logps`, or (n, 1)
+      one a sequence, in float64
+    - `advantages` (n, T), or (n, 1) one a sequence
+    - `importance_weights` (n, T), or (n, 1) one a sequence: corrections for a sampler that is not the old policy; None
+      where not given
+    - `entropy` (n, T): of the policy's distribution at each token, in nats
+    - `mask` (n, T): True at the valid tokens
+    - `lengths` (n, 1): valid tokens of the sequence, at least 1 so that one may divide by it
+    - `batch_size`: sequences in the whole batch
+    - `batch_tokens`: valid tokens in the whole batch
+    """
+
+    logps: Tensor
+    old_logps: Tensor
+    ref_logps: Tensor | None
+    log_ratio: Tensor
+    advantages: Tensor
+    importance_weights: Tensor | None
+    entropy: Tensor
+    mask: Tensor
+    lengths: Tensor
+    batch_size: int
+    batch_tokens: int
+
+    @property
+    def ratio(self) -> Tensor:
+        """The importance ratio at the level of the loss, (n, T) or (n, 1): `exp(log_ratio)`."""
+        return self.log_ratio.exp()
+
+
 class PreferenceMetrics(NamedTuple):
     """What a paired preference loss reports, detached.
 
@@ -215,6 +258,26 @@ class UnpairedPreferenceMetrics(NamedTuple):
     rejected_count: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+
+
+class PolicyMetrics(NamedTuple):
+    """What a policy loss reports, detached; a field that was not computed is None.
+
+    Means are over the valid tokens of the batch, and over its sequences that have any where there is one value a
+    sequence; over nothing they are zero.
+
+    - `entropy` (): mean entropy, in nats
+    - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss; None without a reference
+    - `clip_ratio_low`, `clip_ratio_high` (): share whose ratio is clipped from below, from above, and so has no
+      gradient; None where the loss does not clip so
+    - `clip_ratio` (): share whose ratio is clipped on either side
+    """
+
+    entropy: Tensor
+    kl: Tensor | None = None
+    clip_ratio_low: Tensor | None = None
+    clip_ratio_high: Tensor | None = None
+    clip_ratio: Tensor | None = None
 
 
 class CrossEntropyMetrics(NamedTuple):

@@ -14,12 +14,19 @@ from torch import Tensor
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+    LogitOptions,
     TokenStats,
     linear_token_stats,
     reference,
@@ -56,7 +63,10 @@ class Row:
         sample: a batch in float64 of the given sizes and seed.
         scope: what the objective cannot split: "token", "sequence", "pair", or "batch".
         fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
+        kernels: it runs kernels of this library, and not autograd alone.
         stops_gradients: part of the loss is held constant, so that its gradient is not its derivative.
+        batches: tests of rounding errors take as many times more batches, until luck averages out: a loss that raises a
+            whole sequence's log-probability to the exponent makes of each sequence a single error.
     """
 
     id: str
@@ -65,7 +75,9 @@ class Row:
     sample: Callable[[Sizes, int], Batch]
     scope: str = "token"
     fused: bool = True
+    kernels: bool = True
     stops_gradients: bool = False
+    batches: int = 1
 
     def __repr__(self) -> str:
         return self.id
@@ -124,6 +136,22 @@ def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states"
     return batch
 
 
+def students(sizes: Sizes, seed: int, bias: bool = True, padding: int = 0, top_k: int = 0) -> Batch:
+    """Plain tokens beside a teacher: with `padding` classes more than the student, or its `top_k`, some not there."""
+    batch = tokens(sizes, seed, bias)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    teacher = _head(sizes._replace(vocab=sizes.vocab + padding), generator, prefix="teacher_", bias=bias)
+    if not top_k:
+        return batch | teacher
+    logits = teacher["teacher_input"] @ teacher["teacher_weight"].T
+    logps, ids = logits.log_softmax(-1).topk(min(top_k, sizes.vocab), dim=-1)
+    batch["teacher_logps"], batch["teacher_ids"] = logps, ids
+    # As servers pad: a token of its own is not there, and its id is another's.
+    batch["teacher_logps"][:, 0, 0], batch["teacher_ids"][:, 0, 0] = -torch.inf, ids[:, 0, 1]
+    batch["target"][:, -1] = ids[:, -1, 0]  # a target among the teacher's, and most others not
+    return batch
+
+
 LABELS = {
     "mixed": lambda n: torch.arange(n) % 3 != 1,
     "desirable": lambda n: torch.ones(n, dtype=torch.bool),
@@ -172,7 +200,12 @@ def rollouts(
         sides["old_logps"] = logps + 0.3 * _normal(generator, *shapes["tokens"])
     if ref == "tokens":
         sides["ref_logps"] = logps + 0.5 * _normal(generator, *shapes["tokens"])
-    elif ref == "states":
+    elif ref == "states":  # where the policy came from: its ratio to one drawn anew would be one token's affair
+        shared = min(sizes.hidden, sizes.ref_hidden)
+        for name in ("weight", "input"):
+            states[f"ref_{name}"][..., :shared] = batch[name][..., :shared]
+            states[f"ref_{name}"][..., shared:] *= 0.4
+        batch["input"][..., shared:] *= 0.4
         batch |= states
     if weights:
         sides["importance_weights"] = 0.5 + torch.rand(shapes[weights], generator=generator, dtype=torch.float64)
@@ -343,6 +376,84 @@ def _unpaired(
         lambda sizes, seed: examples(sizes, seed, ref, labels, mismatched),
         "sequence",
         stops_gradients=mismatched is not None,
+    )
+
+
+class _SquaredError(LigerFusedLinearDistillationBase):
+    """A user's divergence, which sees offsets of the logits."""
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return (student_logits - teacher_logits).square().mean(-1)
+
+
+def _distillation(
+    id: str,
+    loss: type[LigerFusedLinearDistillationBase],
+    name: str,
+    parameter: float = 0.5,
+    *,
+    module: dict[str, Any] | None = None,
+    bias: bool = True,
+    padding: int = 0,
+    top_k: int = 0,
+    **settings: Any,
+) -> Row:
+    """`module` makes the loss `reference.distillation` of `name` and `parameter`; `settings` go to both."""
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        settings_ = settings | options
+        own = {k: settings_.pop(f"teacher_{k}") for k in _TRANSFORM if f"teacher_{k}" in settings_}
+        teacher_options = LogitOptions(**own) if own else None
+        num_items = settings_.pop("num_items", None)
+        made = loss(**module or {}, teacher_options=teacher_options, **settings_)
+        return made(**batch, num_items=num_items)[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return reference.distillation(**batch, name=name, parameter=parameter, **settings | options)[0]
+
+    def sample(sizes: Sizes, seed: int) -> Batch:
+        return students(sizes, seed, bias, padding, top_k)
+
+    return Row(id, ours, oracle, sample, kernels=loss is not _SquaredError)
+
+
+def _grpo(
+    id: str,
+    *,
+    scope: str = "sequence",
+    stops_gradients: bool = False,
+    batches: int = 1,
+    attention_mask: bool = False,
+    num_items: Any = None,
+    sample: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Row:
+    """`settings` are of the module, transform included; `sample` goes to `rollouts`.
+
+    A row says "sequence" at token level too: its batch must have sequences, which reductions weigh.
+    """
+    transform = {name: value for name, value in settings.items() if name in _TRANSFORM}
+
+    def masked(batch: Batch, options: dict[str, Any]) -> Batch:
+        if not attention_mask:
+            return batch
+        valid = batch["target"] != options.get("ignore_index", -100)
+        return {**batch, "target": batch["target"].where(valid, 1), "attention_mask": valid.long()}
+
+    def ours(batch: Batch, **options: Any) -> Tensor:
+        return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), num_items=num_items)[0]
+
+    def oracle(batch: Batch, **options: Any) -> Tensor:
+        return reference.grpo(**masked(batch, options), num_items=num_items, **settings | options)[0]
+
+    return Row(
+        id,
+        ours,
+        oracle,
+        lambda sizes, seed: rollouts(sizes, seed, transform=transform, **sample or {}),
+        scope,
+        stops_gradients=stops_gradients,
+        batches=batches,
     )
 
 
@@ -524,6 +635,95 @@ UNPAIRED = [
     _unpaired("bco-softcap-scale-temperature", _BCO, reference.bco, delta=0.1, **_TRANSFORM),
 ]
 
+_KL, _JSD = LigerFusedLinearKLDivLoss, LigerFusedLinearJSDLoss
+_TVD, _COSINE = LigerFusedLinearTVDLoss, LigerFusedLinearCosineSimilarityLoss
+
+DISTILLATION = [
+    _distillation("kl", _KL, "kl"),
+    _distillation("kl-reverse", _KL, "reverse_kl", module={"reverse": True}),
+    _distillation("kl-skew", _KL, "skew_kl", 0.1, module={"skew": 0.1}),
+    _distillation("kl-skew-reverse", _KL, "skew_reverse_kl", 0.3, module={"skew": 0.3, "reverse": True}),
+    _distillation("jsd", _JSD, "jsd", bias=False),
+    _distillation("jsd-0", _JSD, "jsd", 0.0, module={"beta": 0.0}, num_items=37),
+    _distillation("jsd-0.1", _JSD, "jsd", 0.1, module={"beta": 0.1}, num_items=torch.tensor(37)),
+    _distillation("jsd-1", _JSD, "jsd", 1.0, module={"beta": 1.0}),
+    _distillation("tvd", _TVD, "tvd"),
+    _distillation("cosine", _COSINE, "cosine"),
+    _distillation("squared-error", _SquaredError, "squared_error"),
+    _distillation("jsd-padded-teacher", _JSD, "jsd", padding=4),
+    _distillation("jsd-soft", _JSD, "jsd", weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=2.0),
+    _distillation("jsd-hard", _JSD, "jsd", weight_hard_loss=1.0, weight_soft_loss=0.0),
+    *(
+        _distillation(f"{id}-softcap-scale-temperature", loss, name, **_TRANSFORM)
+        for id, loss, name in (("kl", _KL, "kl"), ("jsd", _JSD, "jsd"), ("tvd", _TVD, "tvd"),
+                               ("cosine", _COSINE, "cosine"), ("squared-error", _SquaredError, "squared_error"))
+    ),
+    _distillation("jsd-temperature", _JSD, "jsd", temperature=1.7),
+    _distillation("jsd-teacher-transform", _JSD, "jsd",
+                  teacher_softcap=2.0, teacher_logit_scale=0.7, teacher_temperature=1.3),
+    _distillation("kl-top-k", _KL, "kl", top_k=4),
+    _distillation("jsd-top-k", _JSD, "jsd", top_k=4, bias=False),
+    _distillation("tvd-top-k", _TVD, "tvd", top_k=2),
+    _distillation("kl-skew-top-k-softcap-scale-temperature", _KL, "skew_kl", 0.1,
+                  module={"skew": 0.1}, top_k=5, **_TRANSFORM),
+    _distillation("jsd-top-k-of-all", _JSD, "jsd", top_k=23),
+]  # fmt: skip
+
+_GSPO = {"importance_level": "sequence", "epsilon_low": 0.06, "epsilon_high": 0.08}
+
+POLICY = [
+    _grpo("grpo"),
+    _grpo("grpo-on-policy", sample={"old": False}, stops_gradients=True),
+    _grpo("grpo-advantages-of-tokens", sample={"advantages": "tokens"}),
+    _grpo("grpo-attention_mask", attention_mask=True),
+    _grpo("grpo-softcap-scale-temperature", **_TRANSFORM),
+    _grpo("grpo-delta", epsilon_low=0.1, epsilon_high=0.1, delta=1.3),
+    _grpo("grpo-kl", beta=0.04, sample={"ref": "states"}),
+    _grpo("grpo-kl-uncorrected", beta=0.3, use_bias_correction_kl=False, sample={"ref": "tokens"}),
+    _grpo("grpo-importance_weights-kl", beta=0.3, sample={"ref": "tokens", "weights": "tokens"}),
+    _grpo("bnpo-importance_weights-of-sequences", reduction="bnpo", sample={"weights": "sequences"}),
+    _grpo("dapo", reduction="dapo", epsilon_high=0.28),
+    _grpo("dapo-num_items-entropy", reduction="dapo", num_items=37, entropy_coef=0.7),
+    _grpo("dr_grpo", reduction="dr_grpo", max_completion_length=11),
+    _grpo(
+        "cispo",
+        surrogate="cispo",
+        reduction="dapo",
+        epsilon_high=0.9,
+        num_items=torch.tensor(37),
+        sample={"advantages": "tokens"},
+        stops_gradients=True,
+    ),
+    _grpo("sapo", surrogate="sapo", sapo_temperature_neg=1.7),
+    _grpo("vespo", batches=8, surrogate="vespo", reduction="dapo", sample={"weights": "tokens"}, stops_gradients=True),
+    _grpo(
+        "vespo-mixed",
+        batches=8,
+        surrogate="vespo",
+        vespo_k_pos=1.5,
+        vespo_lambda_neg=2.5,
+        beta=0.1,
+        sample={"ref": "tokens", "weights": "sequences", "advantages": "tokens"},
+        stops_gradients=True,
+    ),
+    _grpo("gspo", **_GSPO),
+    _grpo("gspo-kl", beta=0.04, sample={"ref": "states", "advantages": "tokens", "weights": "tokens"}, **_GSPO),
+    _grpo("luspo", reduction="luspo", **_GSPO),
+    _grpo("rloo", batches=8, importance_level="trajectory", reduction="grpo"),
+    _grpo(
+        "reinforce", batches=8, surrogate="reinforce", importance_level="trajectory", sample={"weights": "sequences"}
+    ),
+    _grpo("grpo-top-entropy", scope="batch", top_entropy_quantile=0.35, entropy_coef=0.2),
+    _grpo(
+        "gspo-top-entropy-kl",
+        scope="batch",
+        top_entropy_quantile=0.35,
+        beta=0.2,
+        sample={"ref": "tokens", "weights": "tokens"},
+        **_GSPO,
+    ),
+]
+
 STATISTICS = [
     _statistics("stats-logps", ("logps",)),
     _statistics("stats-entropy", ("entropy",)),
@@ -531,4 +731,4 @@ STATISTICS = [
     _statistics("stats-any-order-transformed", ("mean_logits", "entropy", "logps"), **_TRANSFORM),
 ]
 
-ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *STATISTICS]
+ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *DISTILLATION, *POLICY, *STATISTICS]

@@ -95,7 +95,7 @@ SEEDS = {torch.bfloat16: 3, torch.float32: 12}
 def test_gradient_error_is_that_of_eager_code(row, dtype, device):
     budgets = {"one-pack": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
     squares: dict[tuple[str, str], float] = {}
-    for seed in range(SEEDS[dtype]):
+    for seed in range(SEEDS[dtype] * row.batches):
         batch = moved(row.sample(ERROR_SIZES, seed), dtype, device)
         exact = evaluate(row.oracle, moved(batch, torch.float64))
         results = {"eager": evaluate(row.oracle, batch)}
@@ -116,7 +116,7 @@ def test_loss_error_is_that_of_eager_code(row, dtype, device):
     """A scalar is one error, and luck: take the root of the mean square over many batches."""
     sizes = ERROR_SIZES._replace(sequences=4, length=32, vocab=331)
     ours, eager, ulps = [], [], []
-    for seed in range(64):
+    for seed in range(64 * row.batches):
         batch = moved(row.sample(sizes, seed), dtype, device)
         with torch.no_grad():
             exact, loss = row.oracle(moved(batch, torch.float64)), row.ours(batch)

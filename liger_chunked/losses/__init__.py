@@ -6,10 +6,12 @@ from liger_chunked.losses.cpo import LigerFusedLinearCPOLoss
 from liger_chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.losses.dpo import LigerFusedLinearDPOLoss
+from liger_chunked.losses.grpo import LigerFusedLinearGRPOLoss
 from liger_chunked.losses.jsd import LigerFusedLinearJSDLoss
 from liger_chunked.losses.kl import LigerFusedLinearKLDivLoss
 from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
+from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
@@ -22,10 +24,12 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "LigerFusedLinearDPOLoss",
     "LigerFusedLinearDistillationBase",
+    "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSDLoss",
     "LigerFusedLinearKLDivLoss",
     "LigerFusedLinearKTOLoss",
     "LigerFusedLinearORPOLoss",
+    "LigerFusedLinearPolicyBase",
     "LigerFusedLinearPreferenceBase",
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",

@@ -3,6 +3,7 @@
 from liger_chunked.reference.cross_entropy import cross_entropy
 from liger_chunked.reference.distillation import distillation
 from liger_chunked.reference.dpo import dpo
+from liger_chunked.reference.grpo import grpo
 from liger_chunked.reference.reference_free import cpo, orpo, simpo
 from liger_chunked.reference.token_stats import logits, token_stats
 from liger_chunked.reference.unpaired import bco, kto
@@ -13,6 +14,7 @@ __all__ = [
     "cross_entropy",
     "distillation",
     "dpo",
+    "grpo",
     "kto",
     "logits",
     "orpo",

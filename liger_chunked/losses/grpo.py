@@ -1,0 +1,175 @@
+"""Group relative policy optimisation and its kin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Self, Unpack
+
+from liger_chunked.losses.importance import IMPORTANCE_LEVELS
+from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
+from liger_chunked.losses.surrogates import SURROGATES, SurrogateSettings
+from liger_chunked.types import LogitOptionsDict, Rollouts
+
+# TRL's names, each a composition.
+LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
+    "grpo": {"surrogate": "clip", "reduction": "grpo"},
+    "bnpo": {"surrogate": "clip", "reduction": "bnpo"},
+    "dr_grpo": {"surrogate": "clip", "reduction": "dr_grpo"},
+    "dapo": {"surrogate": "clip", "reduction": "dapo"},
+    "cispo": {"surrogate": "cispo", "reduction": "dapo"},
+    "sapo": {"surrogate": "sapo", "reduction": "grpo"},
+    "luspo": {"surrogate": "clip", "reduction": "luspo", "importance_level": "sequence"},
+    "vespo": {"surrogate": "vespo", "reduction": "dapo"},
+}
+
+
+class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
+    """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its kin, fused: a surrogate, a
+    reduction and an importance level, in any composition.
+
+    With `A` the advantage, `r = pi / pi_old` the importance ratio (of the token, or of its sequence, by
+    `importance_level`), `sg` without gradient, a token costs, by `surrogate`:
+
+    | surrogate | cost | paper |
+    |---|---|---|
+    | `clip` | `-min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)` | PPO 1707.06347; 2505.07291 |
+    | `reinforce` | `-r A` | |
+    | `cispo` | `-sg(min(r, epsilon_high)) A log pi` | 2506.13585, equation 4; 2510.13786 |
+    | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
+    | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
+
+    where `w` is the product over the tokens of the sequence of `pi / pi_old` and of the importance weights, which
+    `vespo` therefore does not multiply by, at whichever level. Without `delta` there is no such bound. Costs are
+    reduced, KL and entropy bonus added, as `LigerFusedLinearPolicyBase` says.
+
+    On-policy, without `old_logps`, `r` is exactly 1, and its gradient that of `log pi`. All of it is TRL 1.16's, and
+    `from_loss_type` takes its names. The compositions that have one:
+
+    | name | arguments |
+    |---|---|
+    | GRPO | `reduction="grpo"`, the default |
+    | DAPO, 2503.14476 | `reduction="dapo", epsilon_high=0.28` |
+    | Dr. GRPO, 2503.20783 | `reduction="dr_grpo", max_completion_length=...` |
+    | CISPO | `surrogate="cispo", reduction="dapo", epsilon_high=5.0` |
+    | SAPO | `surrogate="sapo", reduction="grpo"` |
+    | VESPO | `surrogate="vespo", reduction="dapo"` |
+    | GSPO, 2507.18071 | `importance_level="sequence", reduction="grpo", epsilon_low=3e-4, epsilon_high=4e-4` |
+    | LUSPO, 2602.05261 | `importance_level="sequence", reduction="luspo"` |
+    | PPO's policy term, 1707.06347 | `reduction="dapo"`, with advantages (B, T) of its critic |
+    | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
+    | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
+
+    Token level looks at each token by itself; sequence and trajectory level, and `vespo`, at whole sequences, of which
+    one that alone outgrows the logits budget takes one GEMM more.
+
+    Args:
+        beta: weight of the KL to the reference, in nats.
+        surrogate: a name above.
+        reduction: "grpo", "bnpo", "dapo", "dr_grpo" or "luspo", see `LigerFusedLinearPolicyBase`.
+        importance_level: "token", "sequence" or "trajectory", see `LigerFusedLinearPolicyBase`.
+        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go. Of `cispo`, `epsilon_high` is the largest
+            ratio itself, as in TRL: the papers use about 5.
+        delta: of `clip`, bounds the ratio where a negative advantage leaves it free, above `1 + epsilon_high`.
+        max_completion_length: in tokens, of the reduction `dr_grpo`.
+        use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.
+        entropy_coef, top_entropy_quantile: see `LigerFusedLinearPolicyBase`.
+        sapo_temperature_pos, sapo_temperature_neg: `tau` of positive, and of other advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, of negative (`neg`) and
+            of other advantages.
+        **options: see `LogitOptions`; `temperature` is the one of sampling.
+
+    Raises:
+        ValueError: an unknown surrogate, reduction or level, a number out of range, one that the surrogate or the
+            reduction does not read.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
+    >>> target, advantages = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([1.0, -1.0])
+    >>> loss, metrics = LigerFusedLinearGRPOLoss()(weight, input, target, advantages)
+    >>> bool(torch.isclose(loss, -advantages.mean(), atol=1e-6)), metrics.clip_ratio.item()        # on-policy
+    (True, 0.0)
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.0,
+        surrogate: str = "clip",
+        reduction: str = "grpo",
+        importance_level: str = "token",
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        delta: float | None = None,
+        max_completion_length: int | None = None,
+        use_bias_correction_kl: bool = True,
+        entropy_coef: float = 0.0,
+        top_entropy_quantile: float = 1.0,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        if surrogate not in SURROGATES:
+            raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {sorted(SURROGATES)}")
+        definition = SURROGATES[surrogate]
+        settings = SurrogateSettings(
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            delta=delta,
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
+        )
+        for field in dataclasses.fields(settings):
+            value = getattr(settings, field.name)
+            if value != field.default and field.name not in definition.reads:
+                readers = sorted(name for name, kind in SURROGATES.items() if field.name in kind.reads)
+                raise ValueError(f"{field.name}={value} is not read by surrogate {surrogate!r}, only by {readers}")
+        super().__init__(
+            beta=beta,
+            reduction=reduction,
+            importance_level=importance_level,
+            max_completion_length=max_completion_length,
+            use_bias_correction_kl=use_bias_correction_kl,
+            entropy_coef=entropy_coef,
+            top_entropy_quantile=top_entropy_quantile,
+            clipped=None if definition.clipped is None else functools.partial(definition.clipped, s=settings),
+            **options,
+        )
+        self.surrogate = surrogate
+        self.settings = settings
+        mixes_tokens = definition.mixes_tokens or IMPORTANCE_LEVELS[importance_level].mixes_tokens
+        self.scope = "sequence" if mixes_tokens else "token"
+        self.weighs = definition.weighs
+
+    @classmethod
+    def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
+        """The loss that TRL calls `loss_type`; `settings` are arguments of the constructor, and go before.
+
+        `luspo` is at sequence level, which its paper wants, and TRL leaves to its caller.
+
+        Raises:
+            ValueError: an unknown name.
+
+        >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
+        'dapo'
+        """
+        if loss_type not in LOSS_TYPES:
+            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+        return cls(**{**LOSS_TYPES[loss_type], **settings})
+
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        return SURROGATES[self.surrogate].loss(rollouts, self.settings)
+
+    def extra_repr(self) -> str:
+        return f"surrogate={self.surrogate!r}, {super().extra_repr()}"

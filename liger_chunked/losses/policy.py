@@ -1,0 +1,336 @@
+"""The base of every loss on sampled completions and their advantages."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from liger_chunked.engine import check_projection, check_target, fused_loss, lay_out
+from liger_chunked.losses.importance import IMPORTANCE_LEVELS
+from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
+from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.surrogates import Clipped
+from liger_chunked.types import (
+    Head,
+    LogitOptions,
+    LogitOptionsDict,
+    PolicyMetrics,
+    Rollouts,
+    TokenStats,
+    accumulation_dtype,
+)
+
+
+def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
+    """(n, T): True at the `share` of the valid tokens with the highest entropy; at least one, if there are any."""
+    entropy = rollouts.entropy.detach()
+    valid = entropy[rollouts.mask]
+    if valid.numel() == 0:
+        return rollouts.mask
+    return rollouts.mask & (entropy >= torch.quantile(valid, 1 - share))
+
+
+def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the valid tokens, or over the sequences that have any where there is one value a sequence."""
+    if values.shape != mask.shape:
+        mask = mask.any(-1, keepdim=True)
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+class LigerFusedLinearPolicyBase(nn.Module, ABC):
+    """A policy loss: what a token costs, by a subclass, and all that surrounds it, by this base.
+
+        loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
+
+    `cost` is `policy_loss`, `weight` the importance weights of the call if any, `denominator` is up to `reduction`:
+
+    | reduction | denominator | loss |
+    |---|---|---|
+    | `grpo` | `B * length` | mean over the sequences of the mean over their tokens (2402.03300) |
+    | `bnpo` | valid tokens of the batch | mean over the tokens of the batch |
+    | `dapo` | `num_items`, or else as `bnpo` | mean over the tokens of the accumulated batch (2503.14476) |
+    | `dr_grpo` | `B * max_completion_length` | blind to lengths (2503.20783) |
+    | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
+
+    A sequence without a single valid token adds nothing, and counts in `B` all the same. The KL to the reference is
+    Schulman's estimate of each token, in nats, `kl = exp(d) - d - 1` with `d = log pi_ref - log pi`, with
+    `use_bias_correction_kl` times the importance ratio, through which it has the gradient of the KL
+    (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+
+    A subclass says what a token costs, and nothing else:
+
+        class PPO(LigerFusedLinearPolicyBase):
+            scope = "token"
+
+            def policy_loss(self, rollouts):
+                clipped = rollouts.ratio.clamp(0.8, 1.2)
+                return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
+
+    Args:
+        beta: weight of the KL term; unless it is 0, a reference is required. With 0 a reference may be given for the
+            `kl` of the metrics alone.
+        reduction: a name above.
+        importance_level: what `Rollouts.ratio` is the ratio of: "token"; "sequence", the geometric mean over the tokens
+            of a sequence (GSPO, https://arxiv.org/abs/2507.18071); "trajectory", their product.
+        max_completion_length: in tokens, of the reduction `dr_grpo` and of no other.
+        use_bias_correction_kl: see above; as TRL.
+        entropy_coef: weight of the entropy bonus, which is a mean over the tokens of the batch whatever the reduction;
+            where `num_items` is given, of the accumulated batch.
+        top_entropy_quantile: keep the cost, and the bonus, of this share of the batch's tokens alone, those with the
+            highest entropy (https://arxiv.org/abs/2506.01939); the KL stays. In [0, 1]; 0 keeps the highest one. The
+            loss then waits for all entropies: a batch over the logits budget takes one GEMM more.
+        clipped: where a ratio is clipped, for the metrics; None if nowhere.
+        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
+            transform applies to the policy and to the reference; `temperature` is the one of sampling.
+
+    Raises:
+        ValueError: an unknown reduction or level, a number out of range, a length that is missing or not read.
+
+    Attributes that a subclass, or its constructor, may set:
+        scope: "token" promises that `policy_loss` looks at each token by itself, see `Rollouts`; it then costs nothing
+            that a sequence outgrows the logits budget. "sequence": it sees whole sequences.
+        weighs: `policy_loss` reads `Rollouts.importance_weights`, and the base must not multiply by them.
+    """
+
+    scope: Literal["token", "sequence"] = "sequence"
+    weighs: bool = False
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.0,
+        reduction: str = "grpo",
+        importance_level: str = "token",
+        max_completion_length: int | None = None,
+        use_bias_correction_kl: bool = True,
+        entropy_coef: float = 0.0,
+        top_entropy_quantile: float = 1.0,
+        clipped: Callable[[Rollouts], Clipped] | None = None,
+        **options: Unpack[LogitOptionsDict],
+    ) -> None:
+        super().__init__()
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"unknown reduction {reduction!r}, expected one of {sorted(REDUCTIONS)}")
+        if importance_level not in IMPORTANCE_LEVELS:
+            raise ValueError(
+                f"unknown importance_level {importance_level!r}, expected one of {list(IMPORTANCE_LEVELS)}"
+            )
+        if REDUCTIONS[reduction].needs_length:
+            if max_completion_length is None or max_completion_length < 1:
+                raise ValueError(
+                    f"reduction {reduction!r} needs a positive max_completion_length, got {max_completion_length}"
+                )
+        elif max_completion_length is not None:
+            readers = sorted(name for name, kind in REDUCTIONS.items() if kind.needs_length)
+            raise ValueError(
+                f"max_completion_length={max_completion_length} is not read by reduction {reduction!r}, "
+                f"only by {readers}"
+            )
+        if not beta >= 0:
+            raise ValueError(f"beta must not be negative, got {beta}")
+        if not math.isfinite(entropy_coef):
+            raise ValueError(f"entropy_coef must be finite, got {entropy_coef}")
+        if not 0.0 <= top_entropy_quantile <= 1.0:
+            raise ValueError(f"top_entropy_quantile must be in [0, 1], got {top_entropy_quantile}")
+        self.beta = beta
+        self.reduction = reduction
+        self.importance_level = importance_level
+        self.max_completion_length = max_completion_length
+        self.use_bias_correction_kl = use_bias_correction_kl
+        self.entropy_coef = entropy_coef
+        self.top_entropy_quantile = top_entropy_quantile
+        self.clipped = clipped
+        self.options = LogitOptions(**options)
+
+    @abstractmethod
+    def policy_loss(self, rollouts: Rollouts) -> Tensor:
+        """The cost of each token, (n, T), or (n, 1) where all tokens of a sequence cost the same, from `Rollouts`.
+
+        Called on some of the batch's sequences, or tokens, at a time.
+        """
+
+    def kl(self, rollouts: Rollouts) -> Tensor:
+        """(n, T) estimate of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
+        assert rollouts.ref_logps is not None
+        difference = rollouts.ref_logps - rollouts.logps
+        estimate = torch.expm1(difference) - difference
+        return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        old_logps: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        importance_weights: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> tuple[Tensor, PolicyMetrics]:
+        """The loss and its metrics.
+
+        Args:
+            weight: (V, H), `lm_head.weight`.
+            input: (B, T, H) hidden states; `target[t]` is what `input[t]` predicts.
+            target: (B, T) token ids; `ignore_index` at prompts and padding.
+            advantages: (B,) or (B, 1), one a sequence, or (B, T), one a token.
+            bias: (V,) or None.
+            attention_mask: (B, T), zero at tokens that are to be ignored beyond those of the target.
+            old_logps: (B, T) log-probabilities in nats under the policy that sampled; None on-policy.
+            ref_logps: (B, T) log-probabilities in nats under the reference.
+            ref_input, ref_weight, ref_bias: instead of them (B, T, H_ref), (V, H_ref), (V,).
+            importance_weights: (B, T), or (B,) or (B, 1) one a sequence: multiply the cost, and not the KL.
+            num_items: what the reduction `dapo` divides by instead of this batch's valid tokens: those of all steps
+                that accumulate into one gradient. Where ranks average their gradients, the count of all ranks divided
+                by their number. With the other reductions divide the loss by the number of steps.
+
+        Raises:
+            ValueError: shapes or devices that do not fit, a target out of range, `num_items` with a reduction that does
+                not read it, a reference that is missing, incomplete or given twice.
+            TypeError: dtypes that do not fit.
+        """
+        head = Head(weight, bias)
+        check_projection(head, input)
+        check_target(target, input)
+        if input.ndim != 3:
+            raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
+        if attention_mask is not None:
+            check_side("attention_mask", attention_mask, target)
+            target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
+        if ref_logps is not None:
+            check_side("ref_logps", ref_logps, target)
+        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+        layout = lay_out(
+            target.long(), "sequence" if by_sequence else "token", self.options.ignore_index, weight.shape[0]
+        )
+        arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
+        items = self._num_items(num_items, arrange)
+        reference = reference_logps(
+            type(self).__name__,
+            True if self.beta else None,
+            weight,
+            target,
+            layout,
+            self.options,
+            ref_input,
+            ref_weight,
+            ref_bias,
+            ref_logps,
+        )
+        batch = self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
+        # The bonus is a mean over the accumulated batch: this much of it is here.
+        share = 1.0 if items is None else layout.n_valid / items
+
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            return self._objective(batch, batch.rollouts(stats, index), index, share)
+
+        loss, stats = fused_loss(
+            head,
+            input,
+            layout,
+            objective,
+            outputs=("logps", "entropy"),
+            options=self.options,
+            whole_batch=self.top_entropy_quantile < 1,
+        )
+        return loss, self._metrics(batch.rollouts(stats, slice(None)))
+
+    def _objective(
+        self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, share: float | Tensor
+    ) -> Tensor:
+        cost = self.policy_loss(rollouts)
+        mask = rollouts.mask
+        if cost.shape not in (mask.shape, (mask.shape[0], 1)):
+            raise ValueError(
+                f"policy_loss must return {tuple(mask.shape)}, one value a token, or {(mask.shape[0], 1)}, "
+                f"one a sequence, got {tuple(cost.shape)}"
+            )
+        acting = mask if self.top_entropy_quantile == 1 else _high_entropy(rollouts, self.top_entropy_quantile)
+        if rollouts.importance_weights is not None and not self.weighs:
+            cost = cost * rollouts.importance_weights
+        cost = torch.where(acting, cost, 0.0)
+        if self.beta:
+            cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
+        loss = (cost * batch.weights[index]).sum(dtype=torch.float64)
+        if self.entropy_coef:
+            n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
+            bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
+            loss = loss - self.entropy_coef * share * bonus
+        return loss
+
+    def _num_items(self, num_items: float | Tensor | None, arrange: Arrangement) -> float | Tensor | None:
+        if num_items is None:
+            return None
+        if not REDUCTIONS[self.reduction].counts_items:
+            readers = sorted(name for name, kind in REDUCTIONS.items() if kind.counts_items)
+            raise ValueError(f"num_items is not read by reduction {self.reduction!r}, only by {readers}")
+        if isinstance(num_items, Tensor):
+            if num_items.numel() != 1:
+                raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
+            return num_items.to(arrange.target.device, arrange.dtype).reshape(()).clamp(min=1)
+        if not num_items > 0:
+            raise ValueError(f"num_items must be positive, got {num_items}")
+        return num_items
+
+    def _batch(
+        self,
+        arrange: Arrangement,
+        advantages: Tensor,
+        old_logps: Tensor | None,
+        ref_logps: Tensor | None,
+        importance_weights: Tensor | None,
+        num_items: float | Tensor | None,
+    ) -> RolloutBatch:
+        """`ref_logps` in the dense layout, the others as they came."""
+        mask = arrange.mask
+        lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
+        settings = ReductionSettings(num_items, self.max_completion_length)
+        per_token = torch.ones_like(lengths) / REDUCTIONS[self.reduction].denominator(lengths, settings)
+        arranged_advantages = arrange.side("advantages", advantages, 0.0, per_sequence=True)
+        if arranged_advantages is None:
+            raise ValueError("advantages must be given, got None")
+        return RolloutBatch(
+            mask=arrange(mask),
+            lengths=arrange(lengths.clamp(min=1)),
+            weights=arrange(per_token),
+            advantages=arranged_advantages,
+            old_logps=arrange.side("old_logps", old_logps, 0.0),
+            ref_logps=None if ref_logps is None else rows(torch.where(arrange.layout.mask, ref_logps, 0.0)),
+            importance_weights=arrange.side("importance_weights", importance_weights, 1.0, per_sequence=True),
+            importance_level=self.importance_level,
+            batch_size=mask.shape[0],
+            batch_tokens=arrange.layout.n_valid,
+        )
+
+    @torch.no_grad()
+    def _metrics(self, rollouts: Rollouts) -> PolicyMetrics:
+        mask = rollouts.mask
+        low = high = either = None
+        if self.clipped is not None:
+            low, high = self.clipped(rollouts)
+            either = high if low is None else low | high
+        return PolicyMetrics(
+            entropy=_masked_mean(rollouts.entropy, mask),
+            kl=None if rollouts.ref_logps is None else _masked_mean(self.kl(rollouts), mask),
+            clip_ratio_low=None if low is None else _masked_mean(low.to(rollouts.logps.dtype), mask),
+            clip_ratio_high=None if high is None else _masked_mean(high.to(rollouts.logps.dtype), mask),
+            clip_ratio=None if either is None else _masked_mean(either.to(rollouts.logps.dtype), mask),
+        )
+
+    def extra_repr(self) -> str:
+        level = f"importance_level={self.importance_level!r}"
+        return f"reduction={self.reduction!r}, {level}, beta={self.beta}, {self.options}"

@@ -1,0 +1,136 @@
+"""What a token of a rollout costs: the surrogates of policy optimisation, pure functions of ratios and advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import Rollouts
+
+
+@dataclass(frozen=True)
+class SurrogateSettings:
+    """The numbers that surrogates read; `SURROGATES` says which reads which, `LigerFusedLinearGRPOLoss` what for.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon_low", "epsilon_high", "vespo_k_pos", "vespo_k_neg"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+class Clipped(NamedTuple):
+    """Where a ratio left its bounds in the direction that its advantage pushes it; of the shape of the loss."""
+
+    low: Tensor | None
+    high: Tensor
+
+
+def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -r.ratio * r.advantages
+
+
+def _bounded_ratio(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return r.ratio if s.delta is None else r.ratio.clamp(max=s.delta)
+
+
+def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    clipped = r.ratio.clamp(1 - s.epsilon_low, 1 + s.epsilon_high)
+    return -torch.min(_bounded_ratio(r, s) * r.advantages, clipped * r.advantages)
+
+
+def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    ratio = _bounded_ratio(r, s)
+    return Clipped(
+        low=(ratio < 1 - s.epsilon_low) & (r.advantages < 0),
+        high=(ratio > 1 + s.epsilon_high) & (r.advantages > 0),
+    )
+
+
+def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    # The ratio only weighs: a token keeps its gradient where PPO's clip would drop it.
+    return -r.ratio.detach().clamp(max=s.epsilon_high) * r.advantages * r.logps
+
+
+def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    return Clipped(low=None, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
+
+
+def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
+    """`torch.where` on two numbers makes float32 of them, whatever the rest is."""
+    return torch.full_like(like, positive).where(condition, negative)
+
+
+def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    temperature = _by_sign(r.advantages > 0, r.advantages, s.sapo_temperature_pos, s.sapo_temperature_neg)
+    gate = 4 / temperature * torch.sigmoid(temperature * (r.ratio - 1))
+    return -gate * r.advantages
+
+
+# VESPO bounds log-ratios, so that no weight overflows.
+_LOWEST, _HIGHEST = math.log(1e-8), 20.0
+
+
+@torch.no_grad()
+def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    """`phi(w) = w^k e^(lambda (1 - w))` of the ratio `w` of a sequence, in the shape of the advantages."""
+    log_w = (r.logps - r.old_logps).clamp(-_HIGHEST, _HIGHEST).sum(-1, keepdim=True, dtype=torch.float64)
+    if r.importance_weights is not None:
+        log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)
+    log_w = log_w.clamp(_LOWEST, _HIGHEST)
+    k = _by_sign(r.advantages >= 0, r.advantages, s.vespo_k_pos, s.vespo_k_neg)
+    rate = _by_sign(r.advantages >= 0, r.advantages, s.vespo_lambda_pos, s.vespo_lambda_neg)
+    return torch.exp(rate + k * log_w - rate * log_w.exp())
+
+
+def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -_vespo_weights(r, s) * r.advantages * r.logps
+
+
+class _ClippedBy(Protocol):
+    def __call__(self, r: Rollouts, s: SurrogateSettings) -> Clipped: ...
+
+
+class _Surrogate(NamedTuple):
+    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1) one a sequence
+    reads: tuple[str, ...] = ()  # fields of SurrogateSettings
+    clipped: _ClippedBy | None = None
+    mixes_tokens: bool = False  # looks at whole sequences, at any importance level
+    weighs: bool = False  # does itself what the importance weights are for
+
+
+SURROGATES: Mapping[str, _Surrogate] = {
+    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip),
+    "reinforce": _Surrogate(_reinforce),
+    "cispo": _Surrogate(_cispo, reads=("epsilon_high",), clipped=_clipped_by_cispo),
+    "sapo": _Surrogate(_sapo, reads=("sapo_temperature_pos", "sapo_temperature_neg")),
+    "vespo": _Surrogate(
+        _vespo,
+        reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        mixes_tokens=True,
+        weighs=True,
+    ),
+}
