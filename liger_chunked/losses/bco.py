@@ -17,7 +17,8 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    and the loss is the mean over the batch, as in TRL; the paper adds the means of the two sides.
+    and the loss is the mean over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed); the paper adds the
+    means of the two sides.
 
     The reward shift `delta` is passed to every call, in units of rewards: a running mean of earlier rewards, which the
     caller keeps. In the paper it is half way between the mean rewards of the two sides,
