@@ -33,9 +33,9 @@ def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None
 
 
 def of_reference(batch: Batch) -> float:
-    """A reference costs one product of its own size; mismatched completions one of each head's."""
+    """A reference, or a teacher, costs one product of its own size; mismatched completions one of each head's."""
     one = SIZES.ref_hidden / SIZES.hidden
-    reference = one if "ref_weight" in batch else 0.0
+    reference = one if {"ref_weight", "teacher_weight"} & batch.keys() else 0.0
     mismatched = ("kl_input" in batch) + one * ("ref_kl_input" in batch)
     return reference + mismatched
 

@@ -115,8 +115,8 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # Two copies and a gradient; what the function keeps for its own backward comes on top.
-        return student.itemsize + teacher.itemsize + 3 * accumulation_dtype(student).itemsize
+        # Copies of both, their transforms, a gradient through either loss, and two for what the function keeps.
+        return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool

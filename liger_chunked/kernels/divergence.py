@@ -13,6 +13,7 @@ and writes 1. 8192 x 151936 in bfloat16 is 2.49 GB, 0.58 ms at 4.29 TB/s.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -172,18 +173,22 @@ def log_softmax_block(z, row_max, log_sum, inv_temperature):
 
 
 @jit
-def log_ratios(log_p, log_q, beta, one_minus_beta, PRECISE: tl.constexpr):
-    """`log(p / m)` and `log(q / m)` of the mixture `m = one_minus_beta * p + beta * q`, exact near `p = q`."""
+def log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE: tl.constexpr):
+    """`log(p / m)` and `log(q / m)` of the mixture `m = one_minus_beta * p + beta * q`.
+
+    Relative to whichever of the two makes up more of m: exact both near p = q and for a beta near 0 or 1. `even` is the
+    `log(q / p)` where they make up the same.
+    """
     gap = log_q - log_p
-    teacher_larger = gap > 0.0
-    ratio = exp(-tl.abs(gap), PRECISE)  # of the smaller to the larger of the two
-    share = tl.where(teacher_larger, one_minus_beta, beta)  # of the smaller in m
-    mixed = tl.where(teacher_larger, beta, one_minus_beta) + share * ratio  # m over the larger, at most 1
+    mostly_teacher = gap > even
+    share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the other one
+    ratio = exp(tl.where(mostly_teacher, -gap, gap), PRECISE)  # of the other one to the larger part
     x = share * ratio - share
     # log(1 + x) near 0, where 1 + x has lost what matters; the next term is below 1e-7 of the first.
     series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
-    log_mixed = tl.where(x > -0.03125, series, tl.log(mixed))
-    return -tl.maximum(gap, 0.0) - log_mixed, tl.minimum(gap, 0.0) - log_mixed
+    mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
+    log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
+    return tl.where(mostly_teacher, -gap, 0.0) - log_mixed, tl.where(mostly_teacher, 0.0, gap) - log_mixed
 
 
 @jit
@@ -191,7 +196,7 @@ def _second_sweep_kernel(
     z_ptr, z_stride, t_ptr, t_stride, max_ptr, log_sum_ptr, teacher_max_ptr, teacher_log_sum_ptr,
     divergence_ptr, slope_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
-    beta, one_minus_beta, on_student, on_teacher, on_ratio,
+    beta, one_minus_beta, even, on_student, on_teacher, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -214,7 +219,7 @@ def _second_sweep_kernel(
             log_p = tl.maximum(log_p, -1e4)  # LOG_ZERO
             log_q = tl.maximum(log_q, -1e4)
             p = exp(log_p, PRECISE)
-            log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, PRECISE)
+            log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE)
             if on_teacher is not None:
                 divergence += on_teacher * exp(log_q, PRECISE) * log_q_over_m
             if on_student is not None:
@@ -243,11 +248,17 @@ def pair_transform(options: LogitOptions, teacher_options: LogitOptions) -> dict
     return arguments(options) | teacher
 
 
+def _even(beta: float) -> float:
+    """`log(q / p)` where `(1 - beta) * p = beta * q`."""
+    return math.log1p(-beta) - math.log(beta) if 0.0 < beta < 1.0 else 0.0
+
+
 def mixture_arguments(divergence: Divergence) -> dict[str, float | None]:
     """The mixture as the kernels take it: what does nothing is None and compiles to nothing."""
     return {
         "beta": float(divergence.beta),
         "one_minus_beta": 1.0 - divergence.beta,
+        "even": _even(divergence.beta),
         "on_student": divergence.on_student or None,
         "on_ratio": divergence.on_ratio or None,
     }
@@ -374,12 +385,15 @@ def _second_sweep_triton(
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`log_ratios` in torch."""
     gap = log_q - log_p
-    ratio = (-gap.abs()).exp_()
-    share = torch.where(gap > 0, gap.new_tensor(1.0 - beta), gap.new_tensor(beta))
-    log_mixed = (share * ratio.sub_(1.0)).log1p_()
-    # 1 + x rounds to 0 for a share next to 1; m over the larger is never less than the larger's own share.
-    log_mixed = torch.maximum(log_mixed, (1.0 - share).log_())
-    return -gap.clamp(min=0) - log_mixed, gap.clamp(max=0) - log_mixed
+    mostly_teacher = gap > _even(beta)
+    of_student, of_teacher = gap.new_tensor(1.0 - beta), gap.new_tensor(beta)
+    share = torch.where(mostly_teacher, of_student, of_teacher)
+    smaller = torch.where(mostly_teacher, -gap, gap)
+    x = smaller.expm1().mul_(share)
+    mixed = torch.where(mostly_teacher, of_teacher, of_student).addcmul_(share, smaller.exp_())
+    log_mixed = torch.where(x.abs() < 0.5, x.log1p(), mixed.log_())
+    log_p_over_m = torch.where(mostly_teacher, -gap, 0.0).sub_(log_mixed)
+    return log_p_over_m, torch.where(mostly_teacher, 0.0, gap).sub_(log_mixed)
 
 
 def _second_sweep_torch(

@@ -49,7 +49,8 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
         teacher_options: the teacher's own transform, where it is not the student's; only its `softcap`, `logit_scale`
             and `temperature` may be set.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            budget is for the logits of both models, and at least one token of each is alive.
+            budget is for the logits of both models, at least one token of each. By autograd it covers the float32
+            copies too, and two more for what `divergence` keeps.
 
     Raises:
         ValueError: a bad option, a negative weight.
