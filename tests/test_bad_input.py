@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import SMALL, examples, pairs, tokens
+from table import SMALL, examples, pairs, rollouts, tokens
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
+    LigerFusedLinearPolicyBase,
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
@@ -42,6 +44,10 @@ def kto(_settings=None, _mismatched=None, **changes):
 
 def bco(**changes):
     return LigerFusedLinearBCOLoss()(**examples(SMALL, seed=0, ref=None) | {"delta": 0.0} | changes)
+
+
+def grpo(_settings=None, **changes):
+    return LigerFusedLinearGRPOLoss(**_settings or {})(**rollouts(SMALL, seed=0) | changes)
 
 
 def stats(**changes):
@@ -86,7 +92,7 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("call", [cross_entropy, dpo, kto, stats], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [cross_entropy, dpo, grpo, kto, stats], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("case", EVERYWHERE)
 def test_tensors(call, case):
     changes, error, message = EVERYWHERE[case]
@@ -109,7 +115,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "build",
-    [LogitOptions, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss, stats],
+    [
+        LogitOptions,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearDPOLoss,
+        LigerFusedLinearGRPOLoss,
+        LigerFusedLinearKTOLoss,
+        stats,
+    ],
     ids=lambda build: build.__name__,
 )
 @pytest.mark.parametrize("case", OPTIONS)
@@ -567,3 +580,144 @@ def test_unpaired(case):
     call, error, message = UNPAIRED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+class OneNumber(LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts):
+        return rollouts.logps.mean()
+
+
+PER_SEQUENCE = rf"\({B}, {T}\), one value a token, or \({B},\) or \({B}, 1\), one a sequence"
+
+# The same of policy losses.
+POLICY = {
+    "surrogate": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="ppo"),
+        "unknown surrogate 'ppo', expected one of .*cispo.*clip.*reinforce.*sapo.*vespo",
+    ),
+    "reduction": (
+        lambda: LigerFusedLinearGRPOLoss(reduction="mean"),
+        "unknown reduction 'mean', expected one of .*bnpo.*dapo.*dr_grpo.*grpo.*luspo",
+    ),
+    "importance-level": (
+        lambda: LigerFusedLinearGRPOLoss(importance_level="turn"),
+        "unknown importance_level 'turn', expected one of .*token.*sequence.*trajectory",
+    ),
+    "loss-type": (
+        lambda: LigerFusedLinearGRPOLoss.from_loss_type("ppo"),
+        "unknown loss_type 'ppo', expected one of .*bnpo.*cispo.*dapo.*dr_grpo.*grpo.*luspo.*sapo.*vespo",
+    ),
+    "epsilon-low": (lambda: LigerFusedLinearGRPOLoss(epsilon_low=-0.1), "epsilon_low must not be negative, got -0.1"),
+    "epsilon-high": (lambda: LigerFusedLinearGRPOLoss(epsilon_high=-0.1), "epsilon_high must not be negative"),
+    "epsilon-nan": (lambda: LigerFusedLinearGRPOLoss(epsilon_high=float("nan")), "epsilon_high must not be .* got nan"),
+    "delta": (lambda: LigerFusedLinearGRPOLoss(delta=0.0), "delta must be positive, got 0.0"),
+    "sapo-temperature": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="sapo", sapo_temperature_neg=0.0),
+        "sapo_temperature_neg must be positive, got 0.0",
+    ),
+    "vespo-k": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="vespo", vespo_k_neg=-1.0),
+        "vespo_k_neg must not be negative, got -1.0",
+    ),
+    "vespo-lambda": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="vespo", vespo_lambda_pos=0.0),
+        "vespo_lambda_pos must be positive, got 0.0",
+    ),
+    "delta-of-cispo": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="cispo", delta=2.0),
+        r"delta=2.0 is not read by surrogate 'cispo', only by \['clip'\]",
+    ),
+    "epsilon-of-sapo": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="sapo", epsilon_high=0.3),
+        r"epsilon_high=0.3 is not read by surrogate 'sapo', only by \['cispo', 'clip'\]",
+    ),
+    "temperature-of-clip": (
+        lambda: LigerFusedLinearGRPOLoss(sapo_temperature_pos=2.0),
+        r"sapo_temperature_pos=2.0 is not read by surrogate 'clip', only by \['sapo'\]",
+    ),
+    "beta": (lambda: LigerFusedLinearGRPOLoss(beta=-0.1), "beta must not be negative, got -0.1"),
+    "entropy-coef": (
+        lambda: LigerFusedLinearGRPOLoss(entropy_coef=float("inf")),
+        "entropy_coef must be finite, got inf",
+    ),
+    "top-entropy": (
+        lambda: LigerFusedLinearGRPOLoss(top_entropy_quantile=1.2),
+        r"top_entropy_quantile must be in \[0, 1\], got 1.2",
+    ),
+    "length-missing": (
+        lambda: LigerFusedLinearGRPOLoss(reduction="dr_grpo"),
+        "reduction 'dr_grpo' needs a positive max_completion_length, got None",
+    ),
+    "length-0": (
+        lambda: LigerFusedLinearGRPOLoss.from_loss_type("dr_grpo", max_completion_length=0),
+        "reduction 'dr_grpo' needs a positive max_completion_length, got 0",
+    ),
+    "length-not-read": (
+        lambda: LigerFusedLinearGRPOLoss(max_completion_length=5),
+        r"max_completion_length=5 is not read by reduction 'grpo', only by \['dr_grpo'\]",
+    ),
+    "num_items-not-read": (
+        lambda: grpo(num_items=5),
+        r"num_items is not read by reduction 'grpo', only by \['dapo'\]",
+    ),
+    "num_items-0": (lambda: grpo({"reduction": "dapo"}, num_items=0), "num_items must be positive, got 0"),
+    "num_items-shape": (
+        lambda: grpo({"reduction": "dapo"}, num_items=ids(2)),
+        r"num_items must be one number, got a tensor \(2,\)",
+    ),
+    "input-2d": (
+        lambda: grpo(input=f64(B, H), target=ids(B), advantages=f64(B)),
+        rf"input must be \(B, T, H\).*got \({B}, {H}\)",
+    ),
+    "advantages-shape": (
+        lambda: grpo(advantages=f64(B - 1)),
+        rf"advantages must be {PER_SEQUENCE}, got \({B - 1},\)",
+    ),
+    "advantages-transposed": (lambda: grpo(advantages=f64(T, B)), rf"advantages must be .* got \({T}, {B}\)"),
+    "advantages-missing": (lambda: grpo(advantages=None), f"advantages must be {PER_SEQUENCE}, got NoneType"),
+    "advantages-elsewhere": (
+        lambda: grpo(advantages=f64(B, device="meta")),
+        "advantages is on meta, target on cpu: expected one device",
+    ),
+    "attention_mask-shape": (
+        lambda: grpo(attention_mask=ids(B, T + 1)),
+        rf"attention_mask must be \({B}, {T}\), one value a token, got \({B}, {T + 1}\)",
+    ),
+    "old_logps-shape": (
+        lambda: grpo(old_logps=f64(B)),
+        rf"old_logps must be \({B}, {T}\), one value a token, got \({B},\)",
+    ),
+    "old_logps-elsewhere": (lambda: grpo(old_logps=f64(B, T, device="meta")), "old_logps is on meta, target on cpu"),
+    "ref_logps-of-sequences": (
+        lambda: grpo(ref_logps=f64(B)),
+        rf"ref_logps must be \({B}, {T}\), one value a token, got \({B},\)",
+    ),
+    "importance_weights-shape": (
+        lambda: grpo(importance_weights=f64(T)),
+        rf"importance_weights must be {PER_SEQUENCE}, got \({T},\)",
+    ),
+    "reference-missing": (
+        lambda: grpo({"beta": 0.1}),
+        "LigerFusedLinearGRPOLoss needs a reference: pass ref_input and ref_weight, or ref_logps",
+    ),
+    "reference-twice": (
+        lambda: grpo({"beta": 0.1}, **REFERENCE, ref_logps=f64(B, T)),
+        "reference is given twice: as ref_logps and as ref_input, ref_weight",
+    ),
+    "wrong-shape-from-a-subclass": (
+        lambda: OneNumber()(**rollouts(SMALL, seed=0)),
+        rf"policy_loss must return \({B}, {T}\), one value a token, or \({B}, 1\), one a sequence, got \(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", POLICY)
+def test_policy(case):
+    call, message = POLICY[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_policy_base_is_not_a_loss():
+    with pytest.raises(TypeError, match="abstract"):
+        LigerFusedLinearPolicyBase()

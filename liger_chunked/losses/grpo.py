@@ -79,14 +79,15 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.
         entropy_coef, top_entropy_quantile: see `LigerFusedLinearPolicyBase`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` of positive, and of other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, of negative (`neg`) and
-            of other advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, of negative advantages
+            (`neg`) and of others.
         **options: see `LogitOptions`; `temperature` is the one of sampling.
 
     Raises:
         ValueError: an unknown surrogate, reduction or level, a number out of range, one that the surrogate or the
             reduction does not read.
 
+    >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
     >>> target, advantages = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([1.0, -1.0])
     >>> loss, metrics = LigerFusedLinearGRPOLoss()(weight, input, target, advantages)

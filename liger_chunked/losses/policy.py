@@ -208,6 +208,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         check_target(target, input)
         if input.ndim != 3:
             raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
+        check_side("advantages", advantages, target, per_sequence=True)
         if attention_mask is not None:
             check_side("attention_mask", attention_mask, target)
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
@@ -301,8 +302,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         settings = ReductionSettings(num_items, self.max_completion_length)
         per_token = torch.ones_like(lengths) / REDUCTIONS[self.reduction].denominator(lengths, settings)
         arranged_advantages = arrange.side("advantages", advantages, 0.0, per_sequence=True)
-        if arranged_advantages is None:
-            raise ValueError("advantages must be given, got None")
+        assert arranged_advantages is not None
         return RolloutBatch(
             mask=arrange(mask),
             lengths=arrange(lengths.clamp(min=1)),

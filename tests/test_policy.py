@@ -1,0 +1,353 @@
+"""Policy losses: ratios, empty completions, denominators, metrics, a loss of one's own."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from table import POLICY, SMALL, Batch, Sizes, evaluate, moved, n_valid, relative_error, rollouts
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, linear_token_stats, reference
+from liger_chunked.losses.grpo import LOSS_TYPES
+from liger_chunked.losses.surrogates import SURROGATES
+
+EXACT = 1e-12
+PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+
+by_row = pytest.mark.parametrize("row", POLICY, ids=repr)
+by_level = pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
+
+
+def grpo(batch: Batch, num_items: float | Tensor | None = None, **settings) -> Tensor:
+    return LigerFusedLinearGRPOLoss(**settings)(**batch, num_items=num_items)[0]
+
+
+def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < tolerance, name
+
+
+class Spy(LigerFusedLinearPolicyBase):
+    """Keeps what it is shown."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.seen: list[Rollouts] = []
+
+    def policy_loss(self, rollouts):
+        self.seen.append(rollouts)
+        return -rollouts.ratio * rollouts.advantages
+
+
+# Ratios
+
+
+@by_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_ratio_is_exactly_1_on_policy(level, dtype, device):
+    batch = moved(rollouts(SMALL, seed=0, old=False), dtype, device)
+    spy = Spy(importance_level=level, logits_budget=9 * SMALL.vocab * dtype.itemsize)
+    _, metrics = LigerFusedLinearGRPOLoss(importance_level=level)(**batch)
+    spy(**batch)
+    assert len(spy.seen) > 1
+    for rollouts_ in spy.seen:
+        assert (rollouts_.ratio == 1).all()
+    assert metrics.clip_ratio == 0
+
+
+@by_surrogate
+def test_on_policy_gradient_is_reinforce(surrogate):
+    """Whatever bounds the ratio: at 1 the gradient is that of `-A log pi`, summed with the reduction's weights."""
+    batch = rollouts(SMALL, seed=1, old=False)
+    settings = {"epsilon_high": 5.0} if surrogate == "cispo" else {}
+    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings), batch)
+
+    def expected(batch: Batch) -> Tensor:
+        logps = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+        return -(batch["advantages"][:, None] * logps).sum() / n_valid(batch)
+
+    exact = evaluate(expected, batch)
+    for name in ("weight", "input", "bias"):
+        assert relative_error(ours[name], exact[name]) < EXACT, name
+
+
+@pytest.mark.parametrize("level", ["sequence", "trajectory"])
+@pytest.mark.parametrize("tokens_in_budget", [200, 70, 7, 1], ids=["all", "two-packs", "tiles", "slices"])
+def test_ratio_of_a_sequence_across_chunks(level, tokens_in_budget):
+    """Sequences of up to 50 tokens, of which a budget of 7 holds no whole one."""
+    sizes = Sizes(sequences=4, length=50, hidden=6, vocab=101)
+    batch = rollouts(sizes, seed=2, ref="tokens")
+    settings = {"importance_level": level, "beta": 0.1, "epsilon_low": 0.05, "epsilon_high": 0.05}
+    ours = evaluate(partial(grpo, logits_budget=8 * 101 * tokens_in_budget, **settings), batch)
+    assert_same(ours, evaluate(lambda batch: reference.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({}, 3, id="tokens-never-outgrow-the-budget"),
+        pytest.param({"importance_level": "sequence"}, 4, id="a-sequence-does"),
+        pytest.param({"surrogate": "vespo"}, 4, id="vespo-looks-at-sequences"),
+        pytest.param({"top_entropy_quantile": 0.5}, 4, id="the-batch-does"),
+    ],
+)
+def test_gemms_of_sequences_over_the_budget(settings, expected):
+    sizes = Sizes(sequences=2, length=40, hidden=16, vocab=97, ignored=False)
+    batch = rollouts(sizes, seed=0)
+    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input")}
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        grpo({**batch, **leaves}, logits_budget=8 * 97 * 4, **settings).backward()
+    count = counter.get_total_flops() / (2 * n_valid(batch) * sizes.hidden * sizes.vocab)
+    # The last tile, of 4 of 40 or 80 tokens, is still there when backward begins.
+    assert expected - 0.11 <= count <= expected
+
+
+@by_level
+def test_delta_bounds_what_a_negative_advantage_leaves_free(level):
+    """Ratios far above the clip: without delta they are the whole loss, with it they cost delta and teach nothing."""
+    batch = rollouts(SMALL, seed=3)
+    batch["old_logps"] = batch["old_logps"] - 5
+    batch["advantages"] = -batch["advantages"].abs() - 0.1
+    settings = {"importance_level": level, "reduction": "bnpo"}
+    bounded = evaluate(partial(grpo, delta=4.0, **settings), batch)
+    lengths = (batch["target"] != -100).sum(1)
+    cost = -4.0 * (batch["advantages"] * lengths).sum() / lengths.sum()
+    torch.testing.assert_close(bounded["loss"], cost, rtol=EXACT, atol=0)
+    for name in ("weight", "input", "bias"):
+        assert (bounded[name] == 0).all()
+    free = evaluate(partial(grpo, **settings), batch)
+    assert free["loss"] > 10 * bounded["loss"]
+    assert free["weight"].norm() > 0
+
+
+@by_level
+def test_temperature_divides_logits(level):
+    batch = rollouts(SMALL, seed=4, ref="states", transform={"temperature": 0.7})
+    divided = {name: batch[name] / 0.7 for name in ("weight", "bias", "ref_weight", "ref_bias")}
+    settings = {"importance_level": level, "beta": 0.1}
+    loss = grpo(batch, temperature=0.7, **settings)
+    torch.testing.assert_close(loss, grpo({**batch, **divided}, **settings), rtol=EXACT, atol=0)
+    assert abs(loss - grpo(batch, **settings)) > 1e-3
+
+
+@by_level
+@pytest.mark.parametrize("weights", ["tokens", "sequences"])
+def test_importance_weights_multiply_the_cost_and_not_the_kl(level, weights):
+    batch = rollouts(SMALL, seed=5, ref="tokens", weights=weights)
+    settings = {"importance_level": level, "logits_budget": PACKS}
+    unweighted = {name: x for name, x in batch.items() if name != "importance_weights"}
+    kl = grpo(unweighted, beta=0.3, **settings) - grpo(unweighted, **settings)
+    weighted = grpo(batch, **settings)
+    torch.testing.assert_close(grpo(batch, beta=0.3, **settings), weighted + kl, rtol=1e-11, atol=0)
+    assert abs(weighted - grpo(unweighted, **settings)) > 1e-3
+
+
+def test_vespo_takes_importance_weights_into_its_own():
+    """As a shift of the ratio of the sequence; a weight of the sequence counts once."""
+    batch = rollouts(SMALL, seed=6)
+    lengths = (batch["target"] != -100).sum(1, keepdim=True).double()
+    shifted = {**batch, "old_logps": batch["old_logps"] - 0.2 / lengths}
+    expected = evaluate(partial(grpo, surrogate="vespo"), shifted)
+    one_each = torch.full((SMALL.sequences,), 0.2, dtype=torch.float64).exp()
+    assert_same(evaluate(partial(grpo, surrogate="vespo"), {**batch, "importance_weights": one_each}), expected)
+    of_tokens = (0.2 / lengths).exp().expand(-1, SMALL.length)
+    assert_same(evaluate(partial(grpo, surrogate="vespo"), {**batch, "importance_weights": of_tokens}), expected)
+
+
+# Tokens that do not count
+
+
+@by_row
+def test_empty_completions_count_in_the_batch_and_add_nothing(row):
+    """Also where they are all of a pack."""
+    batch = row.sample(SMALL, seed=7)
+    batch["target"][[0, 1, 4]] = -100
+    for budget in (None, PACKS, 8):
+        ours = evaluate(partial(row.ours, logits_budget=budget), batch)
+        assert_same(ours, evaluate(row.oracle, batch))
+        assert (ours["input"][[0, 1, 4]] == 0).all()
+
+
+@by_row
+def test_sides_are_free_to_be_anything_at_padding(row):
+    batch = row.sample(SMALL, seed=8)
+    expected = evaluate(row.ours, batch)
+    ignored = batch["target"] == -100
+    for name in ("old_logps", "ref_logps", "advantages", "importance_weights"):
+        if name in batch and batch[name].ndim == 2:
+            batch[name] = batch[name].masked_fill(ignored, math.nan)
+    for name, value in evaluate(row.ours, batch).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64], ids=str)
+def test_attention_mask_joins_the_target(dtype):
+    batch = rollouts(SMALL, seed=9)
+    hidden = torch.arange(SMALL.length) % 3 == 1
+    expected = evaluate(grpo, {**batch, "target": batch["target"].masked_fill(hidden, -100)})
+    mask = (~hidden).to(dtype).expand(SMALL.sequences, -1)
+    for name, value in evaluate(grpo, {**batch, "attention_mask": mask}).items():
+        assert torch.equal(value, expected[name]), name
+
+
+# Denominators
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.5], ids=["no-bonus", "bonus"])
+@pytest.mark.parametrize("tensor", [False, True], ids=["int", "tensor"])
+def test_micro_batches_with_num_items_add_up_to_the_batch(tensor, entropy_coef):
+    batch = rollouts(SMALL, seed=10, ref="tokens")
+    settings = {"reduction": "dapo", "beta": 0.2, "entropy_coef": entropy_coef}
+    whole = grpo(batch, **settings)
+    count = torch.tensor(n_valid(batch)) if tensor else n_valid(batch)
+    total = 0
+    for part in (slice(0, 1), slice(1, 5), slice(5, 6)):
+        micro = {name: x if name in ("weight", "bias") else x[part] for name, x in batch.items()}
+        total = total + grpo(micro, num_items=count, **settings)
+    torch.testing.assert_close(total, whole, rtol=EXACT, atol=0)
+
+
+def test_reductions_agree_on_completions_of_one_length():
+    batch = rollouts(SMALL._replace(ignored=False), seed=11)
+    expected = grpo(batch, reduction="grpo")
+    for reduction, settings in {
+        "bnpo": {},
+        "dapo": {},
+        "dr_grpo": {"max_completion_length": SMALL.length},
+    }.items():
+        torch.testing.assert_close(grpo(batch, reduction=reduction, **settings), expected, rtol=EXACT, atol=0)
+    torch.testing.assert_close(grpo(batch, reduction="luspo"), SMALL.length * expected, rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_types_are_compositions(loss_type):
+    settings = {"max_completion_length": 9} if loss_type == "dr_grpo" else {}
+    loss = LigerFusedLinearGRPOLoss.from_loss_type(loss_type, entropy_coef=0.1, **settings)
+    composition = {name: getattr(loss, name) for name in LOSS_TYPES[loss_type]}
+    assert composition == LOSS_TYPES[loss_type]
+    batch = rollouts(SMALL, seed=12)
+    assert loss(**batch)[0] == grpo(batch, entropy_coef=0.1, **composition, **settings)
+
+
+# Metrics
+
+
+METRICS = {
+    "clip": {"epsilon_low": 0.05, "epsilon_high": 0.1},
+    "clip-delta": {"epsilon_low": 0.05, "epsilon_high": 0.1, "delta": 1.2},
+    "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence"},
+    "cispo": {"surrogate": "cispo", "epsilon_high": 1.1},
+    "sapo": {"surrogate": "sapo"},
+    "vespo": {"surrogate": "vespo"},
+    "uncorrected": {"use_bias_correction_kl": False},
+    "transformed": {"softcap": 4.0, "temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("settings", METRICS.values(), ids=METRICS)
+@pytest.mark.parametrize("ref", [None, "tokens", "states"])
+@pytest.mark.parametrize("advantages", ["sequences", "tokens"])
+def test_metrics(settings, ref, advantages, device):
+    """Without a KL in the loss, a reference is for the metrics; an empty completion is in no mean."""
+    batch = moved(rollouts(SMALL, seed=13, ref=ref, advantages=advantages), device=device)
+    batch["target"][2] = -100
+    _, ours = LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)
+    _, exact = reference.grpo(**batch, **settings)
+    assert ours._fields == tuple(exact)
+    assert (ours.kl is None) == (ref is None)
+    for name, value in ours._asdict().items():
+        if value is None or exact[name] is None:
+            assert value is exact[name], name
+        else:
+            assert not value.requires_grad
+            torch.testing.assert_close(value, exact[name], rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_metrics_of_nothing():
+    batch = rollouts(SMALL, seed=14, ref="tokens")
+    batch["target"].fill_(-100)
+    _, metrics = LigerFusedLinearGRPOLoss()(**batch)
+    assert all(value == 0 for value in metrics)
+
+
+# A loss of one's own
+
+
+class PPO(LigerFusedLinearPolicyBase):
+    scope = "token"
+
+    def policy_loss(self, rollouts):
+        clipped = rollouts.ratio.clamp(0.8, 1.2)
+        return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
+
+
+class GeometricMean(LigerFusedLinearPolicyBase):
+    """GMPO in a line: one cost a sequence, from its tokens."""
+
+    def policy_loss(self, rollouts):
+        log_ratio = (rollouts.logps - rollouts.old_logps).clamp(-0.4, 0.4)
+        return -(log_ratio.sum(-1, keepdim=True) / rollouts.lengths).exp() * rollouts.advantages
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_subclass_of_tokens(level, budget):
+    batch = rollouts(SMALL, seed=15, ref="tokens", weights="tokens")
+    settings = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.2}
+
+    def ours(batch: Batch) -> Tensor:
+        return PPO(logits_budget=budget, **settings)(**batch)[0]
+
+    assert_same(evaluate(ours, batch), evaluate(lambda batch: reference.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+def test_subclass_of_sequences(budget):
+    batch = rollouts(SMALL, seed=16)
+
+    def ours(batch: Batch) -> Tensor:
+        return GeometricMean(logits_budget=budget)(**batch)[0]
+
+    def eager(batch: Batch) -> Tensor:
+        logps = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+        valid = batch["target"] != -100
+        mean = ((logps - batch["old_logps"]).clamp(-0.4, 0.4) * valid).sum(1) / valid.sum(1)
+        return -(mean.exp() * batch["advantages"]).mean()
+
+    assert_same(evaluate(ours, batch), evaluate(eager, batch))
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("sides", ["tokens", "sequences"])
+def test_what_a_loss_is_shown(scope, sides):
+    """Tokens come as rows of one, and know of their sequence; both scopes see the same numbers."""
+    batch = rollouts(SMALL, seed=17, ref="tokens", advantages=sides, weights=sides)
+    spy = Spy(logits_budget=PACKS)
+    spy.scope = scope
+    spy(**batch)
+    valid = batch["target"] != -100
+    logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"]).logps
+    expected = {
+        "logps": logps,
+        "old_logps": batch["old_logps"],
+        "ref_logps": batch["ref_logps"],
+        "log_ratio": logps - batch["old_logps"],
+        "advantages": batch["advantages"].view(SMALL.sequences, -1),
+        "importance_weights": batch["importance_weights"].view(SMALL.sequences, -1),
+        "lengths": valid.sum(1, keepdim=True).double(),
+    }
+    for name, whole in expected.items():
+        shown = [
+            getattr(rollouts_, name).detach().expand(rollouts_.mask.shape)[rollouts_.mask] for rollouts_ in spy.seen
+        ]
+        torch.testing.assert_close(torch.cat(shown), whole.expand(valid.shape)[valid], rtol=EXACT, atol=EXACT, msg=name)
+    for rollouts_ in spy.seen:
+        assert rollouts_.mask.shape[1] == (1 if scope == "token" else SMALL.length)
+        assert (rollouts_.batch_size, rollouts_.batch_tokens) == (SMALL.sequences, n_valid(batch))

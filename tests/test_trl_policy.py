@@ -1,0 +1,246 @@
+"""The policy losses against TRL's own code, every loss type."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from table import SMALL, Batch, evaluate, relative_error, rollouts
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearGRPOLoss, reference
+from liger_chunked.losses.grpo import LOSS_TYPES
+
+pytest.importorskip("trl")
+
+LENGTH = 11  # Dr. GRPO's
+DEFAULTS = {
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "delta": None,
+    "importance_level": "token",
+    "use_bias_correction_kl": True,
+    "entropy_coef": 0.0,
+    "top_entropy_quantile": 1.0,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
+
+
+def statistics(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
+    head = (batch[f"{prefix}weight"], batch[f"{prefix}input"], batch["target"], batch[f"{prefix}bias"])
+    return reference.token_stats(*head, outputs=("logps", "entropy"))
+
+
+def _trainer(batch: Batch, **attributes: Any) -> SimpleNamespace:
+    """Only what the loss reads of a trainer; statistics are those of hidden states that are already there."""
+    stats = statistics(batch)
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (stats["logps"], stats["entropy"], None),
+        accelerator=SimpleNamespace(
+            num_processes=1,
+            sync_gradients=True,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, dim, pad_index: x,
+        ),
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        model=SimpleNamespace(training=True),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **attributes,
+    )
+
+
+def _inputs(batch: Batch) -> dict[str, Tensor]:
+    mask = (batch["target"] != -100).long()
+    nothing = mask[:, :0]
+    return {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": batch["target"].clamp(min=0),
+        "completion_mask": mask,
+        "advantages": batch["advantages"],
+    }
+
+
+def trl_grpo(batch: Batch, loss_type: str, num_items: int, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+    """`GRPOTrainer._compute_loss` on full logits, and what it logs."""
+    from trl import GRPOTrainer
+
+    s = SimpleNamespace(**DEFAULTS | settings)
+    trainer = _trainer(
+        batch,
+        args=SimpleNamespace(**vars(s), steps_per_generation=1),
+        loss_type=loss_type,
+        importance_sampling_level=s.importance_level,
+        beta=s.beta,
+        epsilon_low=s.epsilon_low,
+        epsilon_high=s.epsilon_high,
+        top_entropy_quantile=s.top_entropy_quantile,
+        max_completion_length=LENGTH,
+        off_policy_mask_threshold=None,
+        use_vllm="importance_weights" in batch,
+        vllm_importance_sampling_correction=True,
+        entropy_coef=s.entropy_coef,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=bool(s.entropy_coef),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+    )
+    trainer.get_high_entropy_mask = MethodType(GRPOTrainer.get_high_entropy_mask, trainer)
+    inputs = _inputs(batch) | {"num_items_in_batch": torch.tensor(num_items)}
+    if "old_logps" in batch:
+        inputs["old_per_token_logps"] = batch["old_logps"]
+    if "ref_logps" in batch:
+        inputs["ref_per_token_logps"] = batch["ref_logps"]
+    elif "ref_input" in batch:
+        inputs["ref_per_token_logps"] = statistics(batch, "ref_")["logps"]
+    if "importance_weights" in batch:
+        weights = batch["importance_weights"]
+        # One at padding, as TRL's own are.
+        inputs["importance_sampling_ratio"] = (
+            weights[:, None] if weights.ndim == 1 else torch.where(batch["target"] == -100, 1.0, weights)
+        )
+    return GRPOTrainer._compute_loss(trainer, None, inputs), trainer._metrics["train"]
+
+
+def module(loss_type: str, **settings: Any) -> LigerFusedLinearGRPOLoss:
+    if loss_type == "dr_grpo":
+        settings["max_completion_length"] = LENGTH
+    if loss_type == "luspo":
+        settings.setdefault("importance_level", "token")
+    return LigerFusedLinearGRPOLoss.from_loss_type(loss_type, **settings)
+
+
+def assert_equal_to_trl(
+    batch: Batch, loss_type: str, num_items: int = 37, budget: int | None = None, **settings: Any
+) -> None:
+    counted = {"num_items": num_items} if module(loss_type, **settings).reduction == "dapo" else {}
+
+    def ours(batch: Batch) -> Tensor:
+        return module(loss_type, **settings, logits_budget=budget)(**batch, **counted)[0]
+
+    def theirs(batch: Batch) -> Tensor:
+        return trl_grpo(batch, loss_type, num_items, **settings)[0]
+
+    result, exact = evaluate(ours, batch), evaluate(theirs, batch)
+    for name in exact:
+        assert relative_error(result[name], exact[name]) < 1e-12, name
+
+
+# TRL makes float32 of SAPO's temperatures: take such as float32 has.
+READ_BY = {"cispo": {"epsilon_high": 1.1}, "sapo": {"sapo_temperature_pos": 0.75, "sapo_temperature_neg": 1.0625}}
+
+by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+
+
+@by_loss_type
+@pytest.mark.parametrize("budget", [None, 8 * 9 * SMALL.vocab], ids=["auto", "packs"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_loss_types(loss_type, level, budget):
+    batch = rollouts(SMALL, seed=11)
+    assert_equal_to_trl(batch, loss_type, budget=budget, importance_level=level, **READ_BY.get(loss_type, {}))
+
+
+@by_loss_type
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_on_policy(loss_type, level):
+    batch = rollouts(SMALL, seed=12, old=False)
+    assert_equal_to_trl(batch, loss_type, importance_level=level, **READ_BY.get(loss_type, {}))
+
+
+@by_loss_type
+@pytest.mark.parametrize("advantages", ["sequences", "tokens"])
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_kl_under_importance_weights(loss_type, level, corrected, advantages):
+    """The weights multiply the surrogate before the KL joins it; VESPO takes them into its own."""
+    batch = rollouts(SMALL, seed=13, ref="tokens", weights="tokens", advantages=advantages)
+    options = {"importance_level": level, "beta": 0.3, "use_bias_correction_kl": corrected}
+    assert_equal_to_trl(batch, loss_type, **options, **READ_BY.get(loss_type, {}))
+
+
+@by_loss_type
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_top_entropy_and_bonus(loss_type, level):
+    batch = rollouts(SMALL, seed=14, ref="states", weights="sequences")
+    options = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.3, "top_entropy_quantile": 0.35}
+    # TRL's bonus is a mean over the micro-batch; ours over `num_items`, here the same.
+    n_valid = int((batch["target"] != -100).sum())
+    assert_equal_to_trl(batch, loss_type, n_valid, **options, **READ_BY.get(loss_type, {}))
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.99])
+def test_top_entropy_quantiles(quantile):
+    assert_equal_to_trl(rollouts(SMALL, seed=15), "grpo", top_entropy_quantile=quantile)
+
+
+@pytest.mark.parametrize("delta", [1.05, 1.3, 2.0])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_delta(delta, level):
+    assert_equal_to_trl(rollouts(SMALL, seed=16), "bnpo", delta=delta, importance_level=level)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"vespo_k_pos": 1.25, "vespo_lambda_pos": 2.5}, {"vespo_lambda_neg": 0.5}], ids=str
+)
+def test_vespo_settings(settings):
+    assert_equal_to_trl(rollouts(SMALL, seed=17, advantages="tokens"), "vespo", **settings)
+
+
+# What TRL logs, by our names.
+LOGGED = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_ratio_low": "clip_ratio/low_mean",
+    "clip_ratio_high": "clip_ratio/high_mean",
+    "clip_ratio": "clip_ratio/region_mean",
+}
+
+
+@by_loss_type
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_metrics(loss_type, level):
+    batch = rollouts(SMALL, seed=18, ref="tokens")
+    bounds = {} if loss_type in ("sapo", "vespo") else {"epsilon_high": 0.05}
+    if loss_type not in ("cispo", "sapo", "vespo"):
+        bounds["epsilon_low"] = 0.04
+    options = {"importance_level": level, "beta": 0.1, **bounds}
+    _, logged = trl_grpo(batch, loss_type, 37, **options)
+    _, metrics = module(loss_type, **options)(**batch)
+    names = LOGGED | ({"clip_ratio_high": "cispo_clip_ratio"} if loss_type == "cispo" else {})
+    for ours, theirs in names.items():
+        value = getattr(metrics, ours)
+        if theirs in logged:
+            # TRL's means are those of float32.
+            assert value.item() == pytest.approx(logged[theirs][0], rel=1e-6), ours
+        else:
+            assert value is None or loss_type == "cispo", ours
+
+
+def test_rloo():
+    """TRL's RLOO clips the ratio of whole sequences; its KL is in the reward."""
+    from trl import RLOOTrainer
+
+    batch = rollouts(SMALL, seed=19)
+
+    def theirs(batch: Batch) -> Tensor:
+        trainer = _trainer(batch, epsilon_low=0.2, epsilon_high=0.2)
+        mask = batch["target"] != -100
+        inputs = _inputs(batch) | {"old_logps": (batch["old_logps"] * mask).sum(1)}
+        return RLOOTrainer._compute_loss(trainer, None, inputs)
+
+    def ours(batch: Batch) -> Tensor:
+        return LigerFusedLinearGRPOLoss(importance_level="trajectory", reduction="grpo")(**batch)[0]
+
+    result, exact = evaluate(ours, batch), evaluate(theirs, batch)
+    for name in exact:
+        assert relative_error(result[name], exact[name]) < 1e-12, name
