@@ -85,7 +85,8 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             where `num_items` is given, of the accumulated batch.
         top_entropy_quantile: keep the cost, and the bonus, of this share of the batch's tokens alone, those with the
             highest entropy (https://arxiv.org/abs/2506.01939); the KL stays. In [0, 1]; 0 keeps the highest one. The
-            loss then waits for all entropies: a batch over the logits budget takes one GEMM more.
+            loss then waits for all entropies of the batch: one over the logits budget takes one GEMM more. The batch is
+            this call's, where TRL takes the quantile over all ranks.
         clipped: where a ratio is clipped, for the metrics; None if nowhere.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
             transform applies to the policy and to the reference; `temperature` is the one of sampling.
