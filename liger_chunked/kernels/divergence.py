@@ -173,21 +173,29 @@ def log_softmax_block(z, row_max, log_sum, inv_temperature):
 
 
 @jit
-def log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE: tl.constexpr):
+def log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE: tl.constexpr, CENTRAL: tl.constexpr):
     """`log(p / m)` and `log(q / m)` of the mixture `m = one_minus_beta * p + beta * q`.
 
     Relative to whichever of the two makes up more of m: exact both near p = q and for a beta near 0 or 1. `even` is the
-    `log(q / p)` where they make up the same.
+    `log(q / p)` where they make up the same. CENTRAL, for a beta next to a half, takes a quarter fewer instructions.
     """
     gap = log_q - log_p
     mostly_teacher = gap > even
     share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the other one
     ratio = exp(tl.where(mostly_teacher, -gap, gap), PRECISE)  # of the other one to the larger part
     x = share * ratio - share
-    # log(1 + x) near 0, where 1 + x has lost what matters; the next term is below 1e-7 of the first.
-    series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
-    mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
-    log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
+    if CENTRAL:
+        # log(1 + x) = 2 atanh(s), with |s| of at most 0.38: the next term is below 1e-7 of the first.
+        s = x / (2.0 + x)
+        s2 = s * s
+        series = 0.111111111 + s2 * (0.0909090909 + s2 * 0.0769230769)
+        series = s2 * (0.333333333 + s2 * (0.2 + s2 * (0.142857143 + s2 * series)))
+        log_mixed = 2.0 * s * (1.0 + series)
+    else:
+        mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
+        # Near 0, where 1 + x has lost what matters; the next term is below 1e-7 of the first.
+        series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
+        log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
     return tl.where(mostly_teacher, -gap, 0.0) - log_mixed, tl.where(mostly_teacher, 0.0, gap) - log_mixed
 
 
@@ -197,15 +205,16 @@ def _second_sweep_kernel(
     divergence_ptr, slope_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_teacher, on_ratio,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_max = tl.load(max_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
     teacher_max = tl.load(teacher_max_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-    divergence = tl.zeros([BLOCK], tl.float32)
-    slope = tl.zeros([BLOCK], tl.float32)
+    student_sum = tl.zeros([BLOCK], tl.float32)  # per lane until the row ends
+    teacher_sum = tl.zeros([BLOCK], tl.float32)
+    ratio_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
@@ -219,22 +228,33 @@ def _second_sweep_kernel(
             log_p = tl.maximum(log_p, -1e4)  # LOG_ZERO
             log_q = tl.maximum(log_q, -1e4)
             p = exp(log_p, PRECISE)
-            log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE)
+            log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE, CENTRAL)
             if on_teacher is not None:
-                divergence += on_teacher * exp(log_q, PRECISE) * log_q_over_m
+                teacher_sum += exp(log_q, PRECISE) * log_q_over_m
             if on_student is not None:
-                term = on_student * p * log_p_over_m
-                divergence += term
-                slope += term
+                student_sum += p * log_p_over_m
             if on_ratio is not None:
-                slope += on_ratio * p * tl.exp(log_q_over_m)
+                ratio_sum += p * tl.exp(log_q_over_m)
         else:
             p = exp(log_p, PRECISE)
             q = exp(log_q, PRECISE)
-            divergence += 0.5 * tl.abs(p - q)
-            slope += tl.where(p > q, 0.5 * p, tl.where(p < q, -0.5 * p, 0.0))
-    tl.store(divergence_ptr + row, tl.sum(divergence, axis=0))
-    tl.store(slope_ptr + row, tl.sum(slope, axis=0))
+            teacher_sum += tl.abs(p - q)
+            student_sum += tl.where(p > q, p, tl.where(p < q, -p, 0.0))
+    divergence = 0.0
+    slope = 0.0
+    if KIND == "tvd":
+        divergence += 0.5 * tl.sum(teacher_sum, axis=0)
+        slope += 0.5 * tl.sum(student_sum, axis=0)
+    else:
+        if on_teacher is not None:
+            divergence += on_teacher * tl.sum(teacher_sum, axis=0)
+        if on_student is not None:
+            divergence += on_student * tl.sum(student_sum, axis=0)
+            slope += on_student * tl.sum(student_sum, axis=0)
+        if on_ratio is not None:
+            slope += on_ratio * tl.sum(ratio_sum, axis=0)
+    tl.store(divergence_ptr + row, divergence)
+    tl.store(slope_ptr + row, slope)
 
 
 def pair_transform(options: LogitOptions, teacher_options: LogitOptions) -> dict[str, float | None]:
@@ -253,12 +273,13 @@ def _even(beta: float) -> float:
     return math.log1p(-beta) - math.log(beta) if 0.0 < beta < 1.0 else 0.0
 
 
-def mixture_arguments(divergence: Divergence) -> dict[str, float | None]:
+def mixture_arguments(divergence: Divergence) -> dict[str, float | bool | None]:
     """The mixture as the kernels take it: what does nothing is None and compiles to nothing."""
     return {
         "beta": float(divergence.beta),
         "one_minus_beta": 1.0 - divergence.beta,
         "even": _even(divergence.beta),
+        "CENTRAL": abs(divergence.beta - 0.5) <= 0.05,
         "on_student": divergence.on_student or None,
         "on_ratio": divergence.on_ratio or None,
     }

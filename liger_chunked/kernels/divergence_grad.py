@@ -33,7 +33,7 @@ def _divergence_grad_kernel(
     max_ptr, log_sum_ptr, hard_log_sum_ptr, teacher_max_ptr, teacher_log_sum_ptr, slope_ptr, teacher_slope_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_ratio,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
     row = tl.program_id(0).to(tl.int64)
@@ -68,7 +68,7 @@ def _divergence_grad_kernel(
     elif KIND == "mixture":
         log_p = tl.maximum(log_p, -1e4)  # LOG_ZERO
         log_q = tl.maximum(log_q, -1e4)
-        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE)
+        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE, CENTRAL)
         a = -tl.load(slope_ptr + row)
         if on_student is not None:
             a += on_student * log_p_over_m
@@ -104,7 +104,7 @@ def _divergence_grad_triton_(
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
     block = min(2048, 1 << (n_cols - 1).bit_length())
-    mixture = {"beta": 0.0, "one_minus_beta": 1.0, "even": 0.0, "on_student": None, "on_ratio": None}
+    mixture = mixture_arguments(Divergence("tvd") if divergence is None else divergence)
     if n:
         _divergence_grad_kernel[(n, -(-n_cols // block))](
             z_ptr=student,
@@ -123,7 +123,7 @@ def _divergence_grad_triton_(
             teacher_slope_ptr=stats.teacher_slope,
             n_cols=n_cols,
             **pair_transform(options, teacher_options),
-            **(mixture if divergence is None else mixture_arguments(divergence)),
+            **mixture,
             KIND="tail" if divergence is None else divergence.kind,
             BLOCK=block,
             PRECISE=student.dtype == torch.float32,
