@@ -70,7 +70,7 @@ class _Step:
             n_contributions = sum(row_blocks(t) for t in self.tiles)
             grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
 
-        loss = torch.zeros((), dtype=accumulation_dtype(self.dtype), device=input.device)
+        loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
         all_stats = []
         with gemms(input.device):
             for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
@@ -91,6 +91,7 @@ class _Step:
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
         head_pass.release()
         joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
+        loss = loss.to(accumulation_dtype(self.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 
     def _differentiate(self, stats: TokenStats, pack: Pack, with_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -56,7 +56,7 @@ def _logits_grad_kernel(
         z = z * inv_temperature
     centred = z - tl.load(max_ptr + row)
     sum_exp = tl.load(sum_exp_ptr + row)
-    p = exp(centred, PRECISE) * (1.0 / sum_exp)
+    p = exp(centred, PRECISE) * tl.div_rn(1.0, sum_exp)  # once a row; a plain / is off by two units
 
     on_p = 0.0
     if lse_ptr is not None:

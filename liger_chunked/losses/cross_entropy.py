@@ -289,9 +289,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             w = None if weights is None else weights[index]
-            loss = _weighed(definition.cross_entropy(stats, target[index]), w).sum() / per_class
+            loss = _weighed(definition.cross_entropy(stats, target[index]), w).sum(dtype=torch.float64) / per_class
             regularizer = definition.regularizer(stats)
-            return loss if regularizer is None else loss + _weighed(regularizer, w).sum() / per_token
+            return loss if regularizer is None else loss + _weighed(regularizer, w).sum(dtype=torch.float64) / per_token
 
         loss, stats = fused_loss(
             head,
