@@ -94,9 +94,14 @@ def test_kernels_match_autograd(loss, cols, device):
     exact = by_autograd(loss, z.double(), t.double())
     eager = by_autograd(loss, z, t)
     for value, expected, naive in zip(ours, exact, eager, strict=True):
-        error, naive_error = (float((x.double() - expected).norm()) for x in (value, naive))
+        # Every row counts the same: pooled as they are, the one row with the largest numbers would decide alone.
+        rows = expected.view(32, -1).norm(dim=1)
+        error, naive_error = (
+            float(((x.double() - expected).view(32, -1).norm(dim=1) / (rows + rows.median())).square().mean().sqrt())
+            for x in (value, naive)
+        )
         # As many roundings as in eager code, in another order; where that is exact by luck, a unit in the last place.
-        assert error <= max(2 * naive_error, 2**-23 * float(expected.norm()))
+        assert error <= max(2 * naive_error, 2**-23)
 
 
 @pytest.mark.triton

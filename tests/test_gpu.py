@@ -9,7 +9,14 @@ import torch
 from table import relative_error
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LogitOptions,
+    linear_token_stats,
+    reference,
+)
+from liger_chunked.kernels import LogitsCotangents, finish, logits_grad_, logits_stats
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +84,27 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
             # one of the float32 that the loss itself is.
             floor = max(torch.finfo(dtype).eps / 2048**0.5, torch.finfo(torch.float32).eps) if name == "loss" else 0.0
             assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
+
+
+@pytest.mark.parametrize("vocab", [499, QWEN], ids=str)
+def test_float32_kernels_round_as_eager_code_does(vocab):
+    """Without the products: statistics and gradient of given logits, against autograd of log_softmax on the same."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 2 * torch.randn(2048, vocab, generator=generator, device="cuda")
+    target = torch.randint(vocab, (2048,), generator=generator, device="cuda")
+
+    def by_autograd(logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.detach().requires_grad_()
+        logps = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+        return logps.detach(), torch.autograd.grad(logps.sum(), logits)[0]
+
+    partial = logits_stats(logits, target, LogitOptions(), ("logps",))
+    logps = finish(partial, target, vocab, ("logps",)).logps
+    cotangents = LogitsCotangents(partial.max, partial.sum_exp, logps=torch.ones_like(logps))
+    gradient = logits_grad_(logits.clone(), target, cotangents, LogitOptions(), vocab)
+    eager, exact = by_autograd(logits), by_autograd(logits.double())
+    for ours, naive, expected in zip((logps, gradient), eager, exact, strict=True):
+        assert relative_error(ours, expected) <= 1.1 * relative_error(naive, expected)
 
 
 def test_dpo_error_at_a_real_vocabulary():
