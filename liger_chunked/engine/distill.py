@@ -310,7 +310,7 @@ class _Step:
             n_contributions = len(self.packs) if self.layout.n_valid else 0
             grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
 
-        loss = torch.zeros((), dtype=accumulation_dtype(self.dtype), device=input.device)
+        loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
         divergences, log_probs = [], []
         with gemms(input.device):
             for pack in self.packs:
@@ -323,6 +323,7 @@ class _Step:
         if teacher_pass is not None:
             teacher_pass.release()
         joined = torch.cat([x for x in log_probs if x is not None]) if self.has_target else None
+        loss = loss.to(accumulation_dtype(self.dtype))
         return loss, (torch.cat(divergences), joined), (None, None, None) if grads is None else grads.finish()
 
     def _chunk(

@@ -149,8 +149,10 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
         hard = self.weight_hard_loss if target is not None else 0.0
 
         def objective(divergence: Tensor, logps: Tensor | None) -> Tensor:
-            loss = self.weight_soft_loss * (divergence.sum() / n_items)
-            return loss + hard * (-logps.sum() / n_items) if hard and logps is not None else loss
+            loss = self.weight_soft_loss * (divergence.sum(dtype=torch.float64) / n_items)
+            if hard and logps is not None:
+                loss = loss + hard * (-logps.sum(dtype=torch.float64) / n_items)
+            return loss
 
         loss, divergence, logps = distillation_loss(
             head, input, teacher, layout, objective, route, self.options, has_target=target is not None
