@@ -185,8 +185,8 @@ class HeadGradients:
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
-        wide = accumulation_dtype(compute_dtype)
-        self._input = self._weight = self._bias = self._bias_excess = None
+        self._wide = wide = accumulation_dtype(compute_dtype)
+        self._input = self._weight = self._bias = None
         if needs.input:
             # Every row is written exactly once, but for the ignored ones.
             create = torch.empty if layout.rows is None and n_contributions else torch.zeros
@@ -198,8 +198,8 @@ class HeadGradients:
             self._weight = create(head.weight.shape, dtype=dtype, device=head.weight.device)
         if needs.bias:
             assert head.bias is not None
-            self._bias = torch.zeros(head.bias.shape, dtype=wide, device=head.bias.device)
-            self._bias_excess = torch.zeros_like(self._bias)  # what its sum has too much
+            # In float64: it is small, and there may be as many terms as there are tokens.
+            self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a pack's statistics by `unit`, which the first pack sets."""
@@ -224,16 +224,7 @@ class HeadGradients:
         if self._weight is not None:
             _accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
         if self._bias is not None:
-            self._add_bias(vocab, dz.sum(0, dtype=self._bias.dtype))
-
-    def _add_bias(self, vocab: slice, term: Tensor) -> None:
-        """Kahan's sum, as there may be as many terms as there are tokens."""
-        assert self._bias is not None and self._bias_excess is not None
-        before, excess = self._bias[vocab], self._bias_excess[vocab]
-        term -= excess
-        after = before + term
-        excess.copy_((after - before) - term)
-        before.copy_(after)
+            self._bias[vocab] += dz.sum(0, dtype=self._wide)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
         """Put a pack's dX in place; from here on tiles add to what is there."""
@@ -248,7 +239,7 @@ class HeadGradients:
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients, in the parameters' dtypes (float32 for float16). Call once: nothing is held after it."""
         grads: list[Tensor | None] = [self._input, self._weight, self._bias]
-        self._input = self._weight = self._bias = self._bias_excess = None
+        self._input = self._weight = self._bias = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
             if grad is not None and self._half:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)
