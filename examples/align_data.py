@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -85,26 +86,48 @@ def _passages(paragraphs: Sequence[str]) -> list[tuple[str, str]]:
     return [(" ".join(words[i : i + half]), " " + " ".join(words[i + half : i + _PASSAGE_WORDS])) for i in starts]
 
 
-def _pair_up(topics: Sequence[list[tuple[str, str]]], rng: random.Random) -> list[Preference]:
-    """Two pairs for each passage: against the continuation of a passage of another topic, and against its own words
-    in a random order."""
+def _swap_neighbours(words: Sequence[str], rng: random.Random) -> list[str]:
+    """Four times, two words that stand together change places: grammar breaks."""
+    words = list(words)
+    for i in rng.sample(range(0, len(words) - 1, 2), 4):
+        words[i], words[i + 1] = words[i + 1], words[i]
+    return words
+
+
+def _blur(words: Sequence[str], common: Sequence[str], rng: random.Random) -> list[str]:
+    """Six words give way to ones that are common anywhere. A language model finds that no less likely: common words
+    are cheap. That the true text is better, it must be told."""
+    words = list(words)
+    for i in rng.sample(range(len(words)), 6):
+        words[i] = rng.choice(common)
+    return words
+
+
+def _pair_up(topics: Sequence[list[tuple[str, str]]], common: Sequence[str], rng: random.Random) -> list[Preference]:
+    """Two pairs for each passage: its continuation against two corruptions of it.
+
+    The continuation of another passage would be the other thing to reject. What tells it apart is the topic alone, and
+    a model of this size, on this little English, does not learn to see that.
+    """
     pairs = []
-    for topic in topics:
-        others = [continuation for other in topics if other is not topic for _, continuation in other]
-        for prompt, continuation in topic:
-            words = continuation.split()
-            rng.shuffle(words)
-            pairs.append(Preference(prompt, continuation, rng.choice(others), "another passage"))
-            pairs.append(Preference(prompt, continuation, " " + " ".join(words), "shuffled words"))
+    for prompt, continuation in (passage for topic in topics for passage in topic):
+        words = continuation.split()
+        for kind, corrupted in (
+            ("neighbours swapped", _swap_neighbours(words, rng)),
+            ("common words put in", _blur(words, common, rng)),
+        ):
+            pairs.append(Preference(prompt, continuation, " " + " ".join(corrupted), kind))
     return pairs
 
 
 def english_preferences(seed: int) -> Dataset:
-    """Which of two texts continues a passage of English? Whole topics are held out."""
+    """Passages of English, true and corrupted. Whole topics are held out."""
     rng = random.Random(seed)
     topics = {name: passages for name, text in english_topics().items() if (passages := _passages(text))}
     train, held_out = _hold_out(topics, _HELD_OUT_SHARE["topics"], rng)
-    return Dataset(_pair_up(train, rng), _pair_up(held_out, rng))
+    counts = Counter(word for topic in train for passage in topic for text in passage for word in text.split())
+    common = [word for word, _ in counts.most_common(20)]
+    return Dataset(_pair_up(train, common, rng), _pair_up(held_out, common, rng))
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -25,10 +25,9 @@ class TensorSize(NamedTuple):
 
     bytes: int
     shape: tuple[int, ...]
-    dtype: str
 
     def __str__(self) -> str:
-        return f"{self.bytes / _MIB:,.1f} MiB, {' x '.join(map(str, self.shape))} {self.dtype}"
+        return f"{self.bytes / _MIB:,.1f} MiB, {' x '.join(map(str, self.shape))}"
 
 
 class LargestTensor(TorchDispatchMode):
@@ -36,14 +35,14 @@ class LargestTensor(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.size = TensorSize(0, (), "")
+        self.size = TensorSize(0, ())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             # An expanded tensor is larger to look at than what it lives in.
             if isinstance(x, Tensor) and (size := min(x.nbytes, x.untyped_storage().nbytes())) > self.size.bytes:
-                self.size = TensorSize(size, tuple(x.shape), str(x.dtype).removeprefix("torch."))
+                self.size = TensorSize(size, tuple(x.shape))
         return result
 
 
@@ -117,35 +116,38 @@ _CURVES = {"sft_loss": "SFT loss", "dpo_loss": "DPO loss", "margin": "reward mar
 
 
 def _from_to(curve: Sequence[float]) -> str:
-    return f"{curve[0]:.3f} -> {curve[-1]:.3f}"
+    # Adding zero takes the sign off a negative one.
+    first, last = (round(value, 3) + 0.0 for value in (curve[0], curve[-1]))
+    return f"{first:.3f} -> {last:.3f}"
 
 
 def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
-    rows = [["two runs, the same steps", *(run.name for run in runs), "largest difference"]]
+    rows = [
+        ["first step -> last step", *(run.name for run in runs), *(["largest difference"] if len(runs) == 2 else [])]
+    ]
     for curve, label in _CURVES.items():
         unit = {"sft_loss": ", nats per token", "dpo_loss": ", nats per pair"}.get(curve, " in training")
-        gap = f"{curve_differences(*runs)[curve]:.1e}" if len(runs) == 2 else ""
-        rows.append([label + unit, *(_from_to(getattr(run, curve)) for run in runs), gap])
+        gap = [f"{curve_differences(*runs)[curve]:.1e}"] if len(runs) == 2 else []
+        rows.append([label + unit, *(_from_to(getattr(run, curve)) for run in runs), *gap])
     for phase in runs[0].largest:
         rows.append([f"largest tensor, {phase} step", *(str(run.largest[phase]) for run in runs)])
     for phase in runs[0].peak:
         rows.append([f"peak of GPU memory, {phase}", *(f"{run.peak[phase] / _MIB:,.0f} MiB" for run in runs)])
+    rows.append(["held-out preference accuracy", *(str(accuracy(run.reward_margin("after"))) for run in runs)])
     rows.append(["seconds", *(f"{run.seconds:.0f}" for run in runs)])
     return rows
 
 
 def _held_out_rows(run: Run, kinds: Sequence[str]) -> list[list[str]]:
-    n = len(kinds)
-    rows = [[f"{n} held-out pairs, {run.name} run", "before DPO", "after DPO"]]
-    likelihood = [str(accuracy(run.evaluations[when].likelihood_margin())) for when in ("before", "after")]
-    rows.append(["chosen is likelier per token", *likelihood])
-    rows.append(["reward margin", *(f"{run.reward_margin(when).mean():.3f}" for when in ("before", "after"))])
-    margins = run.reward_margin("after")
-    if len(set(kinds)) > 1:
-        for kind in dict.fromkeys(kinds):
-            of_kind = torch.tensor([k == kind for k in kinds])
-            rows.append([f"  preference accuracy, rejected: {kind}", "chance", str(accuracy(margins[of_kind]))])
-    rows.append(["preference accuracy", "chance", str(accuracy(margins))])
+    rows = [["held-out pairs, before -> after DPO", "chosen likelier per token", "chosen rewarded more"]]
+    likelihood = [run.evaluations[when].likelihood_margin() for when in ("before", "after")]
+    reward = [run.reward_margin(when) for when in ("before", "after")]
+    groups = [*dict.fromkeys(kinds), "all"] if len(set(kinds)) > 1 else ["all"]
+    for group in groups:
+        chosen = torch.tensor([group in (kind, "all") for kind in kinds])
+        columns = [[accuracy(margin[chosen]) for margin in margins] for margins in (likelihood, reward)]
+        rows.append([f"{group}: {int(chosen.sum())} pairs", *(f"{old.value:.3f} -> {new}" for old, new in columns)])
+    rows.append(["mean reward margin", "", f"{reward[0].mean():.3f} -> {reward[1].mean():.3f}"])
     return rows
 
 
@@ -174,11 +176,10 @@ def _draw_curve(axes: Axes, runs: Sequence[Run], curve: str, title: str, unit: s
 
 def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     for (curve, label), colour in zip(_CURVES.items(), ("#4c9f70", "#8e6bbf", "#c0504d"), strict=True):
-        # A logarithmic axis has no room for steps that agree exactly.
-        axes.semilogy(_gaps(*runs, curve).clamp(min=1e-9), color=colour, linewidth=1.2, label=label)
+        # Dots, because a logarithmic axis has no place for the steps that agree exactly.
+        axes.semilogy(_gaps(*runs, curve), ".", color=colour, markersize=4, label=label)
     axes.axhline(_TOLERANCE, color="#888888", linestyle=":", label=f"{_TOLERANCE:.0e}")
-    axes.set(title="|fused - eager| at every step", xlabel="step")
-    axes.set_ylim(1e-9, 1e-2)
+    axes.set(title="|fused - eager|", xlabel="step", ylabel="difference of the curves", ylim=(1e-9, 1e-2))
     axes.legend(frameon=False, ncols=2)
 
 
