@@ -105,3 +105,10 @@ def test_malformed_line(align: ModuleType, preference_file: Path, line: str, mes
 def test_no_such_file(align: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"nothing\.jsonl: cannot be read"):
         align.main(["--data", str(tmp_path / "nothing.jsonl")])
+
+
+def test_custom_losses_match_full_logits(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import custom_loss
+
+    assert max(custom_loss.main()) < 1e-6
