@@ -329,5 +329,5 @@ class DistillationMetrics(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, objectives and accumulators for inputs of `dtype`: float32, or float64 for float64."""
+    """The dtype of token statistics and accumulators for inputs of `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -115,7 +115,7 @@ class Layout:
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Compact the batch. The one place where the host waits for the device: it learns how many tokens there are.
+    """Compact the batch. Here the host waits for the device, once: it learns how many tokens there are.
 
     Args:
         target: (B, T) or (N,), int64; two-dimensional unless `group` is "token".

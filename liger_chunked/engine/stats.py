@@ -173,7 +173,7 @@ def linear_token_stats(
         temperature=temperature,
         logits_budget=logits_budget,
     )
-    outputs = tuple(outputs)
+    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got {outputs}")
