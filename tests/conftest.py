@@ -71,9 +71,9 @@ def path(device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
     watched("logits_stats", "_logits_stats_triton", "triton")
     watched("logits_grad", "_logits_grad_triton_", "triton")
-    watched("divergence", "_sums_triton", "triton")
+    watched("divergence_sums", "_sums_triton", "triton")
     watched("divergence_grad", "_divergence_grad_triton_", "triton")
-    watched("divergence", "_sums_torch", "torch")
+    watched("divergence_sums", "_sums_torch", "torch")
     watched("divergence_grad", "_divergence_grad_torch_", "torch")
     watched("logits_stats", "_logits_stats_torch", "torch")
     watched("logits_grad", "_logits_grad_torch_", "torch")

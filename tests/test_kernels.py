@@ -239,6 +239,26 @@ def test_large_logits_do_not_cancel(offset, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rise", [20.0, 31.0, 200.0], ids=str)  # within reach of the first block's maximum, and beyond
+@pytest.mark.parametrize("start", ["low", "minus-infinity"])
+def test_a_row_that_rises_after_its_first_block(start, rise, device, path):
+    logits, target = sample(3, 5000, device=device)
+    logits -= 300.0  # far below zero, where a reference of zero would leave nothing
+    logits[1:, 4500:] += rise
+    logits[2, 3000:4000] += 2 * rise
+    if start == "minus-infinity":
+        logits[:, :2048] = -math.inf
+    target = torch.tensor([2500, 4501, 4502], device=device)
+    outputs = tuple(name for name in OUTPUTS if name != "mean_logits")
+    stats = finish(logits_stats(logits, target, LogitOptions(), outputs), target, 5000, outputs)
+    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    upstream = upstream_of(("logps", "lse", "entropy"), 3, device)
+    ours = gradient_of(logits, target, LogitOptions(), upstream)
+    alive = slice(2048, None) if start == "minus-infinity" else slice(None)
+    exact = exact_gradient(logits[:, alive], target - (alive.start or 0), LogitOptions(), upstream)
+    torch.testing.assert_close(ours[:, alive].double(), exact, rtol=1e-5, atol=1e-6)
+
+
 def test_first_of_equal_logits_is_the_argmax(device):
     logits = torch.zeros(2, 5000, device=device)
     logits[1, [4099, 4998]] = 1.0

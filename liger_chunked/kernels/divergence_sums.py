@@ -1,0 +1,356 @@
+"""The first sweep over pairs of rows of logits: normalisers of both, and the sums that need neither.
+
+Bytes: both tiles once. 8192 x 151936 in bfloat16 is 2 x 2.49 GB, 1.16 ms at 4.29 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import (
+    REACH,
+    exp,
+    jit,
+    row_blocks,
+    tl,
+    transform,
+    transform_arguments,
+    transform_block,
+    use_triton,
+)
+from liger_chunked.types import LogitOptions, accumulation_dtype
+
+
+class Sums(NamedTuple):
+    """What the first sweep knows of each row; each field (N,), None where it was not asked for.
+
+    `centre` and `teacher_centre` lie near the largest logit of the row, so that exponentials relative to them neither
+    overflow nor vanish; -inf for a row of -inf alone.
+    """
+
+    centre: Tensor
+    sum_exp: Tensor  # sum exp((z - centre) / T)
+    hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
+    target_logit: Tensor | None = None
+    teacher_centre: Tensor | None = None
+    teacher_sum_exp: Tensor | None = None
+    # With z and t relative to their centres, so that large logits do not cancel, and at the temperature: of the forward
+    # KL sum exp(t) (t - z), of the reverse sum exp(z) (z - t).
+    moment: Tensor | None = None
+
+
+class Products(NamedTuple):
+    """Of each pair of rows, (N,) each: `sum z t`, `sum z ** 2`, `sum t ** 2`."""
+
+    dot: Tensor
+    square: Tensor
+    teacher_square: Tensor
+
+
+@jit
+def _load(ptr, cols, n_cols, scale, softcap, WHOLE: tl.constexpr, HOLES: tl.constexpr):
+    """A block of logits after the transform, -inf beyond the row; with HOLES, -inf before it is -inf after it."""
+    if WHOLE:
+        raw = tl.load(ptr + cols).to(tl.float32)
+    else:
+        raw = tl.load(ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    z = transform_block(raw, scale, softcap, None)
+    if HOLES:
+        z = tl.where(raw == -float("inf"), raw, z)
+    if not WHOLE:
+        z = tl.where(cols < n_cols, z, -float("inf"))
+    return z
+
+
+@jit
+def _first_centre(ptr, n_cols, scale, softcap, BLOCK: tl.constexpr, HOLES: tl.constexpr):
+    centre = tl.max(_load(ptr, tl.arange(0, BLOCK), n_cols, scale, softcap, False, HOLES), axis=0)
+    return tl.where(centre == -float("inf"), 0.0, centre)
+
+
+@jit
+def _add_block(
+    z_ptr, t_ptr, cols, n_cols, centre, teacher_centre,
+    top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment,
+    scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+    KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """Add a block of both rows to what each lane knows; -inf adds nothing."""
+    z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
+    top = tl.maximum(top, z)
+    z = z - centre
+    if HARD:
+        hard_sum_exp += exp(z, PRECISE)
+    if inv_temperature is not None:
+        z = z * inv_temperature
+    e = exp(z, PRECISE)
+    sum_exp += e
+    if TEACHER:
+        t = _load(t_ptr, cols, n_cols, teacher_scale, teacher_softcap, WHOLE, False)
+        teacher_top = tl.maximum(teacher_top, t)
+        t = t - teacher_centre
+        if teacher_inv_temperature is not None:
+            t = t * teacher_inv_temperature
+        teacher_e = exp(t, PRECISE)
+        teacher_sum_exp += teacher_e
+        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        if KIND == "forward_kl":
+            moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
+        if KIND == "reverse_kl":
+            moment += tl.where(e == 0.0, 0.0, e * (z - t))
+    return top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment
+
+
+@jit
+def _out_of_reach(top, centre, inv_temperature):
+    distance = tl.abs(top - centre)
+    if inv_temperature is not None:
+        distance = distance * tl.maximum(inv_temperature, 1.0)
+    return (top > -float("inf")) & (distance > REACH)
+
+
+@jit
+def _sums_kernel(
+    z_ptr, z_stride, t_ptr, t_stride, target_ptr,
+    centre_ptr, sum_exp_ptr, hard_sum_exp_ptr, target_logit_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, moment_ptr,
+    n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    # One program per row, sums in their lanes to its end, relative to the maximum of the row's first block: see
+    # logits_stats.py. A null pointer stands for what nobody asked for.
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_stride
+    if t_ptr is not None:
+        t_ptr += row * t_stride
+    lanes = tl.arange(0, BLOCK)
+    whole_blocks = n_cols // BLOCK * BLOCK
+    centre = _first_centre(z_ptr, n_cols, scale, softcap, BLOCK, KIND == "tail")
+    teacher_centre = 0.0
+    if t_ptr is not None:
+        teacher_centre = _first_centre(t_ptr, n_cols, teacher_scale, teacher_softcap, BLOCK, False)
+    row_max = centre
+    row_sum_exp = 0.0
+    row_hard_sum_exp = 0.0
+    row_teacher_max = teacher_centre
+    row_teacher_sum_exp = 0.0
+    row_moment = 0.0
+    sweep = True
+    while sweep:
+        top = tl.full([BLOCK], -float("inf"), tl.float32)
+        sum_exp = tl.zeros([BLOCK], tl.float32)
+        hard_sum_exp = tl.zeros([BLOCK], tl.float32)
+        teacher_top = tl.full([BLOCK], -float("inf"), tl.float32)
+        teacher_sum_exp = tl.zeros([BLOCK], tl.float32)
+        moment = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=3):
+            top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment = _add_block(
+                z_ptr, t_ptr, start + lanes, n_cols, centre, teacher_centre,
+                top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment,
+                scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+                KIND, t_ptr is not None, hard_sum_exp_ptr is not None, True, PRECISE,
+            )  # fmt: skip
+        if whole_blocks < n_cols:
+            top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment = _add_block(
+                z_ptr, t_ptr, whole_blocks + lanes, n_cols, centre, teacher_centre,
+                top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment,
+                scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+                KIND, t_ptr is not None, hard_sum_exp_ptr is not None, False, PRECISE,
+            )  # fmt: skip
+        row_max = tl.max(top, axis=0)
+        row_sum_exp = tl.sum(sum_exp, axis=0)
+        sweep = _out_of_reach(row_max, centre, inv_temperature)
+        if hard_sum_exp_ptr is not None:
+            row_hard_sum_exp = tl.sum(hard_sum_exp, axis=0)
+        if t_ptr is not None:
+            row_teacher_max = tl.max(teacher_top, axis=0)
+            row_teacher_sum_exp = tl.sum(teacher_sum_exp, axis=0)
+            sweep = sweep | _out_of_reach(row_teacher_max, teacher_centre, teacher_inv_temperature)
+        if moment_ptr is not None:
+            row_moment = tl.sum(moment, axis=0)
+        if sweep:
+            centre = tl.where(row_max == -float("inf"), centre, row_max)
+            teacher_centre = tl.where(row_teacher_max == -float("inf"), teacher_centre, row_teacher_max)
+
+    tl.store(centre_ptr + row, tl.where(row_max == -float("inf"), row_max, centre))
+    tl.store(sum_exp_ptr + row, row_sum_exp)
+    if hard_sum_exp_ptr is not None:
+        tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
+    if teacher_sum_exp_ptr is not None:
+        tl.store(teacher_centre_ptr + row, teacher_centre)
+        tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
+    if moment_ptr is not None:
+        tl.store(moment_ptr + row, row_moment)
+    if target_logit_ptr is not None:
+        z = tl.load(z_ptr + tl.load(target_ptr + row)).to(tl.float32)
+        tl.store(target_logit_ptr + row, transform_block(z, scale, softcap, None))
+
+
+@jit
+def _products_kernel(
+    z_ptr, z_stride, t_ptr, t_stride, dot_ptr, square_ptr, teacher_square_ptr,
+    n_cols, scale, softcap, teacher_scale, teacher_softcap, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_stride
+    t_ptr += row * t_stride
+    dot = tl.zeros([BLOCK], tl.float32)
+    square = tl.zeros([BLOCK], tl.float32)
+    teacher_square = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, n_cols, BLOCK, num_stages=3):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < n_cols
+        # The transform maps the zeros beyond the row to zeros.
+        z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
+        t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        t = transform_block(t, teacher_scale, teacher_softcap, None)
+        dot += z * t
+        square += z * z
+        teacher_square += t * t
+    tl.store(dot_ptr + row, tl.sum(dot, axis=0))
+    tl.store(square_ptr + row, tl.sum(square, axis=0))
+    tl.store(teacher_square_ptr + row, tl.sum(teacher_square, axis=0))
+
+
+def pair_transform(options: LogitOptions, teacher_options: LogitOptions) -> dict[str, float | None]:
+    """Both transforms, as the kernels of a pair of rows take them: the temperature apart from the rest."""
+
+    def arguments(options: LogitOptions) -> dict[str, float | None]:
+        inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
+        return transform_arguments(replace(options, temperature=1.0)) | {"inv_temperature": inv_temperature}
+
+    teacher = {f"teacher_{name}": value for name, value in arguments(teacher_options).items()}
+    return arguments(options) | teacher
+
+
+def _sums_triton(
+    student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
+    teacher_options: LogitOptions, hard: bool,
+) -> Sums:  # fmt: skip
+    n, n_cols = student.shape
+
+    def buffer(wanted: bool = True) -> Tensor | None:
+        return torch.empty(n, dtype=torch.float32, device=student.device) if wanted else None
+
+    sums = Sums(
+        centre=buffer(),  # type: ignore[arg-type]
+        sum_exp=buffer(),  # type: ignore[arg-type]
+        hard_sum_exp=buffer(hard),
+        target_logit=buffer(target is not None),
+        teacher_centre=buffer(teacher is not None),
+        teacher_sum_exp=buffer(teacher is not None),
+        moment=buffer(kind in ("forward_kl", "reverse_kl")),
+    )
+    if n:
+        _sums_kernel[(n,)](
+            z_ptr=student,
+            z_stride=student.stride(0),
+            t_ptr=teacher,
+            t_stride=0 if teacher is None else teacher.stride(0),
+            target_ptr=target,
+            **{f"{name}_ptr": value for name, value in sums._asdict().items()},
+            n_cols=n_cols,
+            **pair_transform(options, teacher_options),
+            KIND=kind,
+            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
+            PRECISE=student.dtype == torch.float32,
+            num_warps=4,
+        )
+    return sums
+
+
+def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
+    """`max` and, in place, `z - max`; rows of -inf alone are not moved."""
+    maximum = z.amax(1)
+    return maximum, z.sub_(torch.where(maximum == -torch.inf, 0.0, maximum)[:, None])
+
+
+def widened(logits: Tensor, options: LogitOptions, dtype: torch.dtype, holes: bool = False) -> Tensor:
+    """A copy in `dtype` after the transform but for the temperature; with `holes`, -inf before it is -inf after it."""
+    z = transform(logits.to(dtype, copy=True), options.logit_scale, options.softcap, 1.0)
+    return z.masked_fill_(logits == -torch.inf, -torch.inf) if holes else z
+
+
+def _weighted(weight: Tensor, x: Tensor) -> Tensor:
+    """Row sums of `weight * x`, of terms that are 0 where `weight` is, whatever `x` may be there."""
+    return (weight * x).masked_fill_(weight == 0, 0.0).sum(1)
+
+
+def _sums_torch(
+    student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
+    teacher_options: LogitOptions, hard: bool,
+) -> Sums:  # fmt: skip
+    dtype = accumulation_dtype(student.dtype)
+    parts: list[dict[str, Tensor]] = []
+    for rows in row_blocks(student) if student.shape[0] else [slice(0, 0)]:
+        z = widened(student[rows], options, dtype, holes=kind == "tail")
+        part = {}
+        if target is not None:
+            part["target_logit"] = z.gather(1, target[rows][:, None])[:, 0]
+        part["centre"], z = centred_(z)
+        if hard:
+            part["hard_sum_exp"] = z.exp().sum(1)
+        e = z.div_(options.temperature).exp()
+        part["sum_exp"] = e.sum(1)
+        if teacher is not None:
+            part["teacher_centre"], t = centred_(widened(teacher[rows], teacher_options, dtype))
+            teacher_e = t.div_(teacher_options.temperature).exp()
+            part["teacher_sum_exp"] = teacher_e.sum(1)
+            if kind == "forward_kl":
+                part["moment"] = _weighted(teacher_e, t - z)
+            elif kind == "reverse_kl":
+                part["moment"] = _weighted(e, z - t)
+        parts.append(part)
+    return Sums(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+def both_on_triton(student: Tensor, teacher: Tensor | None) -> bool:
+    """Whether the Triton kernels serve a pair of rows."""
+    return use_triton(student) and (teacher is None or use_triton(teacher))
+
+
+def sums(
+    student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
+    teacher_options: LogitOptions, hard: bool = False,
+) -> Sums:  # fmt: skip
+    """Sweep rows of logits, or pairs of them.
+
+    Args:
+        student, teacher: (N, V) before the transform, rows contiguous; no teacher, no sums of it.
+        target: (N,) int64, to read its logit; None without.
+        kind: "forward_kl", "reverse_kl": with the moment; "tail": entries of -inf before the transform are not there.
+        options, teacher_options: the transform of each.
+        hard: ask for the student's normaliser at temperature 1, too.
+    """
+    compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch
+    return compute(student, teacher, target, kind, options, teacher_options, hard)
+
+
+def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
+    """Sweep pairs of rows of logits, both before the transform and taken after it, but for the temperature."""
+    n, n_cols = student.shape
+    dtype = accumulation_dtype(student.dtype)
+    found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))
+    if not both_on_triton(student, teacher):
+        for rows in row_blocks(student):
+            z, t = widened(student[rows], options, dtype), widened(teacher[rows], teacher_options, dtype)
+            found.dot[rows] = (z * t).sum(1)
+            found.square[rows] = z.square_().sum(1)
+            found.teacher_square[rows] = t.square_().sum(1)
+    elif n:
+        both = pair_transform(options, teacher_options)
+        _products_kernel[(n,)](
+            z_ptr=student,
+            z_stride=student.stride(0),
+            t_ptr=teacher,
+            t_stride=teacher.stride(0),
+            **{f"{name}_ptr": value for name, value in found._asdict().items()},
+            n_cols=n_cols,
+            **{name: value for name, value in both.items() if "temperature" not in name},
+            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
+            num_warps=4,
+        )
+    return found
