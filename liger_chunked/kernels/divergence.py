@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, row_blocks, tl, transform_block
+from liger_chunked.kernels.backend import exp, jit, log, reciprocal, row_blocks, tl, transform_block
 from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_transform, products, sums, widened
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
@@ -58,8 +58,8 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
-    # Rounded once, where exp(z - log_sum) is not; divided once a row, and a plain / is off by two units.
-    return exp(z, PRECISE) * tl.div_rn(1.0, sum_exp), z - log_sum
+    # Not exp(z - log_sum), whose argument is rounded.
+    return exp(z, PRECISE) * reciprocal(sum_exp), z - log_sum
 
 
 @jit
@@ -74,7 +74,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     gap = tl.maximum(log_q, -1e4) - tl.maximum(log_p, -1e4)
     if CENTRAL:
         gap = tl.minimum(gap, 87.0)  # float32 holds exp(87), and next to it p counts for nothing
-        log_p_over_m = -tl.log(one_minus_beta + beta * tl.exp(gap))
+        log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
     else:
         mostly_teacher = gap > even
@@ -102,7 +102,7 @@ def _compare_block(
         on_p += p * log_p_over_m
         on_q += q * log_q_over_m
         if RATIO:
-            on_ratio_sum += p * tl.exp(log_q_over_m)
+            on_ratio_sum += p * exp(log_q_over_m, PRECISE)
     else:
         below = tl.where(p < q, p, tl.where(p > q, 0.0, 0.5 * p))
         on_q += tl.abs(p - q)

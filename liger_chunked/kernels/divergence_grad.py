@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, row_blocks, tanh, tl, transform_block
+from liger_chunked.kernels.backend import exp, jit, reciprocal, row_blocks, tanh, tl, transform_block
 from liger_chunked.kernels.divergence import (
     LOG_ZERO,
     DivergenceStats,
@@ -74,7 +74,7 @@ def _divergence_grad_kernel(
         if on_student is not None:
             a += on_student * log_p_over_m
         if on_ratio is not None:
-            a += on_ratio * tl.exp(log_q_over_m)
+            a += on_ratio * exp(log_q_over_m, PRECISE)
         grad = p * a
     elif KIND == "tvd":
         below = tl.load(slope_ptr + row)
@@ -87,7 +87,7 @@ def _divergence_grad_kernel(
     grad = grad * tl.load(g_divergence_ptr + row)
     if g_logps_ptr is not None:
         if hard_sum_exp_ptr is not None:
-            p = exp(z - centre, PRECISE) * tl.div_rn(1.0, tl.load(hard_sum_exp_ptr + row))
+            p = exp(z - centre, PRECISE) * reciprocal(tl.load(hard_sum_exp_ptr + row))
             if KIND == "tail":
                 p = tl.where(raw == -float("inf"), 0.0, p)
         if target_ptr is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, row_blocks, tanh, tl, transform_arguments, use_triton
+from liger_chunked.kernels.backend import exp, jit, reciprocal, row_blocks, tanh, tl, transform_arguments, use_triton
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -58,17 +58,21 @@ def _logits_grad_kernel(
         z = z * inv_temperature
     centred = z - tl.load(max_ptr + row)
     sum_exp = tl.load(sum_exp_ptr + row)
-    p = exp(centred, PRECISE) * tl.div_rn(1.0, sum_exp)  # once a row; a plain / is off by two units
+    p = exp(centred, PRECISE) * reciprocal(sum_exp)
 
-    on_p = 0.0
     if lse_ptr is not None:
-        on_p += tl.load(lse_ptr + row)
+        grad = tl.load(lse_ptr + row) * p
+    else:
+        grad = tl.zeros_like(p)
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
-        grad = g * (tl.where(is_target, 1.0, 0.0) - p) + on_p * p
-    else:
-        grad = on_p * p
+        # p - 1 before anything is rounded; written out, as 0 + x is an addition to a compiler that minds signed zeros
+        onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
+        if lse_ptr is not None:
+            grad += g * onehot_minus_p
+        else:
+            grad = g * onehot_minus_p
     if entropy_ptr is not None:
         g = tl.load(entropy_ptr + row)
         log_p = centred - tl.log(sum_exp)
