@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -78,13 +79,12 @@ def step_ms(run: Callable[[], object]) -> float:
     return median_ms(run, repeats=min(51, max(9, int(400 / estimate))))
 
 
-def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float:
-    """Most memory that `run` takes above what is there before it, gradients of `leaves` included. 0 on a CPU."""
+def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:
+    """Most memory that `run` takes above what is there before it, gradients of `leaves` included; None on a CPU."""
+    if DEVICE == "cpu":
+        return None
     for leaf in leaves:
         leaf.grad = None
-    if DEVICE == "cpu":
-        run()
-        return 0.0
     gc.collect()
     torch.cuda.empty_cache()
     synchronize()
@@ -92,7 +92,7 @@ def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float:
     torch.cuda.reset_peak_memory_stats()
     run()
     synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def environment() -> dict[str, object]:
     commit = os.environ.get("BENCH_COMMIT", "")
     if not commit:
         git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
     packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     return {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
@@ -201,7 +201,8 @@ class Row:
             f"  {name} {value:.2e}" + (f" ({value / baseline[name]:.2f} x eager)" if name in baseline else "")
             for name, value in self.errors.items()
         )
-        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}  {self.mib:8.0f} MiB{errors}"
+        memory = "" if self.mib is None else f"  {self.mib:8.0f} MiB"
+        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}{memory}{errors}"
 
 
 def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
@@ -218,7 +219,7 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
 
 
 class Table:
-    """The rows of one benchmark, printed as they come and written as JSON at the end."""
+    """The rows of one benchmark, printed as they come and written as JSON task by task."""
 
     def __init__(self, family: str, args: argparse.Namespace) -> None:
         self.family, self.args = family, args
@@ -226,6 +227,8 @@ class Table:
         self.tasks: dict[str, dict[str, object]] = {}
         self.rows: list[Row] = []
         self.peer_seconds = 0.0
+        kind = "" if DEVICE == "cuda" else "cpu-"
+        self.path = _new_file(args.out, f"{family}-{kind}{self.environment['date']}")
         print(json.dumps(self.environment, indent=1), flush=True)
         if DEVICE == "cpu":
             print("no GPU: small shapes in float32, which say nothing about a GPU")
@@ -264,6 +267,7 @@ class Table:
                 baseline = row.errors
             self.rows.append(row)
             print(row.line(baseline), flush=True)
+        self.save()
 
     def _wants(self, name: str) -> bool:
         return name.startswith(OURS) if self.args.only == "ours" else self.args.only in name
@@ -293,7 +297,7 @@ class Table:
             synchronize()
             if expected is not None:
                 row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
-            row.mib = round(peak_mib(run, list(leaves.values())), 1)
+            row.mib = peak_mib(run, list(leaves.values()))
             row.ms = round(step_ms(run), 3)
             row.times_floor = round(row.ms / floor_ms, 4)
         except Skipped as reason:
@@ -323,15 +327,19 @@ class Table:
             self.save()
             raise SystemExit(f"{row.name} at {row.task} took the device with it: {row.failure or lost}") from lost
 
-    def save(self) -> Path:
-        """Write `<out>/<family>-<date>.json`, or with a number behind it: a run never overwrites another's file."""
-        self.args.out.mkdir(parents=True, exist_ok=True)
-        where = "" if DEVICE == "cuda" else "cpu-"
-        stem = f"{self.family}-{where}{self.environment['date']}"
-        path, n = self.args.out / f"{stem}.json", 1
-        while path.exists():
-            n += 1
-            path = self.args.out / f"{stem}-{n}.json"
+    def finish(self) -> Path:
+        """Say where the rows are.
+
+        Raises:
+            SystemExit: there are none.
+        """
+        if not self.rows:
+            raise SystemExit(f"nothing is called --task {self.args.task!r} --only {self.args.only!r}")
+        print(f"\nwrote {self.path}")
+        return self.path
+
+    def save(self) -> None:
+        """Write all there is so far to `path`."""
         content = {
             "family": self.family,
             "filtered": bool(self.args.only or self.args.task),
@@ -339,9 +347,17 @@ class Table:
             "tasks": self.tasks,
             "rows": [asdict(row) for row in self.rows],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwrote {path}")
-        return path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _new_file(folder: Path, stem: str) -> Path:
+    """`<stem>.json`, or with a number behind it where a run has that name: none overwrites another's."""
+    path, n = folder / f"{stem}.json", 1
+    while path.exists():
+        n += 1
+        path = folder / f"{stem}-{n}.json"
+    return path
 
 
 def benchmark(
@@ -369,7 +385,7 @@ def benchmark(
     for shape in args.shapes or (on_gpu if DEVICE == "cuda" else on_cpu):
         torch.manual_seed(0)
         measure(table, *map(_parsed, shape.split(":")))
-    return table.save()
+    return table.finish()
 
 
 def _parsed(text: str) -> float | str:

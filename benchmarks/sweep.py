@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         measure(table, "tokens", n, h, vocabulary)
     for v in vocabularies:
         measure(table, "vocabulary", tokens, h, v)
-    return table.save()
+    return table.finish()
 
 
 if __name__ == "__main__":
