@@ -44,8 +44,8 @@ def eager_if_it_fits(n: int, v: int) -> Loss:
     return eager
 
 
-def ours(**options: int) -> Loss:
-    loss = LigerFusedLinearCrossEntropyLoss(**options)
+def ours(logits_budget: int | None = None) -> Loss:
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=logits_budget)
     return lambda x, w, t: loss(w, x, t)
 
 
@@ -82,7 +82,7 @@ def liger_in_16_chunks() -> Loss:
 
 
 def trl() -> Loss:
-    token_stats = trl_token_stats()
+    token_stats = trl_token_stats("log_probs")
     return lambda x, w, t: -token_stats(x, w, t)[0].mean()
 
 

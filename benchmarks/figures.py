@@ -32,7 +32,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 WIDTH = 8.6  # inches, at 100 pixels each a little more than a README's column
 INK, SECOND, FAINT, GRID = "#24292f", "#57606a", "#8b949e", "#e6e8eb"
 TITLE: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "va": "top"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # of one width
     "font.size": 8.5,
@@ -194,7 +194,7 @@ def _draw_lane(axes: Axes, lane: Lane, base: float) -> None:
     shape, _, prompt = shape.partition(", prompt ")
     note = f"{shape}, {float(prompt):.0%} prompt" if prompt else shape
     for text, down, size, colour in ((name, 3, 8.5, INK), (note, -7, 7, SECOND)):
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(text, (0, base), (-8, down), ha="right", fontsize=size, color=colour, **place)
     # The slowest first, so that ours is on top.
     for row, level in reversed(list(zip(lane.rows, lane.levels, strict=True))):

@@ -300,8 +300,8 @@ class Table:
             row.mib = peak_mib(run, list(leaves.values()))
             row.ms = round(step_ms(run), 3)
             row.times_floor = round(row.ms / floor_ms, 4)
-        except Skipped as reason:
-            row.failure = f"skipped: {reason}"
+        except Skipped as skipped:
+            row.failure = f"skipped: {skipped}"
         except Exception as failure:
             reason = str(failure).strip().split("\n")[0][:160]
             row.failure = f"failed: {type(failure).__name__}: {reason}"

@@ -6,17 +6,20 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-TokenStats = Callable[..., tuple[Tensor, Tensor | None]]
 
+def trl_token_stats(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
+    """TRL's chunked function of (input (n, H), weight (V, H), target (n,)).
 
-def trl_token_stats() -> TokenStats:
-    """TRL's chunked function: `(x (n, H), w (V, H), t (n,), entropy=False)` to log-probabilities and entropies (n,)."""
+    Args:
+        outputs: which of its outputs, (n,) each, in its order: "log_probs", "entropy".
+    """
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     vocabulary_chunk = 32768  # as TRL's trainers call it
 
-    def token_stats(x: Tensor, w: Tensor, t: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
-        return ChunkedLogProbFunction.apply(x, w, None, t, 1.0, vocabulary_chunk, None, 1.0, outputs)[:2]
+    def token_stats(x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
+        return list(
+            ChunkedLogProbFunction.apply(x, w, None, t, 1.0, vocabulary_chunk, None, 1.0, outputs)[: len(outputs)]
+        )
 
     return token_stats

@@ -60,11 +60,11 @@ class Task:
         return lambda x, w, t, advantages, old_logps: loss(w, x, t, advantages, old_logps=old_logps)[0]
 
     def trl(self) -> Loss:
-        token_stats = trl_token_stats()
+        token_stats = trl_token_stats("log_probs", "entropy")
 
         def loss(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
-            stats = token_stats(x.flatten(0, 1), w, t.flatten(), entropy=True)
-            return self.formula(*(values.view(t.shape) for values in stats), advantages, old_logps)
+            logps, entropy = token_stats(x.flatten(0, 1), w, t.flatten())
+            return self.formula(logps.view(t.shape), entropy.view(t.shape), advantages, old_logps)
 
         return loss
 
@@ -98,7 +98,7 @@ def measure(table: Table, b: int, length: int, h: int, v: int) -> None:
     advantages = torch.randn(b, device=DEVICE)
     # A policy not far from the sampler: clipped tokens have no gradient, and products of zeros are cheap.
     logps = token_statistics(x.detach(), w.detach(), t)[0]
-    old_logps = logps.float() + 0.05 * torch.randn(b, length, device=DEVICE)
+    old_logps = logps.float() + 0.02 * torch.randn(b, length, device=DEVICE)
     inputs = (x, w, t, advantages, old_logps)
     for name, task in TASKS.items():
         table.measure(

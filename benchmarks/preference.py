@@ -43,6 +43,7 @@ BETA = 0.1
 
 def dpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
     """Of the log-probabilities of sequences (2 n,), chosen then rejected, as the formulas below."""
+    assert ref_logps is not None
     chosen, rejected = (logps - ref_logps).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
@@ -52,23 +53,23 @@ def nll(logps: Tensor, lengths: Tensor) -> Tensor:
     return -logps.chunk(2)[0].sum() / lengths.chunk(2)[0].sum()
 
 
-def orpo(logps: Tensor, lengths: Tensor, ref_logps: None) -> Tensor:
+def orpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
     means = logps / lengths
     chosen, rejected = (means - torch.log1p(-means.exp())).chunk(2)
     return nll(logps, lengths) - BETA * F.logsigmoid(chosen - rejected).mean()
 
 
-def cpo(logps: Tensor, lengths: Tensor, ref_logps: None) -> Tensor:
+def cpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
     chosen, rejected = logps.chunk(2)
     return nll(logps, lengths) - F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def simpo(logps: Tensor, lengths: Tensor, ref_logps: None) -> Tensor:
+def simpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
     chosen, rejected = (logps / lengths).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected) - 0.5).mean()
 
 
-def kto(logps: Tensor, lengths: Tensor, ref_logps: None) -> Tensor:
+def kto(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
     """The first half of the batch desirable, without a reference, a KL of zero."""
     desirable, undesirable = (BETA * logps / lengths).chunk(2)
     return torch.cat([torch.sigmoid(-desirable), torch.sigmoid(undesirable)]).mean()
@@ -98,7 +99,7 @@ class Task:
         return self.formula(logps(x, w), mask.sum(-1), reference)
 
     def trl(self) -> Loss:
-        token_stats = trl_token_stats()
+        token_stats = trl_token_stats("log_probs")
 
         def loss(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
             mask = t != IGNORE_INDEX

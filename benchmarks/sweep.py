@@ -41,7 +41,7 @@ def measure(table: Table, sweep: str, n: int, h: int, v: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    args = parser(__doc__, 120).parse_args(arguments)
+    args = parser(__doc__, 90).parse_args(arguments)
     table = Table("sweep", args)
     h, vocabulary, token_counts, tokens, vocabularies = ON_GPU if DEVICE == "cuda" else ON_CPU
     for n in token_counts:
