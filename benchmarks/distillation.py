@@ -37,7 +37,7 @@ from liger_chunked import (
 )
 
 SHAPES = ["8192:1536:4096:151936"]
-SMALL = ["64:64:128:4096"]
+SMALL = ["32:32:48:1024"]
 TOP_K = 64
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
 

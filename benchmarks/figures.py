@@ -50,7 +50,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a contender is shown: Okabe and Ito's colours, which the colour-blind tell apart, and a shape besides."""
+    """How a contender is shown: Okabe and Ito's colours for the colour-blind, darkened for text, and a shape."""
 
     label: str
     colour: str

@@ -221,8 +221,10 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
 class Table:
     """The rows of one benchmark, printed as they come and written as JSON task by task."""
 
-    def __init__(self, family: str, args: argparse.Namespace) -> None:
+    def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
+        """`whole`: at the default shapes; unless `args` filters, figures then take this run."""
         self.family, self.args = family, args
+        self.whole = whole and not (args.only or args.task)
         self.environment = environment()
         self.tasks: dict[str, dict[str, object]] = {}
         self.rows: list[Row] = []
@@ -342,7 +344,7 @@ class Table:
         """Write all there is so far to `path`."""
         content = {
             "family": self.family,
-            "filtered": bool(self.args.only or self.args.task),
+            "whole": self.whole,
             "environment": self.environment,
             "tasks": self.tasks,
             "rows": [asdict(row) for row in self.rows],
@@ -381,7 +383,7 @@ def benchmark(
     parse = parser(description, peer_seconds)
     parse.add_argument("shapes", nargs="*", help=f"{sizes}; default: {' '.join(on_gpu)}")
     args = parse.parse_args(arguments)
-    table = Table(family, args)
+    table = Table(family, args, whole=not args.shapes)
     for shape in args.shapes or (on_gpu if DEVICE == "cuda" else on_cpu):
         torch.manual_seed(0)
         measure(table, *map(_parsed, shape.split(":")))

@@ -30,7 +30,7 @@ from benchmarks.peers import trl_token_stats
 from liger_chunked import LigerFusedLinearGRPOLoss
 
 SHAPES = ["8:2048:2048:151936"]
-SMALL = ["2:32:64:4096"]
+SMALL = ["2:16:32:1024"]
 
 
 def grpo(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:

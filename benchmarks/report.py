@@ -61,7 +61,7 @@ def newest(folder: Path, family: str) -> Run | None:
         content = json.loads(path.read_text())["environment"]
         return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
 
-    files = [path for path in folder.glob(f"{family}-*.json") if not json.loads(path.read_text())["filtered"]]
+    files = [path for path in folder.glob(f"{family}-*.json") if json.loads(path.read_text())["whole"]]
     return load(max(files, key=age)) if files else None
 
 

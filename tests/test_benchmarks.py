@@ -15,19 +15,18 @@ pytest.importorskip("matplotlib")
 from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, sweep
 
 FAMILIES = {
-    "cross_entropy": (cross_entropy, ["16:8:64"]),
-    "preference": (preference, ["all:1:6:8:64:0.5", "DPO:1:6:8:64:0"]),
-    "distillation": (distillation, ["8:8:12:96"]),
-    "policy": (policy, ["2:5:8:64"]),
-    "sweep": (sweep, []),
+    "cross_entropy": cross_entropy,
+    "preference": preference,
+    "distillation": distillation,
+    "policy": policy,
+    "sweep": sweep,
 }
 # Compiling takes seconds, and what a peer does here says nothing about us.
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.skipif(harness.DEVICE != "cpu", reason="measured by make bench")]
 
 
 def run(family: str, out: Path, *arguments: str) -> dict:
-    module, shapes = FAMILIES[family]
-    return json.loads(module.main([*shapes, "--out", str(out), *arguments]).read_text())
+    return json.loads(FAMILIES[family].main(["--out", str(out), *arguments]).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_rows(results: Path, family: str) -> None:
     (path,) = results.glob(f"{family}-cpu-*.json")
     content = json.loads(path.read_text())
     assert content["family"] == family
-    assert not content["filtered"]
+    assert content["whole"]
     assert {"device", "dtype", "versions", "commit", "date"} <= content["environment"].keys()
     assert {row["task"] for row in content["rows"]} == content["tasks"].keys()
     for row in content["rows"]:
@@ -104,12 +103,13 @@ def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_only_ours_and_a_second_run(tmp_path: Path) -> None:
-    first = run("cross_entropy", tmp_path, "--only", "ours")
+    first = run("cross_entropy", tmp_path, "--only", "ours", "16:8:64")
     assert {row["name"].split(",")[0] for row in first["rows"]} == {"liger_chunked", "liger_chunked.linear_token_stats"}
-    assert first["filtered"]
-    assert report.newest(tmp_path, "cross_entropy") is None, "figures need whole runs"
+    assert list(first["tasks"]) == ["cross entropy 16x8x64"]
     run("cross_entropy", tmp_path, "--only", "eager")
-    assert len(list(tmp_path.glob("cross_entropy-cpu-*.json"))) == 2
+    run("cross_entropy", tmp_path, "--peer-seconds=-1", "16:8:64")
+    assert report.newest(tmp_path, "cross_entropy") is None, "figures need whole runs"
+    assert len(list(tmp_path.glob("cross_entropy-cpu-*.json"))) == 3
     with pytest.raises(SystemExit, match="nothing is called --task 'no such task'"):
         run("cross_entropy", tmp_path, "--task", "no such task")
 
@@ -123,7 +123,7 @@ def test_figures_and_table(results: Path, tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
     assert "](drawn/benchmarks-floor.svg)" in text
-    assert "| JSD, 8 × (8, 12) × 96 |" in text
+    assert "| JSD, 32 × (32, 48) × 1024 |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables}) == 1
     again = figures.main(["--results", str(results), "--out", str(tmp_path / "again"), "--table", str(page)])
@@ -144,7 +144,7 @@ def test_kept_results_can_be_drawn(tmp_path: Path) -> None:
 def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
     def keep(name: str, kind: str, date: str) -> None:
         environment = {"device": name, "device_type": kind, "date": date}
-        content = {"filtered": False, "environment": environment, "tasks": {}, "rows": []}
+        content = {"whole": True, "environment": environment, "tasks": {}, "rows": []}
         (tmp_path / f"policy-{name}.json").write_text(json.dumps(content))
 
     keep("2026-11-20", "cuda", "2026-11-20")
