@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test lint demo bench gpu clean
+.PHONY: test lint demo bench figures gpu clean
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not gpu"
@@ -25,11 +25,16 @@ demo: $(VENV)/.demo
 gpu:
 	$(PYTHON) -m pytest -m gpu -p no:benchmark
 
+# BENCH="--only ours" measures without the peers.
 bench:
-	$(PYTHON) -m benchmarks.cross_entropy
-	$(PYTHON) -m benchmarks.preference
-	$(PYTHON) -m benchmarks.distillation
-	$(PYTHON) -m benchmarks.policy
+	$(PYTHON) -m benchmarks.cross_entropy $(BENCH)
+	$(PYTHON) -m benchmarks.preference $(BENCH)
+	$(PYTHON) -m benchmarks.distillation $(BENCH)
+	$(PYTHON) -m benchmarks.policy $(BENCH)
+
+# Needs matplotlib.
+figures:
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

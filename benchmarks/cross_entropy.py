@@ -6,124 +6,131 @@ python -m benchmarks.cross_entropy 8192:4096:128256 8192:1536:151936        toke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Table, gemm_floor, parser
+from benchmarks.harness import (
+    DEVICE,
+    Contenders,
+    Loss,
+    Skipped,
+    Table,
+    benchmark,
+    compiled,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+)
+from benchmarks.oracle import token_gradients
+from benchmarks.peers import trl_token_stats
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, linear_token_stats
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+SHAPES = ["8192:4096:128256", "8192:1536:151936", "32768:896:151936", "65536:2048:151936", "4096:1024:32000"]
+SMALL = ["128:32:1024"]
 
 
 def eager(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy((x @ w.t()).float(), t)
 
 
-def ours() -> Iterator[tuple[str, Loss]]:
-    yield "liger_chunked", lambda x, w, t: LigerFusedLinearCrossEntropyLoss()(w, x, t)
-    for mib in (1024, 512, 256):
-        loss = LigerFusedLinearCrossEntropyLoss(logits_budget=mib << 20)
-        yield f"liger_chunked, {mib} MiB", lambda x, w, t, loss=loss: loss(w, x, t)
-    yield (
-        "liger_chunked.linear_token_stats, 256 MiB",
-        lambda x, w, t: -linear_token_stats(w, x, t, logits_budget=256 << 20).logps.mean(),
-    )
+def eager_if_it_fits(n: int, v: int) -> Loss:
+    needs = 12 * n * v  # logits and their gradient in bfloat16 and in float32
+    if DEVICE == "cuda" and needs > 0.75 * torch.cuda.get_device_properties(0).total_memory:
+        raise Skipped(f"needs {needs / 1e9:.0f} GB")
+    return eager
 
 
-def peers() -> Iterator[tuple[str, Loss]]:
-    yield "eager", eager
-    yield "torch.compile(eager)", torch.compile(eager)
-    if hasattr(F, "linear_cross_entropy"):
-        options = torch.nn.LinearCrossEntropyOptions()
-        yield "torch F.linear_cross_entropy", lambda x, w, t: F.linear_cross_entropy(x, w, t, options=options)
-    yield from liger_kernel()
-    try:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Chunked
-
-        outputs = ("log_probs",)
-        yield "trl", lambda x, w, t: -Chunked.apply(x, w, None, t, 1.0, 32768, None, 1.0, outputs)[0].mean()
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy as cce
-
-        yield "cut-cross-entropy, filtered", cce
-        yield "cut-cross-entropy, exact", lambda x, w, t: cce(x, w, t, filter_eps=None)
-    except ImportError:
-        pass
-    try:
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
-
-        yield "quack", lambda x, w, t: quack(x, w, t, chunk_size=4096, tuned=False)
-    except ImportError:
-        pass
+def ours(logits_budget: int | None = None) -> Loss:
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=logits_budget)
+    return lambda x, w, t: loss(w, x, t)
 
 
-def liger_kernel() -> Iterator[tuple[str, Loss]]:
-    try:
-        from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as Function
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Liger
-    except ImportError:
-        return
-    yield "liger-kernel", lambda x, w, t: Liger()(w, x, t)
-    parameters = list(inspect.signature(Function.forward).parameters.values())[1:]
-    defaults = [None if p.default is inspect.Parameter.empty else p.default for p in parameters]
-    names = [p.name for p in parameters]
-    if "chunk_mem_const" not in names:
-        return
-    for accumulator in (None, torch.float32):
-        arguments = list(defaults)
-        arguments[names.index("chunk_mem_const")] = 16
-        arguments[names.index("accum_dtype")] = accumulator
-
-        def loss(x: Tensor, w: Tensor, t: Tensor, arguments: list = arguments) -> Tensor:
-            return Function.apply(x, w, t, *arguments[3:])[0]
-
-        yield f"liger-kernel, C=16, {'bf16' if accumulator is None else 'fp32'} accumulation", loss
+def ours_by_token_stats() -> Loss:
+    return lambda x, w, t: -linear_token_stats(w, x, t, logits_budget=256 << 20).logps.mean()
 
 
-def float64_gradients(x: Tensor, w: Tensor, t: Tensor) -> dict[str, Tensor]:
-    """The gradients in float64, in chunks of tokens so that they fit beside everything else."""
-    x64, w64 = x.detach().double(), w.detach().double()
-    dx, dw = torch.empty_like(x64), torch.zeros_like(w64)
-    for rows in torch.arange(x.shape[0], device=x.device).split(2048):
-        p = (x64[rows] @ w64.t()).softmax(-1)
-        p[torch.arange(len(rows), device=x.device), t[rows]] -= 1
-        p /= x.shape[0]
-        dx[rows] = p @ w64
-        dw.addmm_(p.t(), x64[rows])
-    return {"input": dx, "weight": dw}
+def torch_fused() -> Loss:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Skipped("torch has it from 2.12 on")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda x, w, t: F.linear_cross_entropy(x, w, t, options=options)
+
+
+def liger() -> Loss:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Liger
+
+    loss = Liger()
+    return lambda x, w, t: loss(w, x, t)
+
+
+def liger_in_16_chunks() -> Loss:
+    """Large chunks and a float32 accumulator, which its module has no option for."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as Function
+
+    parameters = inspect.signature(Function.forward).parameters
+    defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
+    settings = {"chunk_mem_const": 16, "accum_dtype": torch.float32}
+    if not settings.keys() <= defaults.keys():
+        raise Skipped("this liger-kernel has a fixed number of chunks")
+    # Past (ctx, _input, weight, target), by position, as an autograd.Function takes them.
+    rest = list({**defaults, **settings}.values())[4:]
+    return lambda x, w, t: Function.apply(x, w, t, *rest)[0]
+
+
+def trl() -> Loss:
+    token_stats = trl_token_stats("log_probs")
+    return lambda x, w, t: -token_stats(x, w, t)[0].mean()
+
+
+def cut_cross_entropy() -> Loss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda x, w, t: linear_cross_entropy(x, w, t, filter_eps=None)
+
+
+def quack() -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda x, w, t: chunked_linear_cross_entropy(x, w, t, chunk_size=4096, tuned=False)
+
+
+def contenders(n: int, v: int) -> Contenders:
+    return {
+        "eager": lambda: eager_if_it_fits(n, v),
+        "liger_chunked": ours,
+        "liger_chunked, 2048-token chunks": lambda: ours(logits_budget=2048 * v * torch.bfloat16.itemsize),
+        "liger_chunked.linear_token_stats, 256 MiB": ours_by_token_stats,
+        "torch.compile": compiled(eager),
+        "torch F.linear_cross_entropy": torch_fused,
+        "liger-kernel": liger,
+        "liger-kernel, C=16, fp32 accumulation": liger_in_16_chunks,
+        "trl": trl,
+        "cut-cross-entropy, exact": cut_cross_entropy,
+        "quack": quack,
+    }
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
     """Every contender at one shape."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    floor = gemm_floor(n, h, v, dtype)
-    table.task(f"cross entropy {n}x{h}x{v}", floor.all, logits=floor.logits, dx=floor.dx, dw=floor.dw)
-    torch.manual_seed(0)
-    x = torch.randn(n, h, device=DEVICE, dtype=dtype, requires_grad=True)
-    w = (torch.randn(v, h, device=DEVICE) / h**0.5).to(dtype).requires_grad_()
+    x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (n,), device=DEVICE)
-    expected = float64_gradients(x, w, t) if table.with_errors else None
-    for name, loss in (*ours(), *peers()):
-        table.measure(name, partial(loss, x, w, t), {"input": x, "weight": w}, expected)
+    table.measure(
+        f"cross entropy {n}x{h}x{v}",
+        gemm_floor(n, h, v).all,
+        {"tokens": n, "hidden": h, "vocabulary": v},
+        contenders(n, v),
+        (x, w, t),
+        {"input": x, "weight": w},
+        lambda: token_gradients(x, w, t, lambda logps, entropy: -logps.mean()),
+    )
 
 
-def main() -> None:
-    parse = parser(__doc__)
-    parse.add_argument("shapes", nargs="*", default=["8192:4096:128256"], help="tokens:hidden:vocabulary")
-    args = parse.parse_args()
-    table = Table("cross_entropy", args)
-    if DEVICE == "cpu":
-        print("no GPU: a small shape in float32, which says nothing about a GPU")
-        args.shapes = ["512:128:8192"]
-    for shape in args.shapes:
-        measure(table, *map(int, shape.split(":")))
-    table.save()
+def main(arguments: Sequence[str] | None = None) -> Path:
+    return benchmark("cross_entropy", __doc__, "tokens:hidden:vocabulary", SHAPES, SMALL, measure, 100, arguments)
 
 
 if __name__ == "__main__":

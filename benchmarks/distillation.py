@@ -1,91 +1,206 @@
-"""Distillation on two heads, forward and backward, beside eager torch and the installed peers.
+"""Distillation on an `lm_head`, forward and backward, beside eager torch and the installed peers.
 
     python -m benchmarks.distillation 8192:1536:4096:151936        tokens:hidden:hidden of the teacher:vocabulary
 
-The floor is three products of the student and one of the teacher.
+The floor is three products of the student and one of the teacher, which a teacher's top-k log-probabilities save.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Table, gemm_floor, parser
-from liger_chunked import LigerFusedLinearJSDLoss, LigerFusedLinearKLDivLoss, LigerFusedLinearTVDLoss
+from benchmarks.harness import (
+    Contenders,
+    Loss,
+    Table,
+    benchmark,
+    compiled,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+)
+from benchmarks.oracle import logits_gradients
+from liger_chunked import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearTVDLoss,
+)
 
-# (input, weight, teacher's input, teacher's weight) -> loss
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SHAPES = ["8192:1536:4096:151936"]
+SMALL = ["32:32:48:1024"]
+TOP_K = 64
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
 
 
-def eager(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
-    """JSD(0.5)."""
-    log_p = (x @ w.t()).float().log_softmax(-1)
-    log_q = (teacher_x @ teacher_w.t()).float().log_softmax(-1)
+def jsd(z: Tensor, t: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of each token (N,), of logits (N, V) of student and teacher, as the ones below."""
+    log_p, log_q = z.log_softmax(-1), t.log_softmax(-1)
     log_m = torch.logsumexp(torch.stack([log_p, log_q]), 0) - math.log(2)
-    halves = (F.kl_div(log_m, log_r, log_target=True, reduction="sum") for log_r in (log_p, log_q))
-    return 0.5 * sum(halves) / x.shape[0]
+    return 0.5 * sum(F.kl_div(log_m, log_r, log_target=True, reduction="none").sum(-1) for log_r in (log_p, log_q))
 
 
-def contenders() -> Iterator[tuple[str, Loss]]:
-    for name, ours in (
-        ("JSD(0.5)", LigerFusedLinearJSDLoss(beta=0.5, **SOFT)),
-        ("KL", LigerFusedLinearKLDivLoss(**SOFT)),
-        ("TVD", LigerFusedLinearTVDLoss(**SOFT)),
-    ):
-        yield f"liger_chunked {name}", lambda x, w, tx, tw, ours=ours: ours(w, x, tw, tx)[0]
-    yield "eager JSD(0.5)", eager
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss as Chunked
-        from liger_kernel.transformers import LigerFusedLinearJSD as Triton
+def kl(z: Tensor, t: Tensor) -> Tensor:
+    return F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
-        def chunked(x: Tensor, w: Tensor, tx: Tensor, tw: Tensor) -> Tensor:
-            return Chunked(**SOFT)(x, w, tx, tw, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device))
 
-        yield "liger-kernel chunked JSD(0.5)", chunked
-        yield "liger-kernel Triton JSD(0.5)", lambda x, w, tx, tw: Triton()(x, w, tx, tw, None)
-    except ImportError:
-        pass
-    try:
+def reverse_kl(z: Tensor, t: Tensor) -> Tensor:
+    return kl(t, z)
+
+
+def tvd(z: Tensor, t: Tensor) -> Tensor:
+    return (z.softmax(-1) - t.softmax(-1)).abs().sum(-1) / 2
+
+
+def cosine(z: Tensor, t: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(z, t, dim=-1)
+
+
+def top_k_kl(z: Tensor, logps: Tensor, ids: Tensor) -> Tensor:
+    """KL(teacher || student) over the k tokens and the rest together."""
+    log_p = z.log_softmax(-1).gather(-1, ids)
+
+    def bins(log_r: Tensor) -> Tensor:
+        return torch.cat([log_r, torch.log1p(-log_r.exp().sum(-1, keepdim=True))], -1)
+
+    return F.kl_div(bins(log_p), bins(logps), log_target=True, reduction="none").sum(-1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A divergence as plain torch, and who computes its mean fused, of (input, weight, teacher's input, its weight)."""
+
+    divergence: Callable[[Tensor, Tensor], Tensor]
+    module: Callable[..., torch.nn.Module]
+    peers: Contenders
+
+    def eager(self, x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
+        return self.divergence((x @ w.t()).float(), (teacher_x @ teacher_w.t()).float()).mean()
+
+    def ours(self) -> Loss:
+        loss = self.module(**SOFT)
+        return lambda x, w, teacher_x, teacher_w: loss(w, x, teacher_w, teacher_x)[0]
+
+    def expected(self, x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> dict[str, Tensor]:
+        """The gradients in float64."""
+        teacher_w = teacher_w.double()
+        return logits_gradients(x, w, lambda z, rows: self.divergence(z, teacher_x[rows].double() @ teacher_w.t()))
+
+    def contenders(self) -> Contenders:
+        return {
+            "eager": lambda: self.eager,
+            "liger_chunked": self.ours,
+            "torch.compile": compiled(self.eager),
+            **self.peers,
+        }
+
+
+def liger(name: str, **settings: Any) -> Callable[[], Loss]:
+    def build() -> Loss:
+        from liger_kernel import chunked_loss
+
+        loss = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(**SOFT, **settings)
+
+        def run(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
+            return loss(x, w, teacher_x, teacher_w, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device))
+
+        return run
+
+    return build
+
+
+def liger_triton_jsd() -> Loss:
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    loss = LigerFusedLinearJSD()
+    return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
+
+
+def trl(beta: float) -> Callable[[], Loss]:
+    def build() -> Loss:
         from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Divergence
 
-        yield "trl JSD(0.5)", lambda x, w, tx, tw: Divergence.apply(x, w, None, tx, tw, None, 0.5)[0].mean()
-    except ImportError:
-        pass
+        return lambda x, w, teacher_x, teacher_w: Divergence.apply(x, w, None, teacher_x, teacher_w, None, beta)[
+            0
+        ].mean()
+
+    return build
+
+
+def jsd_peers(beta: float) -> Contenders:
+    """Both call KL(teacher || student) a JSD of 0, KL(student || teacher) one of 1."""
+    return {"liger-kernel": liger("JSD", beta=beta), "trl": trl(beta)}
+
+
+TASKS = {
+    "JSD": Task(jsd, LigerFusedLinearJSDLoss, {**jsd_peers(0.5), "liger-kernel, Triton": liger_triton_jsd}),
+    "KL(teacher, student)": Task(kl, LigerFusedLinearKLDivLoss, jsd_peers(0.0)),
+    "KL(student, teacher)": Task(
+        reverse_kl, functools.partial(LigerFusedLinearKLDivLoss, reverse=True), jsd_peers(1.0)
+    ),
+    "TVD": Task(tvd, LigerFusedLinearTVDLoss, {}),
+    "cosine": Task(cosine, LigerFusedLinearCosineSimilarityLoss, {"liger-kernel": liger("CosineSimilarity", beta=1.0)}),
+}
+
+
+def eager_top_k(x: Tensor, w: Tensor, logps: Tensor, ids: Tensor) -> Tensor:
+    return top_k_kl((x @ w.t()).float(), logps, ids).mean()
+
+
+def our_top_k() -> Loss:
+    loss = LigerFusedLinearKLDivLoss(**SOFT)
+    return lambda x, w, logps, ids: loss(w, x, teacher_logps=logps, teacher_ids=ids)[0]
+
+
+@torch.no_grad()
+def top_k_of(teacher_x: Tensor, teacher_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (N, k) in float32 and ids (N, k) of a teacher's likeliest tokens."""
+    logits = ((rows @ teacher_w.t()).float() for rows in teacher_x.split(1024))
+    logps, ids = zip(*(z.log_softmax(-1).topk(TOP_K) for z in logits), strict=True)
+    return torch.cat(logps), torch.cat(ids)
 
 
 def measure(table: Table, n: int, h: int, teacher_h: int, v: int) -> None:
-    """Every contender at one shape."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    floor = gemm_floor(n, h, v, dtype).all + gemm_floor(n, teacher_h, v, dtype).logits
-    table.task(f"distillation {n}x({h}, {teacher_h})x{v}", floor)
-    torch.manual_seed(0)
-    x = torch.randn(n, h, device=DEVICE, dtype=dtype, requires_grad=True)
-    w = (torch.randn(v, h, device=DEVICE) / h**0.5).to(dtype).requires_grad_()
-    teacher_x = torch.randn(n, teacher_h, device=DEVICE, dtype=dtype)
-    teacher_w = (torch.randn(v, teacher_h, device=DEVICE) / teacher_h**0.5).to(dtype)
-    for name, loss in contenders():
-        table.measure(name, partial(loss, x, w, teacher_x, teacher_w), {"input": x, "weight": w})
-
-
-def main() -> None:
-    parse = parser(__doc__)
-    parse.add_argument(
-        "shapes", nargs="*", default=["8192:1536:4096:151936"], help="tokens:hidden:teacher's:vocabulary"
+    """Every divergence at one shape."""
+    student, teacher = gemm_floor(n, h, v), gemm_floor(n, teacher_h, v)
+    x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
+    teacher_x, teacher_w = hidden_states(n, teacher_h), head_weight(v, teacher_h)
+    shape = {"tokens": n, "hidden": h, "teacher_hidden": teacher_h, "vocabulary": v}
+    leaves = {"input": x, "weight": w}
+    for name, task in TASKS.items():
+        table.measure(
+            f"{name} {n}x({h}, {teacher_h})x{v}",
+            student.all + teacher.logits,
+            shape,
+            task.contenders(),
+            (x, w, teacher_x, teacher_w),
+            leaves,
+            lambda task=task: task.expected(x, w, teacher_x, teacher_w),
+        )
+    logps, ids = top_k_of(teacher_x, teacher_w)
+    table.measure(
+        f"KL, teacher's top {TOP_K} {n}x{h}x{v}",
+        student.all,
+        shape,
+        {"eager": lambda: eager_top_k, "liger_chunked": our_top_k, "torch.compile": compiled(eager_top_k)},
+        (x, w, logps, ids),
+        leaves,
+        lambda: logits_gradients(x, w, lambda z, rows: top_k_kl(z, logps[rows].double(), ids[rows])),
     )
-    args = parse.parse_args()
-    table = Table("distillation", args)
-    if DEVICE == "cpu":
-        print("no GPU: a small shape in float32, which says nothing about a GPU")
-        args.shapes = ["256:64:128:4096"]
-    for shape in args.shapes:
-        measure(table, *map(int, shape.split(":")))
-    table.save()
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    sizes = "tokens:hidden:hidden of the teacher:vocabulary"
+    return benchmark("distillation", __doc__, sizes, SHAPES, SMALL, measure, 60, arguments)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ A row is one contender at one task, forward and backward:
     MiB       most memory above the inputs, gradients included
     err       norm of the difference to float64 over the norm of float64, of each gradient
 
-Ratios count within one run; absolute times drift with the card's clocks.
+A task starts with eager code, whose errors the others' are compared with. Ratios count within one run; absolute times
+drift with the card's clocks.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shutil import which
 
 import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 RESULTS = Path(__file__).parent / "results"
+OURS = "liger_chunked"
+BASELINE = "eager"
+
+Loss = Callable[..., Tensor]
+# A contender imports what it needs when its turn comes, so that a peer may be missing.
+Contenders = Mapping[str, Callable[[], Loss]]
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark takes."""
-    parse = argparse.ArgumentParser(description=description)
-    parse.add_argument("--only", default="", help="run contenders whose name contains this")
-    parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
-    parse.add_argument("--no-errors", action="store_true", help="skip the float64 comparison")
-    return parse
+class Skipped(Exception):
+    """Why a contender is not measured here."""
 
 
 def synchronize() -> None:
@@ -67,21 +71,28 @@ def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> f
     return sorted(times)[len(times) // 2]
 
 
-def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float:
-    """Most memory that `run` takes above what is there before it, gradients of `leaves` included. 0 on a CPU."""
+def step_ms(run: Callable[[], object]) -> float:
+    """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms."""
+    estimate = median_ms(run, repeats=1, warmup=0)
+    if estimate > 200:
+        return median_ms(run, repeats=3, warmup=0)
+    return median_ms(run, repeats=min(51, max(9, int(400 / estimate))))
+
+
+def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:
+    """Most memory that `run` takes above what is there before it, gradients of `leaves` included; None on a CPU."""
+    if DEVICE == "cpu":
+        return None
     for leaf in leaves:
         leaf.grad = None
     gc.collect()
-    if DEVICE == "cpu":
-        run()
-        return 0.0
     torch.cuda.empty_cache()
     synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
     synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,12 @@ class Floor:
         return self.logits + self.dx + self.dw
 
 
-def gemm_floor(n: int, h: int, v: int, dtype: torch.dtype) -> Floor:
+def gemm_floor(n: int, h: int, v: int) -> Floor:
     """Time the products together, as they follow one another in a loss: alone they would run at higher clocks."""
     rows = min(n, 8192)
-    x = torch.randn(rows, h, device=DEVICE, dtype=dtype)
-    w = torch.randn(v, h, device=DEVICE, dtype=dtype)
-    z = torch.randn(rows, v, device=DEVICE, dtype=dtype)
+    x = torch.randn(rows, h, device=DEVICE, dtype=DTYPE)
+    w = torch.randn(v, h, device=DEVICE, dtype=DTYPE)
+    z = torch.randn(rows, v, device=DEVICE, dtype=DTYPE)
     out, dx, dw = torch.empty_like(z), torch.empty_like(x), torch.empty_like(w)
     products = (
         lambda: torch.mm(x, w.t(), out=out),
@@ -114,17 +125,37 @@ def gemm_floor(n: int, h: int, v: int, dtype: torch.dtype) -> Floor:
     return Floor(*(part / sum(alone) * together * n / rows for part in alone))
 
 
-def copy_tb_per_s(n_bytes: int = 1 << 32) -> float:
+def hidden_states(*shape: int) -> Tensor:
+    """Standard normal, (..., H)."""
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
+
+
+def head_weight(v: int, h: int) -> Tensor:
+    """(V, H), for logits of variance 1."""
+    return (torch.randn(v, h, device=DEVICE) / h**0.5).to(DTYPE)
+
+
+def compiled(loss: Loss) -> Callable[[], Loss]:
+    """`torch.compile(loss)` at fixed shapes, as a contender."""
+
+    def build() -> Loss:
+        if DEVICE == "cpu":
+            raise Skipped("compiled on a GPU alone")
+        return torch.compile(loss, dynamic=False)
+
+    return build
+
+
+def copy_tb_per_s() -> float:
     """Device-to-device copy, bytes read plus bytes written."""
-    if DEVICE == "cpu":
-        n_bytes = 1 << 26
+    n_bytes = 1 << (32 if DEVICE == "cuda" else 24)
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * n_bytes / median_ms(lambda: target.copy_(source)) / 1e9
 
 
 def environment() -> dict[str, object]:
-    """Hardware and versions, as far as they can be told."""
+    """Hardware, versions, commit and date, as far as they can be told; `BENCH_COMMIT` where git cannot say."""
 
     def installed(name: str) -> str | None:
         try:
@@ -134,11 +165,13 @@ def environment() -> dict[str, object]:
 
     commit = os.environ.get("BENCH_COMMIT", "")
     if not commit:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip()
+        git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
     packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     return {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
+        "device_type": DEVICE,
+        "dtype": str(DTYPE).removeprefix("torch."),
         "copy_tb_per_s": round(copy_tb_per_s(), 3),
         "versions": {name: found for name in packages if (found := installed(name))},
         "python": platform.python_version(),
@@ -149,7 +182,7 @@ def environment() -> dict[str, object]:
 
 @dataclass
 class Row:
-    """One contender's measurements at one task; `failure` says why there are none."""
+    """One contender's measurements at one task; `failure` says why there are none, `seconds` what it all took."""
 
     task: str
     name: str
@@ -158,74 +191,212 @@ class Row:
     mib: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+    seconds: float = 0.0
 
-    def __str__(self) -> str:
+    def line(self, baseline: Mapping[str, float]) -> str:
+        """For the screen; `baseline` has the errors of eager code."""
         if self.failure:
             return f"  {self.name:42s} {self.failure}"
-        errors = "  ".join(f"{name} {value:.2e}" for name, value in self.errors.items())
-        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}  {self.mib:8.0f} MiB  {errors}"
+        errors = "".join(
+            f"  {name} {value:.2e}" + (f" ({value / baseline[name]:.2f} x eager)" if name in baseline else "")
+            for name, value in self.errors.items()
+        )
+        memory = "" if self.mib is None else f"  {self.mib:8.0f} MiB"
+        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}{memory}{errors}"
+
+
+def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
+    """The options that every benchmark takes; `peer_seconds` is the default of one."""
+    parse = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--only", default="", help=f"contenders whose name contains this; ours: {OURS} alone")
+    parse.add_argument("--task", default="", help="tasks whose name contains this")
+    parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    parse.add_argument("--no-errors", action="store_true", help="skip the comparison with float64")
+    parse.add_argument(
+        "--peer-seconds", type=float, default=peer_seconds, help="after which peers are passed over (%(default)s)"
+    )
+    return parse
 
 
 class Table:
-    """The rows of one benchmark, printed as they come and written as JSON at the end."""
+    """The rows of one benchmark, printed as they come and written as JSON task by task."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.only, self.out, self.with_errors = name, args.only, args.out, not args.no_errors
+    def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
+        """`whole`: at the default shapes; unless `args` filters, figures then take this run."""
+        self.family, self.args = family, args
+        self.whole = whole and not (args.only or args.task)
         self.environment = environment()
-        self.floors: dict[str, dict[str, float]] = {}
+        self.tasks: dict[str, dict[str, object]] = {}
         self.rows: list[Row] = []
+        self.peer_seconds = 0.0
+        kind = "" if DEVICE == "cuda" else "cpu-"
+        self.path = _new_file(args.out, f"{family}-{kind}{self.environment['date']}")
         print(json.dumps(self.environment, indent=1), flush=True)
-
-    def task(self, name: str, floor_ms: float, **parts: float) -> None:
-        """Start a task; the rows that follow are measured against `floor_ms`."""
-        self._task, self._floor = name, floor_ms
-        self.floors[name] = {"ms": floor_ms, **parts}
-        print(f"\n{name}: floor {floor_ms:.2f} ms", flush=True)
+        if DEVICE == "cpu":
+            print("no GPU: small shapes in float32, which say nothing about a GPU")
 
     def measure(
         self,
-        name: str,
-        loss: Callable[[], Tensor],
-        leaves: dict[str, Tensor],
-        expected: dict[str, Tensor] | None = None,
-        repeats: int = 9,
+        task: str,
+        floor_ms: float,
+        shape: Mapping[str, float | str],
+        contenders: Contenders,
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Tensor],
+        expected: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Time `loss().backward()`, and compare the gradients of `leaves` with `expected`."""
-        if self.only and self.only not in name:
+        """Time `loss(*inputs).backward()` of each contender, and compare the gradients of `leaves` with `expected()`.
+
+        Args:
+            task: what is computed and at which shape.
+            floor_ms: its matrix products alone.
+            shape: the same shape in numbers, for whoever draws.
+            contenders: in the order of running.
+            inputs: arguments of every contender's loss.
+            leaves: those of them that get a gradient.
+            expected: computes the gradients in float64; None where nobody asks for them.
+        """
+        wanted = {name: build for name, build in contenders.items() if self._wants(name)}
+        if not wanted or self.args.task not in task:
             return
-        row = Row(self._task, name)
+        self.tasks[task] = {"floor_ms": floor_ms, **shape}
+        print(f"\n{task}: floor {floor_ms:.2f} ms", flush=True)
+        gradients = None if expected is None or self.args.no_errors else expected()
+        baseline: dict[str, float] = {}
+        for name, build in wanted.items():
+            row = self._row(Row(task, name), build, floor_ms, inputs, leaves, gradients)
+            if name == BASELINE:
+                baseline = row.errors
+            self.rows.append(row)
+            print(row.line(baseline), flush=True)
+        self.save()
 
-        def run() -> None:
-            for leaf in leaves.values():
-                leaf.grad = None
-            loss().backward()
+    def _wants(self, name: str) -> bool:
+        return name.startswith(OURS) if self.args.only == "ours" else self.args.only in name
 
+    def _row(
+        self,
+        row: Row,
+        build: Callable[[], Loss],
+        floor_ms: float,
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor] | None,
+    ) -> Row:
+        is_peer = not row.name.startswith((OURS, BASELINE))
+        begin = time.perf_counter()
         try:
+            if is_peer and self.peer_seconds > self.args.peer_seconds:
+                raise Skipped(f"the peers' {self.args.peer_seconds:g} seconds are over")
+            loss = build()
+
+            def run() -> None:
+                for leaf in leaves.values():
+                    leaf.grad = None
+                loss(*inputs).backward()
+
             run()
             synchronize()
-            if expected is not None and self.with_errors:
+            if expected is not None:
                 row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
-            row.mib = round(peak_mib(run, list(leaves.values())), 1)
-            row.ms = round(median_ms(run, repeats), 3)
-            row.times_floor = round(row.ms / self._floor, 4)
+            row.mib = peak_mib(run, list(leaves.values()))
+            row.ms = round(step_ms(run), 3)
+            row.times_floor = round(row.ms / floor_ms, 4)
+        except Skipped as skipped:
+            row.failure = f"skipped: {skipped}"
         except Exception as failure:
-            row.failure = f"{type(failure).__name__}: {str(failure).splitlines()[0][:160] if str(failure) else ''}"
+            reason = str(failure).strip().split("\n")[0][:160]
+            row.failure = f"failed: {type(failure).__name__}: {reason}"
         for leaf in leaves.values():
             leaf.grad = None
-        gc.collect()
-        if DEVICE == "cuda":
+        self._clean_up(row)
+        row.seconds = round(time.perf_counter() - begin, 2)
+        if is_peer:
+            self.peer_seconds += row.seconds
+        return row
+
+    def _clean_up(self, row: Row) -> None:
+        """Memory, and what torch.compile learnt: it would take the next shape for a dynamic one."""
+        if DEVICE == "cpu":
+            return
+        try:
+            torch.compiler.reset()
+            gc.collect()
             torch.cuda.empty_cache()
-        self.rows.append(row)
-        print(row, flush=True)
+            synchronize()
+        except RuntimeError as lost:
+            self.rows.append(row)
+            self.save()
+            raise SystemExit(f"{row.name} at {row.task} took the device with it: {row.failure or lost}") from lost
+
+    def finish(self) -> Path:
+        """Say where the rows are.
+
+        Raises:
+            SystemExit: there are none.
+        """
+        if not self.rows:
+            raise SystemExit(f"nothing is called --task {self.args.task!r} --only {self.args.only!r}")
+        print(f"\nwrote {self.path}")
+        return self.path
 
     def save(self) -> None:
-        """Write `<out>/<name>-<device>.json`."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        device = str(self.environment["device"]).lower().replace(" ", "-")
-        path = self.out / f"{self.name}-{device}.json"
-        content = {"environment": self.environment, "floors": self.floors, "rows": [asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwrote {path}")
+        """Write all there is so far to `path`."""
+        content = {
+            "family": self.family,
+            "whole": self.whole,
+            "environment": self.environment,
+            "tasks": self.tasks,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _new_file(folder: Path, stem: str) -> Path:
+    """`<stem>.json`, or with a number behind it where a run has that name: none overwrites another's."""
+    path, n = folder / f"{stem}.json", 1
+    while path.exists():
+        n += 1
+        path = folder / f"{stem}-{n}.json"
+    return path
+
+
+def benchmark(
+    family: str,
+    description: str,
+    sizes: str,
+    on_gpu: Sequence[str],
+    on_cpu: Sequence[str],
+    measure: Callable[..., None],
+    peer_seconds: float,
+    arguments: Sequence[str] | None,
+) -> Path:
+    """The command line of a family: `measure(table, *sizes)` at each shape that is named, or at its default ones.
+
+    Args:
+        sizes: what the parts of a shape are, separated by colons.
+        on_gpu, on_cpu: the default shapes.
+        peer_seconds: what compiling and running the peers may take together unless the command line says otherwise.
+        arguments: None: those of the command line.
+    """
+    parse = parser(description, peer_seconds)
+    parse.add_argument("shapes", nargs="*", help=f"{sizes}; default: {' '.join(on_gpu)}")
+    args = parse.parse_args(arguments)
+    table = Table(family, args, whole=not args.shapes)
+    for shape in args.shapes or (on_gpu if DEVICE == "cuda" else on_cpu):
+        torch.manual_seed(0)
+        measure(table, *map(_parsed, shape.split(":")))
+    return table.finish()
+
+
+def _parsed(text: str) -> float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def error(value: Tensor | None, expected: Tensor) -> float:

@@ -1,77 +1,121 @@
-"""GRPO on an `lm_head`, forward and backward, beside the installed peers.
+"""GRPO on an `lm_head`, forward and backward, beside eager torch and the installed peers.
 
-python -m benchmarks.policy 8:2048:2048:151936        sequences:length:hidden:vocabulary
+    python -m benchmarks.policy 8:2048:2048:151936        sequences:length:hidden:vocabulary
+
+The mean entropy is computed with the loss, as trainers log it, and in a second task enters it as a bonus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Table, gemm_floor, parser
+from benchmarks.harness import (
+    DEVICE,
+    Contenders,
+    Loss,
+    Table,
+    benchmark,
+    compiled,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+)
+from benchmarks.oracle import token_gradients, token_statistics
+from benchmarks.peers import trl_token_stats
 from liger_chunked import LigerFusedLinearGRPOLoss
 
-# (input, weight, target, advantages, log-probabilities of the sampling policy) -> loss
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+SHAPES = ["8:2048:2048:151936"]
+SMALL = ["2:16:32:1024"]
 
 
-def contenders() -> Iterator[tuple[str, Loss]]:
-    grpo = LigerFusedLinearGRPOLoss()
-    yield "liger_chunked", lambda x, w, t, advantages, old: grpo(w, x, t, advantages, old_logps=old)[0]
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Liger
+def grpo(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
+    """PPO's clipped surrogate; all sequences have the same length. Of (B, T), (B, T), (B,)."""
+    ratio, advantages = (logps - old_logps).exp(), advantages[:, None]
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
-        liger = Liger(beta=0.0, use_ref_model=False)
 
-        def loss(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
-            return liger(x, w, t, torch.ones_like(old), advantages, old_per_token_logps=old)[0]
+@dataclass(frozen=True)
+class Task:
+    """GRPO with an entropy bonus, who computes it of (input, weight, target, advantages, the sampler's logps)."""
 
-        yield "liger-kernel", loss
-    except ImportError:
-        pass
-    try:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Chunked
-    except ImportError:
-        return
+    entropy_coef: float
 
-    def trl(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
-        flat = x.view(-1, x.shape[-1])
-        logps = Chunked.apply(flat, w, None, t.view(-1), 1.0, 32768, None, 1.0, ("log_probs", "entropy"))[0]
-        ratio = (logps.view(old.shape) - old).exp()
-        clipped = ratio.clamp(0.8, 1.2)
-        return -torch.min(ratio * advantages[:, None], clipped * advantages[:, None]).mean()
+    def formula(self, logps: Tensor, entropy: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+        loss = grpo(logps, old_logps, advantages)
+        return loss - self.entropy_coef * entropy.mean() if self.entropy_coef else loss
 
-    yield "trl", trl
+    def eager(self, x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+        log_p = (x @ w.t()).float().log_softmax(-1)
+        with torch.set_grad_enabled(self.entropy_coef != 0):
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return self.formula(log_p.gather(2, t[..., None])[..., 0], entropy, advantages, old_logps)
+
+    def ours(self) -> Loss:
+        loss = LigerFusedLinearGRPOLoss(entropy_coef=self.entropy_coef)
+        return lambda x, w, t, advantages, old_logps: loss(w, x, t, advantages, old_logps=old_logps)[0]
+
+    def trl(self) -> Loss:
+        token_stats = trl_token_stats("log_probs", "entropy")
+
+        def loss(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+            logps, entropy = token_stats(x.flatten(0, 1), w, t.flatten())
+            return self.formula(logps.view(t.shape), entropy.view(t.shape), advantages, old_logps)
+
+        return loss
+
+    def contenders(self) -> Contenders:
+        peers: Contenders = {"torch.compile": compiled(self.eager), "trl": self.trl}
+        if not self.entropy_coef:
+            peers = {**peers, "liger-kernel": liger}
+        return {"eager": lambda: self.eager, "liger_chunked": self.ours, **peers}
+
+
+def liger() -> Loss:
+    """It does not compute the entropy."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Liger
+
+    loss = Liger(beta=0.0, use_ref_model=False)
+
+    def run(x: Tensor, w: Tensor, t: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+        return loss(x, w, t, torch.ones_like(old_logps), advantages, old_per_token_logps=old_logps)[0]
+
+    return run
+
+
+TASKS = {"GRPO": Task(0.0), "GRPO, entropy bonus": Task(0.01)}
 
 
 def measure(table: Table, b: int, length: int, h: int, v: int) -> None:
-    """Every contender at one shape."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    table.task(f"GRPO {b}x{length}x{h}x{v}", gemm_floor(b * length, h, v, dtype).all)
-    torch.manual_seed(0)
-    x = torch.randn(b, length, h, device=DEVICE, dtype=dtype, requires_grad=True)
-    w = (torch.randn(v, h, device=DEVICE) / h**0.5).to(dtype).requires_grad_()
+    """With and without the bonus at one shape."""
+    floor = gemm_floor(b * length, h, v).all
+    x, w = hidden_states(b, length, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (b, length), device=DEVICE)
     advantages = torch.randn(b, device=DEVICE)
-    old = torch.randn(b, length, device=DEVICE) * 0.1 - 11.8
-    for name, loss in contenders():
-        table.measure(name, partial(loss, x, w, t, advantages, old), {"input": x, "weight": w})
+    # A policy not far from the sampler: clipped tokens have no gradient, and products of zeros are cheap.
+    logps = token_statistics(x.detach(), w.detach(), t)[0]
+    old_logps = logps.float() + 0.02 * torch.randn(b, length, device=DEVICE)
+    inputs = (x, w, t, advantages, old_logps)
+    for name, task in TASKS.items():
+        table.measure(
+            f"{name} {b}x{length}x{h}x{v}",
+            floor,
+            {"sequences": b, "length": length, "hidden": h, "vocabulary": v},
+            task.contenders(),
+            inputs,
+            {"input": x, "weight": w},
+            lambda task=task: token_gradients(
+                x, w, t, lambda logps, entropy: task.formula(logps, entropy, advantages, old_logps)
+            ),
+        )
 
 
-def main() -> None:
-    parse = parser(__doc__)
-    parse.add_argument("shapes", nargs="*", default=["8:2048:2048:151936"], help="sequences:length:hidden:vocabulary")
-    args = parse.parse_args()
-    table = Table("policy", args)
-    if DEVICE == "cpu":
-        print("no GPU: a small shape in float32, which says nothing about a GPU")
-        args.shapes = ["4:64:64:4096"]
-    for shape in args.shapes:
-        measure(table, *map(int, shape.split(":")))
-    table.save()
+def main(arguments: Sequence[str] | None = None) -> Path:
+    return benchmark("policy", __doc__, "sequences:length:hidden:vocabulary", SHAPES, SMALL, measure, 30, arguments)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,33 @@
-"""DPO on an `lm_head`, forward and backward with a reference, beside eager torch and the installed peers.
+"""Preference losses on an `lm_head`, forward and backward, beside eager torch and the installed peers.
 
-python -m benchmarks.preference 4:2048:4096:128256:0.5        pairs:length:hidden:vocabulary:share of prompt
+    python -m benchmarks.preference ORPO:4:2048:4096:128256:0.5      loss:pairs:length:hidden:vocabulary:prompt share
+
+DPO has a reference, given as hidden states and a head: its floor is four products, that of the others three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Table, gemm_floor, parser
+from benchmarks.harness import (
+    DEVICE,
+    Contenders,
+    Loss,
+    Table,
+    benchmark,
+    compiled,
+    gemm_floor,
+    head_weight,
+    hidden_states,
+)
+from benchmarks.oracle import IGNORE_INDEX, token_gradients, token_statistics
+from benchmarks.peers import trl_token_stats
 from liger_chunked import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
@@ -21,151 +36,192 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 
+SHAPES = ["all:4:2048:4096:128256:0.5", "DPO:1:16384:2048:151936:0", "DPO:2:512:1024:32000:0"]
+SMALL = ["all:1:32:32:1024:0.5"]
 BETA = 0.1
-# (input, weight, target, reference's input, reference's weight) -> loss
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def dpo(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """DPO on one log-probability a sequence, chosen then rejected."""
+def dpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
+    """Of the log-probabilities of sequences (2 n,), chosen then rejected, as the formulas below."""
+    assert ref_logps is not None
     chosen, rejected = (logps - ref_logps).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def eager(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
-    def logps(x: Tensor, w: Tensor) -> Tensor:
-        tokens = (x @ w.t()).float().log_softmax(-1).gather(2, t.clamp(min=0)[..., None])[..., 0]
-        return (tokens * (t != -100)).sum(-1)
-
-    with torch.no_grad():
-        reference = logps(ref_x, ref_w)
-    return dpo(logps(x, w), reference)
+def nll(logps: Tensor, lengths: Tensor) -> Tensor:
+    """Of the chosen sequences' tokens, a mean."""
+    return -logps.chunk(2)[0].sum() / lengths.chunk(2)[0].sum()
 
 
-def contenders() -> Iterator[tuple[str, Loss]]:
-    yield (
-        "liger_chunked",
-        lambda x, w, t, ref_x, ref_w: LigerFusedLinearDPOLoss(beta=BETA)(w, x, t, None, ref_x, ref_w)[0],
-    )
-    small = LigerFusedLinearDPOLoss(beta=BETA, logits_budget=256 << 20)
-    yield "liger_chunked, 256 MiB", lambda x, w, t, ref_x, ref_w: small(w, x, t, None, ref_x, ref_w)[0]
-    yield "eager", eager
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss as Liger
+def orpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
+    means = logps / lengths
+    chosen, rejected = (means - torch.log1p(-means.exp())).chunk(2)
+    return nll(logps, lengths) - BETA * F.logsigmoid(chosen - rejected).mean()
 
-        yield "liger-kernel", lambda x, w, t, ref_x, ref_w: Liger(beta=BETA)(w, x, t, None, ref_x, ref_w)[0]
-    except ImportError:
-        pass
-    try:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Chunked
-    except ImportError:
-        return
 
-    def trl(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
-        mask = t != -100
+def cpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
+    chosen, rejected = logps.chunk(2)
+    return nll(logps, lengths) - F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def simpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
+    chosen, rejected = (logps / lengths).chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected) - 0.5).mean()
+
+
+def kto(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
+    """The first half of the batch desirable, without a reference, a KL of zero."""
+    desirable, undesirable = (BETA * logps / lengths).chunk(2)
+    return torch.cat([torch.sigmoid(-desirable), torch.sigmoid(undesirable)]).mean()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss as plain torch, and who computes it fused; `ours` and `liger` take (input, weight, target, reference's
+    input, reference's weight)."""
+
+    formula: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    ours: Callable[[], Loss]
+    liger: Callable[[], Loss]
+    with_reference: bool = False
+
+    def eager(self, x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
+        mask = t != IGNORE_INDEX
 
         def logps(x: Tensor, w: Tensor) -> Tensor:
-            values = Chunked.apply(x[mask], w, None, t[mask], 1.0, 32768, None, 1.0, ("log_probs",))[0]
-            return values.new_zeros(mask.shape).masked_scatter(mask, values).sum(-1)
+            tokens = (x @ w.t()).float().log_softmax(-1).gather(2, t.clamp(min=0)[..., None])[..., 0]
+            return (tokens * mask).sum(-1)
 
-        with torch.no_grad():
-            reference = logps(ref_x, ref_w)
-        return dpo(logps(x, w), reference)
+        reference = None
+        if self.with_reference:
+            with torch.no_grad():
+                reference = logps(ref_x, ref_w)
+        return self.formula(logps(x, w), mask.sum(-1), reference)
 
-    yield "trl", trl
+    def trl(self) -> Loss:
+        token_stats = trl_token_stats("log_probs")
+
+        def loss(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
+            mask = t != IGNORE_INDEX
+
+            def logps(x: Tensor, w: Tensor) -> Tensor:
+                values = token_stats(x[mask], w, t[mask])[0]
+                return values.new_zeros(mask.shape).masked_scatter(mask, values).sum(-1)
+
+            reference = None
+            if self.with_reference:
+                with torch.no_grad():
+                    reference = logps(ref_x, ref_w)
+            return self.formula(logps(x, w), mask.sum(-1), reference)
+
+        return loss
+
+    def expected(self, x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> dict[str, Tensor]:
+        """The gradients in float64."""
+        lengths = (t != IGNORE_INDEX).sum(-1)
+        reference = token_statistics(ref_x, ref_w, t)[0].sum(-1) if self.with_reference else None
+        return token_gradients(x, w, t, lambda logps, entropy: self.formula(logps.sum(-1), lengths, reference))
+
+    def contenders(self) -> Contenders:
+        return {
+            "eager": lambda: self.eager,
+            "liger_chunked": self.ours,
+            "torch.compile": compiled(self.eager),
+            "liger-kernel": self.liger,
+            "trl": self.trl,
+        }
 
 
-def reference_free() -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """Of (input, weight, target)."""
-    yield "liger_chunked ORPO", lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t)[0]
-    yield "liger_chunked CPO", lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t)[0]
-    yield "liger_chunked SimPO", lambda x, w, t: LigerFusedLinearSimPOLoss()(w, x, t)[0]
+def our_dpo() -> Loss:
+    loss = LigerFusedLinearDPOLoss(beta=BETA)
+    return lambda x, w, t, ref_x, ref_w: loss(w, x, t, None, ref_x, ref_w)[0]
 
-    def desirable(x: Tensor) -> Tensor:
-        return torch.arange(x.shape[0], device=x.device) < x.shape[0] // 2
 
+def liger_dpo() -> Loss:
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss as Liger
+
+    loss = Liger(beta=BETA)
+    return lambda x, w, t, ref_x, ref_w: loss(w, x, t, None, ref_x, ref_w)[0]
+
+
+def our_reference_free(kind: type[torch.nn.Module]) -> Callable[[], Loss]:
+    def build() -> Loss:
+        loss = kind(beta=BETA)
+        return lambda x, w, t, ref_x, ref_w: loss(w, x, t)[0]
+
+    return build
+
+
+def liger_reference_free(name: str, **settings: bool) -> Callable[[], Loss]:
+    def build() -> Loss:
+        from liger_kernel import chunked_loss
+
+        loss = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(beta=BETA, **settings)
+        return lambda x, w, t, ref_x, ref_w: loss(w, x, t)[0]
+
+    return build
+
+
+def first_half(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) < x.shape[0] // 2
+
+
+def our_kto() -> Loss:
     # Without a reference, sums over tokens saturate the sigmoid, and products of zeros are cheaper than products.
-    kto = LigerFusedLinearKTOLoss(average_log_prob=True)
-    yield "liger_chunked KTO", lambda x, w, t: kto(w, x, t, desirable(x), kl=0.0)[0]
-    try:
-        from liger_kernel import chunked_loss as liger
-    except ImportError:
-        return
-    for name in ("ORPO", "CPO", "SimPO"):
-        loss = getattr(liger, f"LigerFusedLinear{name}Loss")()
-        yield f"liger-kernel {name}", lambda x, w, t, loss=loss: loss(w, x, t)[0]
-    liger_kto = liger.LigerFusedLinearKTOLoss(average_log_prob=True)
-    yield (
-        "liger-kernel KTO",
-        lambda x, w, t: liger_kto(x, w, t, preference_labels=desirable(x), kl=torch.zeros(1, device=x.device))[0],
-    )
+    loss = LigerFusedLinearKTOLoss(beta=BETA, average_log_prob=True)
+    return lambda x, w, t, ref_x, ref_w: loss(w, x, t, first_half(x), kl=0.0)[0]
 
 
-def float64_gradients(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> dict[str, Tensor]:
-    """The gradients of `eager` in float64, one sequence of logits at a time."""
-    n = x.shape[0] // 2
-    x64, w64 = x.detach().double(), w.detach().double()
+def liger_kto() -> Loss:
+    from liger_kernel.chunked_loss import LigerFusedLinearKTOLoss as Liger
 
-    def log_softmax(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w.t()).log_softmax(-1)
+    loss = Liger(beta=BETA, average_log_prob=True)
 
-    def logps(x: Tensor, w: Tensor) -> Tensor:
-        values = []
-        for sequence, y in zip(x, t, strict=True):
-            mask = y != -100
-            values.append(log_softmax(sequence[mask].double(), w).gather(1, y[mask, None]).sum())
-        return torch.stack(values)
+    def run(x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> Tensor:
+        return loss(x, w, t, preference_labels=first_half(x), kl=torch.zeros(1, device=x.device))[0]
 
-    margin = (logps(x64, w64) - logps(ref_x, ref_w.double())).view(2, n)
-    upstream = -BETA * torch.sigmoid(-BETA * (margin[0] - margin[1])) / n
-    dx, dw = torch.zeros_like(x64), torch.zeros_like(w64)
-    for i, g in enumerate(torch.cat([upstream, -upstream])):
-        mask = t[i] != -100
-        dz = -log_softmax(x64[i, mask], w64).exp()
-        dz[torch.arange(len(dz)), t[i, mask]] += 1
-        dz *= g
-        dx[i, mask] = dz @ w64
-        dw.addmm_(dz.t(), x64[i, mask])
-    return {"input": dx, "weight": dw}
+    return run
 
 
-def measure(table: Table, pairs: int, length: int, h: int, v: int, prompt: float) -> None:
-    """Every contender at one shape."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TASKS = {
+    "DPO": Task(dpo, our_dpo, liger_dpo, with_reference=True),
+    "ORPO": Task(orpo, our_reference_free(LigerFusedLinearORPOLoss), liger_reference_free("ORPO")),
+    "CPO": Task(cpo, our_reference_free(LigerFusedLinearCPOLoss), liger_reference_free("CPO")),
+    "SimPO": Task(
+        simpo,
+        our_reference_free(LigerFusedLinearSimPOLoss),
+        liger_reference_free("SimPO", compute_nll_loss=False),
+    ),
+    "KTO": Task(kto, our_kto, liger_kto),
+}
+
+
+def measure(table: Table, loss: str, pairs: int, length: int, h: int, v: int, prompt: float) -> None:
+    """One loss, or all of them, at one shape."""
     n_prompt = int(length * prompt)
-    floor = gemm_floor(2 * pairs * length, h, v, dtype)
-    share = 1 - n_prompt / length
-    table.task(f"DPO with reference {pairs}x{length}x{h}x{v}, prompt {prompt}", (floor.all + floor.logits) * share)
-    torch.manual_seed(0)
-    x = torch.randn(2 * pairs, length, h, device=DEVICE, dtype=dtype, requires_grad=True)
-    ref_x = torch.randn(2 * pairs, length, h, device=DEVICE, dtype=dtype)
-    w = (torch.randn(v, h, device=DEVICE) / h**0.5).to(dtype).requires_grad_()
-    ref_w = w.detach().clone()
+    floor = gemm_floor(2 * pairs * (length - n_prompt), h, v)
+    x, w = hidden_states(2 * pairs, length, h).requires_grad_(), head_weight(v, h).requires_grad_()
+    # A policy not far from its reference: margins of far ones saturate the loss.
+    ref_x, ref_w = x.detach() + 0.1 * hidden_states(*x.shape), w.detach().clone()
     t = torch.randint(v, (2 * pairs, length), device=DEVICE)
-    t[:, :n_prompt] = -100
+    t[:, :n_prompt] = IGNORE_INDEX
     inputs = (x, w, t, ref_x, ref_w)
-    expected = float64_gradients(*inputs) if table.with_errors else None
-    for name, loss in contenders():
-        table.measure(name, partial(loss, *inputs), {"input": x, "weight": w}, expected)
-    del expected, ref_x, ref_w, inputs
-    table.task(f"no reference {pairs}x{length}x{h}x{v}, prompt {prompt}", floor.all * share)
-    for name, loss in reference_free():
-        table.measure(name, partial(loss, x, w, t), {"input": x, "weight": w})
+    for name in TASKS if loss == "all" else [loss]:
+        task = TASKS[name]
+        table.measure(
+            f"{name} {pairs}x2x{length}x{h}x{v}" + (f", prompt {prompt:g}" if prompt else ""),
+            floor.all + (floor.logits if task.with_reference else 0),
+            {"pairs": pairs, "length": length, "hidden": h, "vocabulary": v, "prompt": prompt},
+            task.contenders(),
+            inputs,
+            {"input": x, "weight": w},
+            lambda task=task: task.expected(*inputs),
+        )
 
 
-def main() -> None:
-    parse = parser(__doc__)
-    default = ["4:2048:4096:128256:0.5"]
-    parse.add_argument("shapes", nargs="*", default=default, help="pairs:length:hidden:vocabulary:share of prompt")
-    args = parse.parse_args()
-    table = Table("preference", args)
-    if DEVICE == "cpu":
-        print("no GPU: a small shape in float32, which says nothing about a GPU")
-        args.shapes = ["2:128:128:8192:0.5"]
-    for shape in args.shapes:
-        *sizes, prompt = shape.split(":")
-        measure(table, *map(int, sizes), prompt=float(prompt))
-    table.save()
+def main(arguments: Sequence[str] | None = None) -> Path:
+    sizes = "loss or all:pairs:length:hidden:vocabulary:prompt share"
+    return benchmark("preference", __doc__, sizes, SHAPES, SMALL, measure, 80, arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,347 @@
+"""The figures of docs/, and the table, from the kept runs.
+
+python -m benchmarks.figures                                draws docs/*.svg
+python -m benchmarks.figures --table docs/benchmarks.md     and writes what is between that page's markers
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks.harness import OURS, RESULTS
+from benchmarks.report import FAMILIES, Run, markdown, name_and_shape, newest
+
+DOCS = Path(__file__).parent.parent / "docs"
+FLOOR, SCALING = "benchmarks-floor.svg", "benchmarks-scaling.svg"
+ALTERNATIVES = {
+    FLOOR: "Time of every task over the time of its matrix products",
+    SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
+}
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+WIDTH = 8.6  # inches, at 100 pixels each a little more than a README's column
+INK, SECOND, FAINT, GRID = "#24292f", "#57606a", "#8b949e", "#e6e8eb"
+TITLE: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "va": "top"}
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # of one width
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": FAINT,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "liger_chunked",  # the same data make the same file
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a contender is shown: Okabe and Ito's colours for the colour-blind, darkened for text, and a shape."""
+
+    label: str
+    colour: str
+    marker: str
+    filled: bool = True
+
+
+LOOKS = {
+    "liger_chunked": Look("liger_chunked", "#0072B2", "o"),
+    "liger_chunked, 2048-token chunks": Look("2048-token chunks", "#0072B2", "o", filled=False),
+    "liger_chunked.linear_token_stats, 256 MiB": Look("token stats", "#0072B2", "o", filled=False),
+    "eager": Look("eager", "#555555", "s"),
+    "torch.compile": Look("compile", "#B87D00", "D"),
+    "liger-kernel": Look("Liger", "#D55E00", "^"),
+    "liger-kernel, C=16, fp32 accumulation": Look("Liger, 16 chunks", "#D55E00", "^", filled=False),
+    "liger-kernel, Triton": Look("Liger, Triton", "#D55E00", "^", filled=False),
+    "trl": Look("TRL", "#009E73", "v"),
+    "cut-cross-entropy, exact": Look("CCE", "#AA4488", "P"),
+    "quack": Look("QuACK", "#3B94C7", "X"),
+}
+
+
+def number(value: float, _: object = None) -> str:
+    return f"{value:g}"
+
+
+def kibi(value: float, _: object = None) -> str:
+    """
+    >>> kibi(65536), kibi(512)
+    ('64k', '512')
+    """
+    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
+
+
+def kilo(value: float, _: object = None) -> str:
+    """
+    >>> kilo(151936)
+    '152k'
+    """
+    return f"{value / 1000:.0f}k"
+
+
+# ---- time over the floor, every task
+
+_LEFT, _RIGHT = 2.45, 0.45  # inches beside a panel
+_MOST = 6.0  # times the floor; beyond it a dot stands at the edge, with its number
+_LABEL, _LEVEL = 7.5, 10.0  # points: size of a label, height of a level of them
+
+
+def levels(starts: Sequence[float], widths: Sequence[float], gap: float = 4) -> list[int]:
+    """How high each label stands above its dot, so that neither labels nor the lines up to them cross.
+
+    A label begins at its dot and reaches to the right: it goes above those of all dots that it covers.
+
+    Args:
+        starts: where the dots are, ascending.
+        widths: of their labels.
+
+    >>> levels([0, 5, 30], [20, 10, 10])
+    [1, 0, 0]
+    """
+    heights: list[int] = []
+    for i in reversed(range(len(starts))):
+        covered = [h for start, h in zip(starts[i + 1 :], heights, strict=True) if start < starts[i] + widths[i] + gap]
+        heights.insert(0, 1 + max(covered, default=-1))
+    return heights
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One task: its rows, fastest first, and at which level each is named; None: a lane above has named it."""
+
+    task: str
+    rows: list[dict[str, Any]]
+    levels: list[int | None]
+
+    @property
+    def height(self) -> float:
+        """In points."""
+        named = [level for level in self.levels if level is not None]
+        return 28.0 if not named else 24.0 + _LEVEL * (1 + max(named))
+
+
+def _label(row: dict[str, Any]) -> str:
+    beyond = f" {row['times_floor']:.1f}" if row["times_floor"] > _MOST else ""
+    return LOOKS[row["name"]].label + beyond
+
+
+def lanes(run: Run) -> list[Lane]:
+    """A contender is named where it first appears, and wherever it stands at the edge."""
+    points = 72 * (WIDTH - _LEFT - _RIGHT) / math.log(_MOST / 0.97)  # of an e-fold
+    named: set[str] = set()
+    found = []
+    for task in run.tasks:
+        rows = [row for name, row in run.measured(task).items() if name in LOOKS]
+        rows.sort(key=lambda row: row["times_floor"])
+        to_name = [row for row in rows if row["name"] not in named or row["times_floor"] > _MOST]
+        named.update(row["name"] for row in to_name)
+        starts = [points * math.log(min(row["times_floor"], _MOST)) for row in to_name]
+        widths = [0.0 if row["times_floor"] > _MOST else 0.66 * _LABEL * len(_label(row)) for row in to_name]
+        at = dict(zip((row["name"] for row in to_name), levels(starts, widths), strict=True))
+        found.append(Lane(task, rows, [at.get(row["name"]) for row in rows]))
+    return found
+
+
+def draw_floor(runs: dict[str, Run]) -> Figure:
+    """A panel a family, a lane a task, a dot a contender, at its time over that of the matrix products."""
+    panels = {family: lanes(run) for family, run in runs.items()}
+    totals = [sum(lane.height for lane in panel) for panel in panels.values()]
+    between, top, bottom = 36.0, 66.0, 36.0  # points
+    height = sum(totals) + between * (len(totals) - 1) + top + bottom
+    figure = Figure(figsize=(WIDTH, height / 72))
+    at = height - top
+    for (family, panel), total in zip(panels.items(), totals, strict=True):
+        share = 1 - (_LEFT + _RIGHT) / WIDTH
+        axes = figure.add_axes((_LEFT / WIDTH, (at - total) / height, share, total / height))
+        figure.text(0.012, (at + 6) / height, FAMILIES[family], fontsize=10, fontweight="bold")
+        at -= total + between
+        axes.set(xscale="log", xlim=(0.97, _MOST), ylim=(0, total), yticks=[])
+        axes.set_xticks([1, 1.1, 1.2, 1.5, 2, 3, 4, 5])
+        axes.xaxis.set_major_formatter(FuncFormatter(number))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.grid(axis="x", color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.axvline(1, color=INK, linewidth=1)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        y = total
+        for lane in panel:
+            y -= lane.height
+            _draw_lane(axes, lane, y + 10)
+    axes.set_xlabel("time / time of the matrix products alone (1 is the floor; logarithmic)")
+    figure.text(0.012, 1 - 10 / height, "Forward and backward, over the matrix products", **TITLE)
+    figure.text(0.012, 1 - 27 / height, next(iter(runs.values())).title, color=SECOND, va="top")
+    return figure
+
+
+def _draw_lane(axes: Axes, lane: Lane, base: float) -> None:
+    """A line, the dots on it, their labels above, name and shape at the left."""
+    axes.axhline(base, color="#d0d7de", linewidth=0.8, zorder=1)
+    name, shape = name_and_shape(lane.task)
+    shape, _, prompt = shape.partition(", prompt ")
+    note = f"{shape}, {float(prompt):.0%} prompt" if prompt else shape
+    for text, down, size, colour in ((name, 3, 8.5, INK), (note, -7, 7, SECOND)):
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(text, (0, base), (-8, down), ha="right", fontsize=size, color=colour, **place)
+    # The slowest first, so that ours is on top.
+    for row, level in reversed(list(zip(lane.rows, lane.levels, strict=True))):
+        look, ours = LOOKS[row["name"]], row["name"] == OURS
+        x = min(row["times_floor"], _MOST)
+        face = look.colour if look.filled else "white"
+        mark = "|" if x == _MOST else look.marker
+        order = 5 if ours else 4
+        axes.plot(x, base, mark, color=look.colour, mfc=face, ms=6, zorder=order, clip_on=False)
+        if level is None:
+            continue
+        y = base + 7 + level * _LEVEL
+        weight = "bold" if ours else "normal"
+        side: dict[str, Any] = {"fontsize": _LABEL, "color": look.colour, "weight": weight}
+        if x == _MOST:
+            axes.annotate(_label(row) + " →", (x, base + 6), ha="right", annotation_clip=False, **side)
+        else:
+            axes.plot([x, x], [base, y + 5], color=look.colour, linewidth=0.6, zorder=2)
+            axes.annotate(_label(row), (x, y), (2, 0), textcoords="offset points", **side)
+
+
+# ---- time and memory, against tokens and vocabulary
+
+
+def draw_scaling(run: Run) -> Figure:
+    """Time per thousand tokens, and memory, of the cross entropy in four panels."""
+    figure = Figure(figsize=(WIDTH, 6.4))
+    grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
+    for column, sweep in enumerate(("tokens", "vocabulary")):
+        tasks = sorted((shape[sweep], task) for task, shape in run.tasks.items() if shape["sweep"] == sweep)
+        time, memory = (figure.add_subplot(grid[row, column]) for row in range(2))
+        per_thousand = [(value, _per_thousand(run, task, run.tasks[task]["floor_ms"])) for value, task in tasks]
+        time.plot(*zip(*per_thousand, strict=True), color=FAINT, linewidth=1, linestyle=(0, (4, 2)))
+        ends = [(*per_thousand[-1], "matrix products", FAINT)]
+        ends += _draw_lines(time, [(v, n, _per_thousand(run, t, row["ms"])) for v, t, n, row in _rows(run, tasks)])
+        time.set(ylim=(0, None), title="Time per thousand tokens, ms")
+        measured = [(v, n, row["mib"] / 1024) for v, _, n, row in _rows(run, tasks) if row["mib"] is not None]
+        peaks = _draw_lines(memory, measured)
+        memory.set_title("Peak above the inputs, GiB")
+        if peaks:
+            memory.set_yscale("log", base=2)
+        memory.yaxis.set_major_formatter(FuncFormatter(number))
+        for axes, labels in ((time, ends), (memory, peaks)):
+            axes.set(xscale="log" if sweep == "tokens" else "linear", xlabel=sweep)
+            axes.set_xticks([value for value, _ in tasks])
+            axes.xaxis.set_major_formatter(FuncFormatter(kibi if sweep == "tokens" else kilo))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color=GRID, linewidth=0.7)
+            axes.set_axisbelow(True)
+            _label_ends(figure, axes, labels)
+        other = "vocabulary" if sweep == "tokens" else "tokens"
+        shape = run.tasks[tasks[0][1]]
+        fixed = f"hidden {shape['hidden']}, {other} {shape[other]}"
+        time.annotate(fixed, (0, 1), (0, 22), color=SECOND, xycoords="axes fraction", textcoords="offset points")
+    figure.text(0.012, 0.985, "Cross entropy, forward and backward, against tokens and vocabulary", **TITLE)
+    figure.text(0.012, 0.95, run.title, color=SECOND, va="top")
+    return figure
+
+
+def _per_thousand(run: Run, task: str, ms: float) -> float:
+    return ms / run.tasks[task]["tokens"] * 1000
+
+
+def _rows(run: Run, tasks: Sequence[tuple[int, str]]) -> list[tuple[int, str, str, dict[str, Any]]]:
+    """Value, task, contender and row of all that was measured."""
+    return [(value, task, name, row) for value, task in tasks for name, row in run.measured(task).items()]
+
+
+def _draw_lines(axes: Axes, points: Sequence[tuple[int, str, float]]) -> list[tuple[float, float, str, str]]:
+    """A line a contender through (x, contender, y), ours on top; returns where each ends, its label and colour."""
+    ends = []
+    for name in dict.fromkeys(name for _, name, _ in points):
+        x, y = zip(*((x, y) for x, of, y in points if of == name), strict=True)
+        look, ours = LOOKS[name], name == OURS
+        axes.plot(x, y, color=look.colour, marker=look.marker, ms=4, lw=2.2 if ours else 1.3, zorder=4 if ours else 3)
+        ends.append((x[-1], y[-1], look.label, look.colour))
+    return ends
+
+
+def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name each line right of the panel, at the height of its end, labels pushed apart to 10 points."""
+    points = [axes.transData.transform((x, y)) * 72 / figure.dpi for x, y, *_ in ends]
+    edge = axes.transAxes.transform((1, 0))[0] * 72 / figure.dpi
+    y = float("-inf")
+    for (_, at), (x, value, label, colour) in sorted(zip(points, ends, strict=True), key=lambda pair: pair[0][1]):
+        y = max(at, y + 10)
+        x_point = axes.transData.transform((x, value))[0] * 72 / figure.dpi
+        offset = (edge - x_point + 8, y - at)
+        axes.annotate(
+            label,
+            (x, value),
+            offset,
+            textcoords="offset points",
+            fontsize=7.5,
+            color=colour,
+            va="center",
+            weight="bold" if label == "liger_chunked" else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
+        )
+
+
+# ---- the page
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what is between the markers of a page.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    page = path.read_text()
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}")
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+
+
+def drawn_as_markdown(paths: Sequence[Path], page_folder: Path) -> list[str]:
+    return [f"![{ALTERNATIVES[path.name]}]({os.path.relpath(path, page_folder)})" for path in paths]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
+    parse.add_argument("--out", type=Path, default=DOCS, help="folder for the figures")
+    parse.add_argument("--table", type=Path, help="page to write table and figures into, between its markers")
+    args = parse.parse_args(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
+    sweep = newest(args.results, "sweep")
+    figures = {}
+    with matplotlib.rc_context(STYLE):
+        if runs:
+            figures[FLOOR] = draw_floor(runs)
+        if sweep:
+            figures[SCALING] = draw_scaling(sweep)
+        for name, figure in figures.items():
+            figure.savefig(args.out / name, facecolor="white", metadata={"Date": None})
+            print(f"drew {args.out / name}")
+    drawn = [args.out / name for name in figures]
+    if args.table:
+        write_between(args.table, "\n\n".join([*drawn_as_markdown(drawn, args.table.parent), markdown(runs)]))
+        print(f"wrote {args.table}")
+    return drawn
+
+
+if __name__ == "__main__":
+    main()

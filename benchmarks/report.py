@@ -1,0 +1,144 @@
+"""The kept runs, as the figures and the table read them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import BASELINE, OURS
+
+FAMILIES = {
+    "cross_entropy": "Cross entropy",
+    "preference": "Preference",
+    "distillation": "Distillation",
+    "policy": "Policy",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file; `cells` has the rows by task and contender."""
+
+    environment: dict[str, Any]
+    tasks: dict[str, dict[str, Any]]
+    cells: dict[str, dict[str, dict[str, Any]]]
+
+    @property
+    def title(self) -> str:
+        """The hardware, the versions that matter most, and the day."""
+        env = self.environment
+        versions = ", ".join(
+            f"{name} {env['versions'][name]}" for name in ("torch", "triton") if name in env["versions"]
+        )
+        return f"{env['device']}, {env['dtype']}, {versions}, {env['date']}"
+
+    @property
+    def commit(self) -> str:
+        """Its first digits, and whether the tree was clean."""
+        digits, *dirty = self.environment["commit"].split("-")
+        return "-".join([digits[:12] or "unknown", *dirty])
+
+    def measured(self, task: str) -> dict[str, dict[str, Any]]:
+        """The rows of a task that are not failures."""
+        return {name: row for name, row in self.cells[task].items() if row["failure"] is None}
+
+
+def load(path: Path) -> Run:
+    content = json.loads(path.read_text())
+    cells: dict[str, dict[str, dict[str, Any]]] = {task: {} for task in content["tasks"]}
+    for row in content["rows"]:
+        cells[row["task"]][row["name"]] = row
+    return Run(content["environment"], content["tasks"], cells)
+
+
+def newest(folder: Path, family: str) -> Run | None:
+    """The last whole run of a family, one on a GPU if there is any."""
+
+    def age(path: Path) -> tuple[bool, str, int, str]:
+        content = json.loads(path.read_text())["environment"]
+        return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
+
+    files = [path for path in folder.glob(f"{family}-*.json") if json.loads(path.read_text())["whole"]]
+    return load(max(files, key=age)) if files else None
+
+
+def over_eager(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> float | None:
+    """The error of the worse gradient over eager code's, or over that of compiled eager code where it does not fit."""
+    eager = next(
+        (rows[name]["errors"] for name in (BASELINE, "torch.compile") if rows.get(name, {}).get("errors")), None
+    )
+    if not eager or not row["errors"]:
+        return None
+    return max(value / eager[name] for name, value in row["errors"].items())
+
+
+def name_and_shape(task: str) -> tuple[str, str]:
+    """
+    >>> name_and_shape("JSD 64x(32, 48)x1024")
+    ('JSD', '64 × (32, 48) × 1024')
+    """
+    name, shape = re.split(r" (?=\d+x)", task, maxsplit=1)
+    return name, re.sub(r"(?<=[\d)])x(?=[\d(])", " × ", shape)
+
+
+_COLUMNS = {
+    OURS: "liger_chunked",
+    "eager": "eager",
+    "torch.compile": "torch.compile",
+    "liger-kernel": "Liger-Kernel",
+    "liger-kernel, C=16, fp32 accumulation": "Liger-Kernel, 16 chunks",
+    "trl": "TRL",
+    "cut-cross-entropy, exact": "CCE, exact",
+    "quack": "QuACK",
+}
+
+
+def markdown(runs: dict[str, Run]) -> str:
+    """A row a task and one more for each further setting of ours, a column a contender."""
+    lines = [
+        "| task | " + " | ".join(_COLUMNS.values()) + " | error |",
+        "|---|" + "---|" * (len(_COLUMNS) + 1),
+    ]
+    for run in runs.values():
+        for task, rows in run.cells.items():
+            cells = [_cell(rows.get(column)) for column in _COLUMNS]
+            cells.append(_error(rows.get(OURS), rows))
+            lines.append(f"| {', '.join(name_and_shape(task))} | {' | '.join(cells)} |")
+            for variant, row in rows.items():
+                if variant.startswith(OURS) and variant != OURS:
+                    setting = variant.removeprefix(OURS).lstrip("., ")
+                    lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(_COLUMNS) - 1)} {_error(row, rows)} |")
+    where = [f"- {FAMILIES[f]}: {run.title}, commit {run.commit}" for f, run in runs.items()]
+    return "\n".join([*lines, "", *where, *_absent(runs)])
+
+
+def _absent(runs: dict[str, Run]) -> list[str]:
+    """Who was not measured where, and why."""
+    tasks: dict[tuple[str, str], list[str]] = {}
+    for run in runs.values():
+        for task, rows in run.cells.items():
+            for name, row in rows.items():
+                if row["failure"]:
+                    tasks.setdefault((name, row["failure"]), []).append(task)
+    everywhere = {name: sum(name in rows for run in runs.values() for rows in run.cells.values()) for name, _ in tasks}
+    notes = []
+    for (name, failure), where in tasks.items():
+        some = "" if len(where) == everywhere[name] else f" ({'; '.join(', '.join(name_and_shape(t)) for t in where)})"
+        notes.append(f"- {name} {failure}{some}")
+    return ["", "Not measured:", "", *notes] if notes else []
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["failure"]:
+        return "–"
+    return f"{row['times_floor']:.2f}" + ("" if row["mib"] is None else f" · {row['mib']:.0f}")
+
+
+def _error(row: dict[str, Any] | None, rows: dict[str, dict[str, Any]]) -> str:
+    ratio = None if row is None or row["failure"] else over_eager(row, rows)
+    return "" if ratio is None else f"{ratio:.2f}"

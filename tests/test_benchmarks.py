@@ -1,0 +1,173 @@
+"""The benchmarks at their small shapes: they run, measure what they say, and what they write can be drawn."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, sweep
+
+FAMILIES = {
+    "cross_entropy": cross_entropy,
+    "preference": preference,
+    "distillation": distillation,
+    "policy": policy,
+    "sweep": sweep,
+}
+# Compiling takes seconds, and what a peer does here says nothing about us.
+pytestmark = [pytest.mark.ordinary_memory, pytest.mark.skipif(harness.DEVICE != "cpu", reason="measured by make bench")]
+
+
+def run(family: str, out: Path, *arguments: str) -> dict:
+    return json.loads(FAMILIES[family].main(["--out", str(out), *arguments]).read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of every family; peers pass their turn."""
+    folder = tmp_path_factory.mktemp("results")
+    for family in FAMILIES:
+        run(family, folder, "--peer-seconds=-1")
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows(results: Path, family: str) -> None:
+    (path,) = results.glob(f"{family}-cpu-*.json")
+    content = json.loads(path.read_text())
+    assert content["family"] == family
+    assert content["whole"]
+    assert {"device", "dtype", "versions", "commit", "date"} <= content["environment"].keys()
+    assert {row["task"] for row in content["rows"]} == content["tasks"].keys()
+    for row in content["rows"]:
+        if not row["name"].startswith((harness.OURS, harness.BASELINE)):
+            assert row["failure"].startswith("skipped: the peers'"), row
+            continue
+        assert row["failure"] is None, row
+        assert row["ms"] > 0
+        assert row["times_floor"] == pytest.approx(row["ms"] / content["tasks"][row["task"]]["floor_ms"], rel=0.02)
+        if family != "sweep":
+            # The float64 gradients are of the loss that both ours and eager code compute.
+            assert row["errors"].keys() == {"input", "weight"}
+            assert max(row["errors"].values()) < 1e-4, row
+
+
+def test_token_oracle() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(9, 5, dtype=torch.float64)
+    w.requires_grad_()
+    t = torch.randint(9, (2, 4))
+    t[0, :2] = oracle.IGNORE_INDEX
+    mask = t != oracle.IGNORE_INDEX
+
+    def objective(logps: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return (logps.exp() * entropy).sum() + entropy.square().sum()
+
+    log_p = (x @ w.t()).log_softmax(-1)
+    logps = log_p.gather(2, t.clamp(min=0)[..., None])[..., 0] * mask
+    objective(logps, -(log_p.exp() * log_p).sum(-1) * mask).backward()
+    found = oracle.token_gradients(x, w, t, objective)
+    assert torch.allclose(found["input"], x.grad)
+    assert torch.allclose(found["weight"], w.grad)
+
+
+def test_blocks_do_not_change_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, t = torch.randn(7, 5), torch.randn(9, 5), torch.randint(9, (7,))
+
+    def both() -> list[torch.Tensor]:
+        of_tokens = oracle.token_gradients(x, w, t, lambda logps, entropy: (logps * entropy).sum())
+        of_logits = oracle.logits_gradients(x, w, lambda z, rows: z.square().sum(-1) * x[rows, 0])
+        return [*of_tokens.values(), *of_logits.values()]
+
+    whole = both()
+    monkeypatch.setattr(oracle, "_BLOCK", 27)
+    assert all(torch.allclose(a, b) for a, b in zip(whole, both(), strict=True))
+
+
+def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> harness.Loss:
+        raise ImportError("no such peer\nand a second line")
+
+    monkeypatch.setattr(cross_entropy, "trl", broken)
+    rows = {row["name"]: row for row in run("cross_entropy", tmp_path)["rows"]}
+    assert rows["trl"]["failure"] == "failed: ImportError: no such peer"
+    assert rows["torch.compile"]["failure"].startswith("skipped: ")
+    assert rows["liger_chunked"]["failure"] is None
+
+
+def test_only_ours_and_a_second_run(tmp_path: Path) -> None:
+    first = run("cross_entropy", tmp_path, "--only", "ours", "16:8:64")
+    assert {row["name"].split(",")[0] for row in first["rows"]} == {"liger_chunked", "liger_chunked.linear_token_stats"}
+    assert list(first["tasks"]) == ["cross entropy 16x8x64"]
+    run("cross_entropy", tmp_path, "--only", "eager")
+    run("cross_entropy", tmp_path, "--peer-seconds=-1", "16:8:64")
+    assert report.newest(tmp_path, "cross_entropy") is None, "figures need whole runs"
+    assert len(list(tmp_path.glob("cross_entropy-cpu-*.json"))) == 3
+    with pytest.raises(SystemExit, match="nothing is called --task 'no such task'"):
+        run("cross_entropy", tmp_path, "--task", "no such task")
+
+
+def test_figures_and_table(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
+    drawn = figures.main(["--results", str(results), "--out", str(tmp_path / "drawn"), "--table", str(page)])
+    assert [path.name for path in drawn] == [figures.FLOOR, figures.SCALING]
+    assert all("liger_chunked" in path.read_text() for path in drawn)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
+    assert "](drawn/benchmarks-floor.svg)" in text
+    assert "| JSD, 32 × (32, 48) × 1024 |" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables}) == 1
+    again = figures.main(["--results", str(results), "--out", str(tmp_path / "again"), "--table", str(page)])
+    assert [a.read_text() for a in drawn] == [b.read_text() for b in again], "the same data make the same files"
+
+
+def test_a_page_without_markers(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("nothing to replace\n")
+    with pytest.raises(ValueError, match="expected the markers"):
+        figures.write_between(tmp_path / "page.md", "text")
+
+
+def test_kept_results_can_be_drawn(tmp_path: Path) -> None:
+    figures.main(["--out", str(tmp_path)])
+    assert (tmp_path / figures.FLOOR).exists()
+
+
+def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
+    def keep(name: str, kind: str, date: str) -> None:
+        environment = {"device": name, "device_type": kind, "date": date}
+        content = {"whole": True, "environment": environment, "tasks": {}, "rows": []}
+        (tmp_path / f"policy-{name}.json").write_text(json.dumps(content))
+
+    keep("2026-11-20", "cuda", "2026-11-20")
+    keep("2026-11-21", "cuda", "2026-11-21")
+    keep("2026-11-21-2", "cuda", "2026-11-21")
+    keep("cpu-2026-11-22", "cpu", "2026-11-22")
+    newest = report.newest(tmp_path, "policy")
+    assert newest is not None and newest.environment["device"] == "2026-11-21-2"
+
+
+def test_labels_do_not_overlap() -> None:
+    starts, widths = [0.0, 3.0, 4.0, 40.0, 44.0, 100.0], [30.0, 50.0, 10.0, 20.0, 20.0, 10.0]
+    heights = figures.levels(starts, widths)
+    for i in range(len(starts)):
+        for j in range(i + 1, len(starts)):
+            assert heights[i] > heights[j] or starts[i] + widths[i] < starts[j], (i, j)
+
+
+@pytest.mark.parametrize("module", [figures, report])
+def test_examples(module) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_error_is_relative() -> None:
+    expected = torch.full((3, 4), 2.0, dtype=torch.float64)
+    assert math.isclose(harness.error(expected.float() + 0.5, expected), 0.25)
