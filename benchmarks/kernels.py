@@ -65,7 +65,7 @@ def kernels(n: int, v: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Call
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__ or "", peer_seconds=0)
     parse.add_argument("shapes", nargs="*", default=["8192:151936", "8192:128256"], help="tokens:vocabulary")
     args = parse.parse_args()
     if DEVICE == "cpu":

@@ -411,7 +411,7 @@ def distillation_loss(
     dtype = compute_dtype(head, input)
     vocab_size = head.weight.shape[0]
     per_logit = route.bytes_per_logit(dtype, None if teacher is None else compute_dtype(teacher.head, teacher.input))
-    elements = budget_elements(options, head.weight.shape, dtype) * dtype.itemsize // per_logit
+    elements = budget_elements(options, head.weight.shape, dtype, layout.n_valid, per_logit)
     step = _Step(
         layout=layout,
         packs=packs(layout, vocab_size, elements),

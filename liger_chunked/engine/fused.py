@@ -182,7 +182,7 @@ def fused_loss(
     """
     dtype = compute_dtype(head, input)
     vocab_size = head.weight.shape[0]
-    elements = budget_elements(options, head.weight.shape, dtype)
+    elements = budget_elements(options, head.weight.shape, dtype, layout.n_valid)
     cut = packs(layout, vocab_size, elements, whole_batch)
     step = _Step(
         layout=layout,

@@ -25,6 +25,9 @@ Group = Literal["token", "sequence", "pair"]
 # A pack that is cut along the vocabulary keeps slices of at least this many columns, and cuts its rows instead:
 # narrower products no longer fill the matrix units.
 _MIN_SLICE = 1024
+# Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
+_ONE_CHUNK = 2_500_000_000
+_CHUNK_TOKENS = 4096
 # Chunks of tokens are rounded up to this, so that GEMMs meet whole tiles.
 _ROUND = 128
 
@@ -168,17 +171,33 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     return Layout(shape, valid, rows, slots, mask, None if group == "token" else group_lengths)
 
 
-def budget_elements(options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype) -> int:
+def budget_elements(
+    options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
+) -> int:
     """How many logits may be alive at once.
 
-    The automatic budget holds the logits of 2 H tokens: as many bytes, in bfloat16, as the float32 accumulator of the
-    weight gradient [V, H], which a step that fits one pack does without. A small H gets 4096 tokens all the same: below
-    that the weight-gradient products are bound by their own output.
+    The automatic budget holds all of a step's logits where they take no more than `_ONE_CHUNK`: the weight gradient is
+    then one product and needs no accumulator. Otherwise it holds the logits of 2 H tokens, as many bytes in bfloat16 as
+    the float32 accumulator [V, H], and of no fewer than `_CHUNK_TOKENS`: below that the products of the weight gradient
+    are bound by their own output.
+
+    Args:
+        options: with the caller's budget, if there is one.
+        head_shape: (V, H).
+        dtype: of the logits.
+        n_valid: tokens of a step that computes its gradients at once; 0 where logits may have to wait for a backward.
+        bytes_per_logit: where more is held for each logit than itself.
     """
     vocab_size, hidden_size = head_shape
-    if options.logits_budget is None:
-        return max(2 * hidden_size, 4096) * vocab_size
-    return max(1, options.logits_budget // dtype.itemsize)
+    bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
+    if options.logits_budget is not None:
+        return max(1, options.logits_budget // bytes_per_logit)
+    accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
+    # What holds more than a teacher's logits beside the student's pays with shorter chunks.
+    tokens = max(accumulator, _CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
+    if n_valid * vocab_size * bytes_per_logit <= _ONE_CHUNK:
+        tokens = max(tokens, n_valid)
+    return tokens * vocab_size
 
 
 def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
