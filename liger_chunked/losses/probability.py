@@ -32,4 +32,5 @@ def log_odds(logps: Tensor) -> Tensor:
     >>> log_odds(torch.tensor([0.5, 0.75]).log())
     tensor([0.0000, 1.0986])
     """
+    logps = logps.clamp(max=-_CERTAIN)
     return logps - complement(logps).log()
