@@ -28,6 +28,8 @@ TORCH_BLOCK = {"cpu": 1 << 18}
 TORCH_BLOCK_DEFAULT = 1 << 24
 
 
+_MOST_ROWS = 65_535
+
 # Whether kernels are compiled to NVIDIA's assembly.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
@@ -64,6 +66,22 @@ def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature:
     if temperature != 1.0:
         z = z.div_(temperature)
     return z
+
+
+def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
+    """A launch grid of every block of every row, for `grid_row`.
+
+    A row's blocks lie beside one another: what runs at once then lies together in memory, worth a sixth of the time of
+    a kernel that reads and writes. The axes y and z stop at 65,535.
+    """
+    y = min(n_rows, _MOST_ROWS)
+    return blocks, y, -(-n_rows // y)
+
+
+@jit
+def grid_row():
+    """The row of this program, which may lie beyond the last."""
+    return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
 
 
 @jit

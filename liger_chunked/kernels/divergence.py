@@ -134,7 +134,7 @@ def _second_sweep_kernel(
     on_p = tl.zeros([BLOCK], tl.float32)  # per lane until the row ends
     on_q = tl.zeros([BLOCK], tl.float32)
     ratio_sum = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, whole_blocks, BLOCK, num_stages=3):
+    for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
         on_p, on_q, ratio_sum = _compare_block(
             transform_block(tl.load(z_ptr + start + lanes).to(tl.float32), scale, softcap, None),
             transform_block(tl.load(t_ptr + start + lanes).to(tl.float32), teacher_scale, teacher_softcap, None),

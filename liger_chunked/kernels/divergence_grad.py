@@ -11,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, reciprocal, row_blocks, tanh, tl, transform_block
+from liger_chunked.kernels.backend import (
+    exp,
+    grid_of_rows,
+    grid_row,
+    jit,
+    reciprocal,
+    row_blocks,
+    tanh,
+    tl,
+    transform_block,
+)
 from liger_chunked.kernels.divergence import (
     LOG_ZERO,
     DivergenceStats,
@@ -30,15 +40,15 @@ def _divergence_grad_kernel(
     z_ptr, z_stride, t_ptr, t_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
     teacher_log_sum_ptr, slope_ptr, other_slope_ptr,
-    n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+    n_rows, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # One axis for rows and blocks, a row's blocks beside one another: see logits_grad.py. A null pointer stands for a
-    # term that is absent.
-    blocks = tl.cdiv(n_cols, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    # A null pointer stands for a term that is absent.
+    row = grid_row()
+    if row >= n_rows:
+        return
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     ptrs = z_ptr + row * z_stride + cols
     raw = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -108,7 +118,7 @@ def _divergence_grad_triton_(
     block = min(2048, 1 << (n_cols - 1).bit_length())
     mixture = mixture_arguments(divergence or Divergence("tvd"), student.dtype)
     if n:
-        _divergence_grad_kernel[(n * -(-n_cols // block),)](
+        _divergence_grad_kernel[grid_of_rows(n, -(-n_cols // block))](
             z_ptr=student,
             z_stride=student.stride(0),
             t_ptr=teacher,
@@ -125,6 +135,7 @@ def _divergence_grad_triton_(
             teacher_log_sum_ptr=stats.teacher_log_sum,
             slope_ptr=stats.slope,
             other_slope_ptr=stats.other_slope,
+            n_rows=n,
             n_cols=n_cols,
             **pair_transform(options, teacher_options),
             **mixture,

@@ -146,7 +146,7 @@ def _sums_kernel(
         teacher_top = tl.full([BLOCK], -float("inf"), tl.float32)
         teacher_sum_exp = tl.zeros([BLOCK], tl.float32)
         moment = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, whole_blocks, BLOCK, num_stages=3):
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
             top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment = _add_block(
                 z_ptr, t_ptr, start + lanes, n_cols, centre, teacher_centre,
                 top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment,
@@ -200,7 +200,7 @@ def _products_kernel(
     dot = tl.zeros([BLOCK], tl.float32)
     square = tl.zeros([BLOCK], tl.float32)
     teacher_square = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, n_cols, BLOCK, num_stages=3):
+    for start in tl.range(0, n_cols, BLOCK, num_stages=4):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
         # The transform maps the zeros beyond the row to zeros.

@@ -13,7 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, reciprocal, row_blocks, tanh, tl, transform_arguments, use_triton
+from liger_chunked.kernels.backend import (
+    exp,
+    grid_of_rows,
+    grid_row,
+    jit,
+    reciprocal,
+    row_blocks,
+    tanh,
+    tl,
+    transform_arguments,
+    use_triton,
+)
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -38,14 +49,14 @@ class LogitsCotangents(NamedTuple):
 def _logits_grad_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
-    vocab_start, n_cols, inv_vocab, scale, softcap, inv_temperature,
+    vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # One axis for both, as y and z of a launch grid stop at 65,535, and a row's blocks beside one another: what runs at
-    # once then lies together in memory, worth a sixth of the time. A null pointer stands for a term that is absent.
-    blocks = tl.cdiv(n_cols, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    # A null pointer stands for a term that is absent.
+    row = grid_row()
+    if row >= n_rows:
+        return
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     ptrs = logits_ptr + row * logits_stride + cols
     z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -97,21 +108,22 @@ def _logits_grad_triton_(
     vocab_start: int, class_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
-    block = min(2048, 1 << (n_cols - 1).bit_length())
+    block = min(1024, 1 << (n_cols - 1).bit_length())
     if n:
-        _logits_grad_kernel[(n * -(-n_cols // block),)](
+        _logits_grad_kernel[grid_of_rows(n, -(-n_cols // block))](
             logits_ptr=logits,
             logits_stride=logits.stride(0),
             target_ptr=target,
             class_weight_ptr=class_weight,
             **{f"{name}_ptr": value for name, value in cotangents._asdict().items()},
             vocab_start=vocab_start,
+            n_rows=n,
             n_cols=n_cols,
             inv_vocab=1.0 / vocab_size,
             **transform_arguments(options),
             BLOCK=block,
             PRECISE=logits.dtype == torch.float32,
-            num_warps=4,
+            num_warps=2,
         )
     return logits
 

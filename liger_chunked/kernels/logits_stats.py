@@ -93,7 +93,7 @@ def _logits_stats_kernel(
         sum_exp_z = tl.zeros([BLOCK], tl.float32)
         sum_exp_sq = tl.zeros([BLOCK], tl.float32)
         sum_z = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, whole_blocks, BLOCK, num_stages=3):
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
             cols = start + lanes
             z = tl.load(row_ptr + cols).to(tl.float32)
             z = transform_block(z, scale, softcap, inv_temperature)
