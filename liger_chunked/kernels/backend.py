@@ -88,6 +88,11 @@ class RowTile(NamedTuple):
     block: int
     num_warps: int
 
+    @property
+    def resident(self) -> int:
+        """Programs of a backward on each multiprocessor at once: registers are for 16 warps."""
+        return 16 // self.num_warps
+
     def stages(self, x: Tensor) -> int:
         """Depth of the pipeline of a loop over tiles of two or three tensors like `x`: what shared memory holds."""
         return 3 if self.rows * self.block * x.element_size() <= 1 << 14 else 1

@@ -22,8 +22,6 @@ from liger_chunked.types import accumulation_dtype
 Casting = Literal["llama", "gemma", "olmo2"]
 # Whether the normalised row is cast to the dtype of x before the product with the weight, rather than after it.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
-# Programs of the backward on each multiprocessor: what one waits for, another computes.
-_RESIDENT = 4
 
 
 @jit
@@ -166,7 +164,7 @@ def _backward_triton(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     partial = None
     if needs_dw:
-        programs = min(programs, _RESIDENT * processors(x.device))
+        programs = min(programs, tile.resident * processors(x.device))
         partial = torch.empty((programs, n_cols), dtype=torch.float32, device=x.device)
     if n_rows:
         _backward_kernel[(programs,)](
