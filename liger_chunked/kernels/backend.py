@@ -104,7 +104,7 @@ MAX_ROW = 1 << 16
 
 @functools.cache
 def row_tile(n_cols: int) -> RowTile:
-    """Short rows share a program, so that each thread has 16 elements to load, as long as there are 16 warps for them."""
+    """Short rows share a program: each thread has 16 elements to load, until there are 16 warps."""
     block = 1 << (n_cols - 1).bit_length()
     rows = max(1, 2048 // block)
     return RowTile(rows, block, num_warps=min(16, max(4, rows * block // 512)))

@@ -40,7 +40,9 @@ def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
     if not isinstance(x, Tensor) or x.dtype != other.dtype:
         raise TypeError(f"{name} must be a tensor of the dtype of {other_name} {described(other)}, got {described(x)}")
     if x.shape != other.shape or x.device != other.device:
-        raise ValueError(f"{name} must have the shape and device of {other_name} {described(other)}, got {described(x)}")
+        raise ValueError(
+            f"{name} must have the shape and device of {other_name} {described(other)}, got {described(x)}"
+        )
 
 
 def check_row(weight: Any, name: str, x: Tensor) -> None:

@@ -86,9 +86,7 @@ def _backward_kernel(
         tl.store(db_ptr + offsets, tl.sum(db, axis=0), mask=cols < n_cols)
 
 
-def _forward_triton(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     tile = row_tile(n_cols)
@@ -115,9 +113,7 @@ def _forward_triton(
     return y, mean, rstd
 
 
-def _forward_torch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.contiguous().to(accumulation_dtype(x.dtype))
     mean = wide.mean(-1)
     centred = wide - mean[..., None]

@@ -131,7 +131,9 @@ def _rope_torch(
     cos, sin = (x[..., :half].to(dtype).unsqueeze(1) for x in (cos, sin))
     if inverse:
         sin = -sin
-    pairs = (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleaved else (slice(half), slice(half, rotary_dim))
+    pairs = (
+        (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleaved else (slice(half), slice(half, rotary_dim))
+    )
 
     def rotated(x: Tensor) -> Tensor:
         if x.stride(-1) != 1:
@@ -147,9 +149,7 @@ def _rope_torch(
 
 
 @operator("rotary_pos_emb", fake=_rope_torch)
-def _rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     return (_rope_triton if use_triton(q) else _rope_torch)(q, k, cos, sin, interleaved, inverse)
 
 
@@ -204,7 +204,7 @@ def liger_rotary_pos_emb(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` of transformers.
+    """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` does.
 
     Args:
         q: (B, heads, T, D); with `unsqueeze_dim=2`, (B, T, heads, D). Any layout; the result has the same.
