@@ -57,10 +57,13 @@ def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[T
     return activation(gate) * up
 
 
+# Constants are numbers that every dtype holds, so that all compute the same function.
+
+
 def rotation(tokens: int, rotary_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     frequencies = 0.3 ** torch.arange(rotary_dim // 2)
     angle = (torch.arange(tokens)[:, None] * frequencies).repeat(1, 2)[None]
-    return angle.cos().to(like), angle.sin().to(like)
+    return angle.cos().bfloat16().to(like), angle.sin().bfloat16().to(like)
 
 
 def turned(x: Tensor, interleaved: bool) -> Tensor:
@@ -94,7 +97,7 @@ def labels(logits: Tensor) -> Tensor:
 
 
 def class_weights(logits: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2.0, logits.shape[-1], device=logits.device).to(logits.dtype)
+    return torch.linspace(0.5, 2.0, logits.shape[-1], device=logits.device).bfloat16().to(logits.dtype)
 
 
 def eager_cross_entropy(
@@ -129,11 +132,12 @@ def our_cross_entropy(
 
 
 def log_teacher(x: Tensor) -> Tensor:
-    return torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape).double().log_softmax(-1).to(x.dtype)
+    log_p = torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape).log_softmax(-1)
+    return (log_p * 16).round().div(16).to(x.dtype)
 
 
 def teacher(x: Tensor) -> Tensor:
-    return log_teacher(x.double()).exp().to(x.dtype)
+    return log_teacher(x.float()).exp().bfloat16().to(x.dtype)
 
 
 def eager_kl(x: Tensor, *, reduction: str, log_target: bool) -> Tensor:
@@ -575,8 +579,8 @@ def test_rms_norm_of_transformers(name: str, offset: float, casting: Any, dtype:
     value, same = ours(x), theirs(x)
     if device == "cpu" and not INTERPRETED:
         assert torch.equal(value, same)
-    else:  # another order of the sum, and two truncations in the interpreter
-        ulps = 2 if dtype == torch.float32 or INTERPRETED else 1
+    else:  # another order of the sum: in float32 up to a unit in each step; the interpreter truncates twice
+        ulps = 4 if dtype == torch.float32 else 2 if INTERPRETED else 1
         torch.testing.assert_close(value, same, rtol=ulps * torch.finfo(dtype).eps, atol=0)
 
 
