@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import glu, layer_norm, pointwise_divergence, rms_norm, rope
+from liger_chunked.kernels import glu, layer_norm, logits_grad, logits_stats, pointwise_divergence, rms_norm, rope
 from liger_chunked.kernels.backend import INTERPRETED, MAX_ROW
+from tests.conftest import expects_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Rounding the exact result costs at most eps / sqrt(12) in the norm. Triton's interpreter truncates, which costs twice
@@ -339,6 +340,23 @@ def test_values_and_gradients(op: Op, dtype: torch.dtype, device: str) -> None:
             assert error(value, truth) <= bound, f"{shape}, number {i} of outputs and gradients"
         for x, gradient in zip(inputs, ours[len(ours) - len(inputs) :], strict=True):
             assert gradient.dtype == x.dtype
+
+
+@pytest.mark.triton
+@one_each
+def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that the device is there for are the ones that ran."""
+    other = "torch" if expects_triton(device) else "triton"
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError(f"ran the {other} path")
+
+    for module in (glu, layer_norm, logits_grad, logits_stats, pointwise_divergence, rms_norm, rope):
+        ours = [name for name in vars(module) if name.startswith("_") and name.rstrip("_").endswith(other)]
+        for name in ours:
+            monkeypatch.setattr(module, name, refuse)
+        assert ours
+    run(op.ours, op.sample(op.shapes[0], torch.float32, device))
 
 
 @every_op
