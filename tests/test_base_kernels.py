@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
@@ -515,6 +516,18 @@ def test_compile_a_model(device: str) -> None:
         gradients.append([loss.detach(), *(p.grad for p in block.parameters())])
     for value, same in zip(*gradients, strict=True):
         torch.testing.assert_close(value, same)
+
+
+@dynamo_warns
+def test_compile_compiles_twice_for_any_length(device: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    block = Block().to(device)
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    for tokens in (5, 7, 12, 31):
+        x = torch.randn(2, tokens, 16, device=device)
+        torch.testing.assert_close(compiled(x, labels(x)), block(x, labels(x)))
+    assert counter.frame_count <= 2  # of the first length, and of all
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
