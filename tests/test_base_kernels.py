@@ -494,8 +494,9 @@ class Block(torch.nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         normal, x = self.norm(x, x * 0.5)
         x = x + self.mlp(normal)
-        cos, sin = rotation(x.shape[1], 4, x)
-        q, k = lc.liger_rotary_pos_emb(x.unflatten(-1, (4, 4)), x.unflatten(-1, (4, 4)) * 2, cos, sin, unsqueeze_dim=2)
+        angle = torch.arange(x.shape[1], device=x.device)[None, :, None].expand(1, -1, 4) * 0.3
+        heads = x.unflatten(-1, (4, 4))
+        q, k = lc.liger_rotary_pos_emb(heads, heads * 2, angle.cos(), angle.sin(), unsqueeze_dim=2)
         return self.loss(self.out((q + k).flatten(-2)), target)
 
 
