@@ -31,6 +31,7 @@ bench:
 	$(PYTHON) -m benchmarks.preference $(BENCH)
 	$(PYTHON) -m benchmarks.distillation $(BENCH)
 	$(PYTHON) -m benchmarks.policy $(BENCH)
+	$(PYTHON) -m benchmarks.base_kernels $(BENCH)
 
 # Needs matplotlib.
 figures:

@@ -71,6 +71,21 @@ def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> f
     return sorted(times)[len(times) // 2]
 
 
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` as a CUDA graph, so that its kernels are timed without their launches; as it is where there is no GPU."""
+    if DEVICE == "cpu":
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
 def step_ms(run: Callable[[], object]) -> float:
     """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms."""
     estimate = median_ms(run, repeats=1, warmup=0)
@@ -202,7 +217,7 @@ class Row:
             for name, value in self.errors.items()
         )
         memory = "" if self.mib is None else f"  {self.mib:8.0f} MiB"
-        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}{memory}{errors}"
+        return f"  {self.name:42s} {self.ms:9.3f} ms  x{self.times_floor:.3f}{memory}{errors}"
 
 
 def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
@@ -244,17 +259,19 @@ class Table:
         inputs: Sequence[Tensor],
         leaves: Mapping[str, Tensor],
         expected: Callable[[], Mapping[str, Tensor]] | None = None,
+        graph: bool = False,
     ) -> None:
         """Time `loss(*inputs).backward()` of each contender, and compare the gradients of `leaves` with `expected()`.
 
         Args:
             task: what is computed and at which shape.
-            floor_ms: its matrix products alone.
+            floor_ms: its matrix products, or the bytes it must move, alone.
             shape: the same shape in numbers, for whoever draws.
             contenders: in the order of running.
             inputs: arguments of every contender's loss.
             leaves: those of them that get a gradient.
             expected: computes the gradients in float64; None where nobody asks for them.
+            graph: time the step as a CUDA graph, without its launches.
         """
         wanted = {name: build for name, build in contenders.items() if self._wants(name)}
         if not wanted or self.args.task not in task:
@@ -264,7 +281,7 @@ class Table:
         gradients = None if expected is None or self.args.no_errors else expected()
         baseline: dict[str, float] = {}
         for name, build in wanted.items():
-            row = self._row(Row(task, name), build, floor_ms, inputs, leaves, gradients)
+            row = self._row(Row(task, name), build, floor_ms, inputs, leaves, gradients, graph)
             if name == BASELINE:
                 baseline = row.errors
             self.rows.append(row)
@@ -282,6 +299,7 @@ class Table:
         inputs: Sequence[Tensor],
         leaves: Mapping[str, Tensor],
         expected: Mapping[str, Tensor] | None,
+        graph: bool,
     ) -> Row:
         is_peer = not row.name.startswith((OURS, BASELINE))
         begin = time.perf_counter()
@@ -300,7 +318,7 @@ class Table:
             if expected is not None:
                 row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
             row.mib = peak_mib(run, list(leaves.values()))
-            row.ms = round(step_ms(run), 3)
+            row.ms = round(step_ms(graphed(run) if graph else run), 4)
             row.times_floor = round(row.ms / floor_ms, 4)
         except Skipped as skipped:
             row.failure = f"skipped: {skipped}"
