@@ -1,0 +1,38 @@
+"""Models that come patched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from liger_chunked.integrations.transformers.apply import apply_liger_kernel
+from liger_chunked.integrations.transformers.families import FAMILIES
+
+_SWITCHES = {switch for family in FAMILIES for switch in family.switches}
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+    """`AutoModelForCausalLM` whose models are patched by `apply_liger_kernel`.
+
+    Both constructors also take its switches.
+    """
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        switches = _switches(kwargs)
+        return _patched(super().from_pretrained(*args, **kwargs), switches)
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        switches = _switches(kwargs)
+        return _patched(super().from_config(*args, **kwargs), switches)
+
+
+def _switches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs.pop(name) for name in list(kwargs) if name in _SWITCHES}
+
+
+def _patched(model: PreTrainedModel, switches: dict[str, Any]) -> PreTrainedModel:
+    apply_liger_kernel(model, **switches)
+    return model
