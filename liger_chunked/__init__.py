@@ -1,6 +1,17 @@
 """The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
 
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.kernels import (
+    liger_cross_entropy,
+    liger_geglu,
+    liger_jsd,
+    liger_kl_div,
+    liger_layer_norm,
+    liger_rms_norm,
+    liger_rotary_pos_emb,
+    liger_swiglu,
+    liger_tvd,
+)
 from liger_chunked.losses import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
@@ -18,6 +29,16 @@ from liger_chunked.losses import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.modules import (
+    LigerCrossEntropyLoss,
+    LigerGEGLUMLP,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+    LigerTVDLoss,
 )
 from liger_chunked.types import (
     CrossEntropyMetrics,
@@ -38,6 +59,7 @@ __all__ = [
     "CrossEntropyMetrics",
     "DistillationMetrics",
     "Examples",
+    "LigerCrossEntropyLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCosineSimilarityLoss",
@@ -54,6 +76,13 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "LigerTVDLoss",
     "LogitOptions",
     "Pairs",
     "PolicyMetrics",
@@ -61,5 +90,14 @@ __all__ = [
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
+    "liger_cross_entropy",
+    "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
+    "liger_layer_norm",
+    "liger_rms_norm",
+    "liger_rotary_pos_emb",
+    "liger_swiglu",
+    "liger_tvd",
     "linear_token_stats",
 ]

@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
 from liger_chunked.integrations.transformers.forward import teach, unteach
 from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 
 _FUSED = "fused_linear_cross_entropy"
@@ -86,8 +87,8 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
         raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
     if switches.get("cross_entropy"):
         available = tuple(switch for switch in available if switch != _FUSED)
-    default_off = "cross_entropy"
-    return tuple(s for s in available if s in wanted or (switches.get(s) is None and s != default_off))
+    default = set(available) - {"cross_entropy"}
+    return tuple(s for s in available if s in wanted or (switches.get(s) is None and s in default))
 
 
 def _causal_class(model_class: type, family: Family) -> str | None:
@@ -105,12 +106,12 @@ def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.M
 def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation it
-    does; the keyword `skip_logits` of the call decides otherwise. `return_token_accuracy=True` adds `token_accuracy` to
-    an output without logits. `revert_liger_kernel` puts everything back.
+    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
+    it does. The keyword `skip_logits` of the call decides otherwise, and `return_token_accuracy=True` adds
+    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back.
 
-    All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it serves
-    other models of the family too, until the last model that asked for it is reverted or gone.
+    All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it
+    serves other models of the family too, until the last model that asked for it is reverted or gone.
 
     Args:
         model: a transformers model of a family of `families.py`, or what wraps one (PEFT, DDP).
@@ -129,8 +130,8 @@ def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
     family = family_of(type(inner))
     if inner.use_kernels:
         raise ValueError(
-            "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its layers "
-            "again at every train() and eval(): load it with use_kernels=False"
+            "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
+            "layers again at every train() and eval(): load it with use_kernels=False"
         )
     causal = _causal_class(type(inner), family)
     found = {switch: _layers_in(inner, family, switch) for switch in family.layers}
@@ -140,11 +141,12 @@ def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
         for module, name in found.get(switch, ()):
             if reason := family.layers[switch][name].refusal(module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
-    if _FUSED in on and inner.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            f"fused_linear_cross_entropy is the causal loss, but this model's loss_function is {inner.loss_function}; "
-            "fused_linear_cross_entropy=False leaves it alone"
-        )
+    for switch in {"cross_entropy", _FUSED} & set(on):
+        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):
+            raise ValueError(
+                f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
+                f"{switch}=False leaves it alone"
+            )
 
     revert_liger_kernel(inner)
     applied = Applied(family.name)
@@ -157,6 +159,9 @@ def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
     if "rope" in on:
         _ROPES[family.name].hold(family, inner)
         applied.count("rope", "apply_rotary_pos_emb")
+    if "cross_entropy" in on:
+        applied.patches.set(inner, "_loss_function", causal_lm_loss)
+        applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
         teach(inner, _FUSED).fused = getattr(family.modeling, family.causal[causal])
         applied.count(_FUSED, causal)
@@ -219,6 +224,10 @@ def apply_to_family(family: Family, **switches: bool | None) -> Applied:
     if "rope" in on:
         _ROPES[family.name].hold(family, family.modeling)
         applied.count("rope", "apply_rotary_pos_emb")
+    if "cross_entropy" in on:
+        for name in family.causal:
+            applied.patches.set(getattr(family.modeling, name), "_loss_function", staticmethod(causal_lm_loss))
+            applied.count("cross_entropy", "loss_function")
     if _FUSED in on:
         for name, output in family.causal.items():
             teach(getattr(family.modeling, name), _FUSED).fused = getattr(family.modeling, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from liger_chunked.integrations.transformers.apply import apply_liger_kernel
 from liger_chunked.integrations.transformers.families import FAMILIES
@@ -19,12 +19,12 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         switches = _switches(kwargs)
-        return _patched(super().from_pretrained(*args, **kwargs), switches)
+        return _patched(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), switches)
 
     @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         switches = _switches(kwargs)
         return _patched(super().from_config(*args, **kwargs), switches)
 
@@ -33,6 +33,6 @@ def _switches(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs.pop(name) for name in list(kwargs) if name in _SWITCHES}
 
 
-def _patched(model: PreTrainedModel, switches: dict[str, Any]) -> PreTrainedModel:
+def _patched(model: Any, switches: dict[str, Any]) -> Any:
     apply_liger_kernel(model, **switches)
     return model

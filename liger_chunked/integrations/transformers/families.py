@@ -4,7 +4,7 @@ A family is one modeling module of transformers, so a row names classes as they 
 add a row:
 
 1. find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entry of
-   `layers.py` and `operations.py` that computes the same thing, rounding included;
+   `layers.py` that computes the same thing, rounding included;
 2. name its classes with an `lm_head`, each with the class of its output. Their `forward` must be "backbone, `lm_head`,
    logits transform of `head.logit_options`, causal loss, load-balancing loss where there are experts";
 3. add a tiny config of it to `tests/model_zoo.py`: the suite does the rest.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 
-from liger_chunked.integrations.transformers import operations as ops
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
     GLU,
@@ -27,6 +26,8 @@ from liger_chunked.integrations.transformers.layers import (
     RMS_NORM_FP32,
     RMS_NORM_OFFSET,
     Layer,
+    rotate_halves,
+    rotate_pairs,
 )
 
 Layers = Mapping[str, Layer]
@@ -47,7 +48,7 @@ class Family:
     name: str
     causal: Mapping[str, str]
     rms_norm: Layers
-    rope: Callable = ops.liger_rotary_pos_emb
+    rope: Callable = rotate_halves
     swiglu: Layers = field(default=_NONE)
     geglu: Layers = field(default=_NONE)
     layer_norm: bool = False
@@ -158,7 +159,6 @@ FAMILIES = (
         causal={"Phi3ForCausalLM": _CAUSAL},
         rms_norm={"Phi3RMSNorm": RMS_NORM},
         swiglu={"Phi3MLP": PACKED_GLU},
-        rope=ops.liger_rotary_pos_emb_partial,
     ),
     Family(
         "granite",
@@ -177,7 +177,7 @@ FAMILIES = (
         causal={"Glm4ForCausalLM": _CAUSAL},
         rms_norm={"Glm4RMSNorm": RMS_NORM},
         swiglu={"Glm4MLP": PACKED_GLU},
-        rope=ops.liger_rotary_pos_emb_interleaved,
+        rope=rotate_pairs,
     ),
 )
 

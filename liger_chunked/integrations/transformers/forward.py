@@ -38,10 +38,10 @@ class ForwardState:
 
     patches: Patches
     users: set[str] = field(default_factory=set)
-    fused: type[ModelOutput] | None = None
+    fused: type[Any] | None = None
 
 
-def _fused_loss(model: PreTrainedModel, output: type[ModelOutput], token_accuracy: bool, **kwargs: Any) -> ModelOutput:
+def _fused_loss(model: PreTrainedModel, output: type[Any], token_accuracy: bool, **kwargs: Any) -> ModelOutput:
     """What `model.forward` returns for labels, without logits."""
     input = run_backbone(model, **kwargs)
 
