@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
@@ -31,7 +31,6 @@ from liger_chunked.integrations.transformers.layers import (
 )
 
 Layers = Mapping[str, Layer]
-_NONE: Layers = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Family:
     causal: Mapping[str, str]
     rms_norm: Layers
     rope: Callable = rotate_halves
-    swiglu: Layers = field(default=_NONE)
-    geglu: Layers = field(default=_NONE)
+    swiglu: Layers = field(default_factory=dict)
+    geglu: Layers = field(default_factory=dict)
     layer_norm: bool = False
     aliases: tuple[str, ...] = ()
 
@@ -65,7 +64,7 @@ class Family:
     @property
     def layers(self) -> Mapping[str, Layers]:
         """Switches that replace methods of layers, with what they replace."""
-        layer_norm = {"LayerNorm": LAYER_NORM} if self.layer_norm else _NONE
+        layer_norm = {"LayerNorm": LAYER_NORM} if self.layer_norm else {}
         every = {"rms_norm": self.rms_norm, "layer_norm": layer_norm, "swiglu": self.swiglu, "geglu": self.geglu}
         return {switch: layers for switch, layers in every.items() if layers}
 
