@@ -99,9 +99,9 @@ class Tiny:
     def __repr__(self) -> str:
         return self.name
 
-    def build(self) -> PreTrainedModel:
+    def build(self, seed: int = 0) -> PreTrainedModel:
         """The model in evaluation mode, its norms' weights and its biases away from their initial values."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = getattr(transformers, self.config_class)(**self.config)
         model = getattr(transformers, self.model_class)(config).eval()
         generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
-from liger_chunked.integrations.transformers.forward import teach, unteach
+from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, unfuse
 from liger_chunked.integrations.transformers.head import inner_model
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
@@ -103,7 +103,7 @@ def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.M
     return [(m, name) for m in model.modules() for name, cls in classes.items() if isinstance(m, cls)]
 
 
-def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
+def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
     In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
@@ -115,6 +115,7 @@ def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
 
     Args:
         model: a transformers model of a family of `families.py`, or what wraps one (PEFT, DDP).
+        logits_budget: of the fused loss, the most bytes of logits alive at once; None for an automatic choice.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
             By default all that the model has are on, but for `cross_entropy`, which turns the last one off.
 
@@ -163,7 +164,8 @@ def apply_liger_kernel(model: nn.Module, **switches: bool | None) -> Applied:
         applied.patches.set(inner, "_loss_function", causal_lm_loss)
         applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
-        teach(inner, _FUSED).fused = getattr(family.modeling, family.causal[causal])
+        output = getattr(family.modeling, family.causal[causal])
+        fuse(inner, FusedLoss(output, logits_budget))
         applied.count(_FUSED, causal)
     vars(inner)[_APPLIED] = applied
     return applied
@@ -182,7 +184,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         _revert_family(_by_name(model))
         return
     inner = inner_model(model)
-    unteach(inner, _FUSED)
+    unfuse(inner)
     applied = vars(inner).pop(_APPLIED, None)
     if applied is not None:
         applied.patches.undo()
@@ -197,14 +199,14 @@ def _by_name(name: str) -> Family:
 
 def _revert_family(family: Family) -> None:
     for name in family.causal:
-        unteach(getattr(family.modeling, name), _FUSED)
+        unfuse(getattr(family.modeling, name))
     applied = _FAMILY_WIDE.pop(family.name, None)
     if applied is not None:
         applied.patches.undo()
         _ROPES[family.name].release(family.modeling)
 
 
-def apply_to_family(family: Family, **switches: bool | None) -> Applied:
+def apply_to_family(family: Family, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
     """Patch the classes of a family, and with them all its models, those that exist and those to come.
 
     The switches are those of `apply_liger_kernel`, without `layer_norm`: the class `nn.LayerNorm` belongs to everybody.
@@ -230,7 +232,7 @@ def apply_to_family(family: Family, **switches: bool | None) -> Applied:
             applied.count("cross_entropy", "loss_function")
     if _FUSED in on:
         for name, output in family.causal.items():
-            teach(getattr(family.modeling, name), _FUSED).fused = getattr(family.modeling, output)
+            fuse(getattr(family.modeling, name), FusedLoss(getattr(family.modeling, output), logits_budget))
             applied.count(_FUSED, name)
     _FAMILY_WIDE[family.name] = applied
     return applied
@@ -239,15 +241,16 @@ def apply_to_family(family: Family, **switches: bool | None) -> Applied:
 def _function_of(name: str, family: Family) -> Callable[..., Applied]:
     """`apply_liger_kernel_to_<name>`, with the switches of the family in its signature."""
 
-    def apply(*, model: PreTrainedModel | None = None, **switches: bool | None) -> Applied:
+    def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
         if model is None:
-            return apply_to_family(family, **switches)
+            return apply_to_family(family, **options)
         found = family_of(type(inner_model(model)))
         if found is not family:
             raise ValueError(f"model is a {found.name}, not a {family.name}: use apply_liger_kernel")
-        return apply_liger_kernel(model, **switches)
+        return apply_liger_kernel(model, **options)
 
-    keywords = [inspect.Parameter(s, inspect.Parameter.KEYWORD_ONLY, default=None) for s in (*family.switches, "model")]
+    names = (*family.switches, "logits_budget", "model")
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = (
         f"Patch `model`, or without one the classes of {family.name}, before or after models are built.\n\n"

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
+from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import Head, LogitOptions
 
 
@@ -148,21 +148,6 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-@contextmanager
-def _computing(modules: list[nn.Linear], forward: Callable[[nn.Linear, Tensor], Any]) -> Iterator[None]:
-    """Within it, these modules compute `forward(module, input)`; their hooks run as ever."""
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = functools.partial(forward, module)
-    try:
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
-
-
 def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `model.forward`, all by name: its backbone may order them otherwise."""
     if not args:
@@ -185,8 +170,9 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
     if kwargs.get("output_router_logits") is None and getattr(config, "output_router_logits", False):
         kwargs["output_router_logits"] = True
     kwargs.setdefault("use_cache", False)
+    kwargs["return_dict"] = True
 
-    outputs = backbone_of(model)(**kwargs, return_dict=True)
+    outputs = backbone_of(model)(**kwargs)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
         aux_loss = load_balancing_loss_func(
@@ -216,5 +202,10 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
         return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
 
     lm_head = model.get_output_embeddings()
-    with _computing(_projections(lm_head), forward):
+    patches = Patches()
+    for projection in _projections(lm_head):
+        patches.set(projection, forward_slot(projection), functools.partial(forward, projection))
+    try:
         return lm_head(input.hidden_states)
+    finally:
+        patches.undo()
