@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -71,7 +71,7 @@ def _without_logits(model: PreTrainedModel, fused: FusedLoss, token_accuracy: bo
         loss, metrics = loss
     if input.aux_loss is not None:
         loss = loss + model.config.get_text_config().router_aux_loss_coef * input.aux_loss.to(loss.device)
-    shared = {f.name: input.outputs[f.name] for f in fields(fused.output) if f.name in input.outputs}
+    shared = {name: x for name, x in input.outputs.items() if name in fused.output.__dataclass_fields__}
     if input.aux_loss is not None:
         shared["aux_loss"] = input.aux_loss
     result = fused.output(loss=loss, **shared)
