@@ -54,8 +54,8 @@ def fresh():
     """The tiny model of a name, as transformers has it, before and after."""
     used = []
 
-    def get(name: str) -> PreTrainedModel:
-        model = built(name)
+    def get(name: str, device: str = "cpu") -> PreTrainedModel:
+        model = built(name) if device == "cpu" else copy.deepcopy(built(name)).to(device)
         used.append(model)
         return model
 
@@ -87,9 +87,9 @@ def assert_same_step(ours: tuple[Any, dict[str, Tensor]], stock: tuple[Any, dict
         assert (gradients[name] - g).norm() <= 2e-4 * g.norm() + 1e-7 * largest, name
 
 
-def labelled(tiny: Tiny, **more: Any) -> dict[str, Any]:
+def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
     sample = tiny.sample()
-    return {**sample.arguments, "labels": sample.labels, **more}
+    return {name: x.to(device) for name, x in {**sample.arguments, "labels": sample.labels}.items()} | more
 
 
 # One of each kind of norm, MLP and rope.
@@ -99,8 +99,8 @@ KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
 @pytest.mark.parametrize(
     "tiny", [pytest.param(tiny, marks=[pytest.mark.triton] * (tiny.name in KINDS), id=tiny.name) for tiny in ZOO]
 )
-def test_training_step(tiny, fresh):
-    model, arguments = fresh(tiny.name), labelled(tiny)
+def test_training_step(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     stock = step(model, arguments)
     apply_liger_kernel(model)
     ours = step(model, arguments)
@@ -320,15 +320,15 @@ def test_autocast(fresh):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "phi3", "glm4", "qwen2_vl"])
-def test_bfloat16(name):
+def test_bfloat16(name, device):
     """Patched layers round where stock layers round: the error of the logits is no larger, over a few models."""
     tiny = BY_ID[name]
-    sample = tiny.sample().arguments
+    sample = {k: x.to(device) for k, x in tiny.sample().arguments.items()}
     halves = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in sample.items()}
     doubles = {k: x.double() if x.is_floating_point() else x for k, x in halves.items()}
     errors = {"stock": 0.0, "ours": 0.0}
     for seed in range(4):
-        half = tiny.build(seed).to(torch.bfloat16)
+        half = tiny.build(seed).to(device, torch.bfloat16)
         with torch.no_grad():
             exact = copy.deepcopy(half).double()(**doubles).logits
             stock = half(**halves).logits
@@ -483,6 +483,39 @@ def test_a_model_without_a_head():
     with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing in llama"):
         apply_liger_kernel(model, fused_linear_cross_entropy=True)
     revert_liger_kernel(model)
+
+
+class OwnNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def test_a_layer_of_ones_own_is_not_replaced(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock = model.model.norm
+    model.model.norm = OwnNorm(HIDDEN)
+    expected = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    assert_same_step(step(model, arguments), expected)
+    model.model.norm = stock
+
+
+def test_a_forward_that_somebody_set_is_called(fresh):
+    """Such as `model.forward = torch.compile(model.forward)`."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock, calls = model.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs)
+        return stock(*args, **kwargs)
+
+    model.forward = forward
+    apply_liger_kernel(model)
+    assert model(**arguments).logits is not None and len(calls) == 1
+    assert step(model, arguments)[0].logits is None and len(calls) == 1
+    revert_liger_kernel(model)
+    assert model.forward is forward
+    del model.forward
 
 
 class OwnForward(transformers.LlamaForCausalLM):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 from model_zoo import VOCAB, ZOO
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_chunked import linear_token_stats
@@ -84,6 +84,20 @@ def worker(rank: int, folder: str) -> None:
                 error = (g - exact[name]).norm() / exact[name].norm()
                 # The gradient of a key's bias is zero but for rounding.
                 assert error < 2e-4 or "k_proj.bias" in name, (wrapper, way, name, error)
+
+    # Tensor parallelism: each rank has all of the sample, and a slice of the vocabulary.
+    one = tiny.build().train()
+    one(**samples[0]).loss.backward()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = tiny.build().train()
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.data, mesh, [Shard(0)]))
+    apply_liger_kernel(model)
+    losses(model, samples[0], "fused").backward()
+    assert model.lm_head.weight.grad.placements == (Shard(0),)
+    exact = gradients_of(one)
+    for name, g in gradients_of(model).items():
+        error = (g - exact[name]).norm() / exact[name].norm()
+        assert error < 2e-4 or "k_proj.bias" in name, ("tp", name, error)
     dist.destroy_process_group()
 
 
@@ -92,7 +106,3 @@ def worker(rank: int, folder: str) -> None:
 def test_wrapped_and_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)
-
-
-if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2])

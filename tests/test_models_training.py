@@ -104,9 +104,20 @@ def test_a_head_that_peft_trains_in_full(peft, name):
 
 
 def test_a_head_with_an_adapter_is_refused(peft):
+    """When it is patched, or when it is run, if the adapter came later."""
+    refusal = r"lm_head is computed by peft\.tuners\.lora\.layer\.Linear.*low-rank term"
     model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"])
+    for patch in (apply_liger_kernel, attach_head):
+        with pytest.raises(ValueError, match=refusal):
+            patch(model)
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    assert step(model, labelled(BY_ID["llama"]))[0].logits is not None
+
+    model = BY_ID["llama"].build()
     apply_liger_kernel(model)
-    with pytest.raises(ValueError, match=r"lm_head is computed by peft\.tuners\.lora\.layer\.Linear.*low-rank term"):
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=refusal):
         step(model, labelled(BY_ID["llama"]))
     # Evaluation goes through the adapter, as ever.
     assert model.eval()(**labelled(BY_ID["llama"])).logits is not None

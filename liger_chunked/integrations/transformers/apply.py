@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
 from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, unfuse
-from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers.head import inner_model, projections
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 
@@ -44,26 +44,25 @@ class Applied:
 
 
 class _Rope:
-    """The rope function of one modeling module, which all models of the family look up there: replaced while any of
-    them wants it."""
+    """The rope function of one modeling module, where every model of a family looks it up: ours while one wants it."""
 
     def __init__(self) -> None:
-        self.patches = Patches()
-        self.holders: weakref.WeakSet = weakref.WeakSet()
+        self._patches = Patches()
+        self._holders: dict[int, weakref.ref] = {}
 
     def hold(self, family: Family, holder: Any) -> None:
-        if not self.holders:
-            self.patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
-        self.holders.add(holder)
-        weakref.finalize(holder, self.restore_if_unused).atexit = False
+        if not self._holders:
+            self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
+        key = id(holder)
+        self._holders[key] = weakref.ref(holder, lambda _: self._drop(key))
 
     def release(self, holder: Any) -> None:
-        self.holders.discard(holder)
-        self.restore_if_unused()
+        self._drop(id(holder))
 
-    def restore_if_unused(self) -> None:
-        if not self.holders:
-            self.patches.undo()
+    def _drop(self, key: int) -> None:
+        self._holders.pop(key, None)
+        if not self._holders:
+            self._patches.undo()
 
 
 _ROPES = {family.name: _Rope() for family in FAMILIES}
@@ -98,9 +97,14 @@ def _causal_class(model_class: type, family: Family) -> str | None:
 
 
 def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """The modules that a switch speaks of, and the name of their row."""
+    """The modules that a switch speaks of, each with its name in the table; not those with a forward of their own."""
     classes = {name: getattr(family.modeling, name, None) or getattr(nn, name) for name in family.layers[switch]}
-    return [(m, name) for m in model.modules() for name, cls in classes.items() if isinstance(m, cls)]
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, cls in classes.items()
+        if isinstance(module, cls) and type(module).forward is cls.forward
+    ]
 
 
 def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
@@ -125,7 +129,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     Raises:
         TypeError: an unknown switch, or no transformers model.
         ValueError: an unknown family, a switch that matches nothing in the model, a layer that a kernel does not serve,
-            a model that runs hub kernels (`use_kernels=True`), or a loss that is not the causal one.
+            a model that runs hub kernels (`use_kernels=True`), a loss that is not the causal one, an `lm_head` that is
+            more than a weight and a bias, such as one with a LoRA adapter.
     """
     inner = inner_model(model)
     family = family_of(type(inner))
@@ -142,6 +147,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         for module, name in found.get(switch, ()):
             if reason := family.layers[switch][name].refusal(module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
+    if _FUSED in on:
+        projections(inner)
     for switch in {"cross_entropy", _FUSED} & set(on):
         if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):
             raise ValueError(

@@ -18,6 +18,7 @@ from liger_chunked.integrations.transformers.head import (
     arguments,
     backbone_of,
     inner_model,
+    projections,
     run_backbone,
     run_head,
 )
@@ -116,6 +117,18 @@ def _taught(stock: Callable) -> Callable:
     return forward
 
 
+def _unbound(own: Callable) -> Callable:
+    """A forward that somebody set on one model, as a function of the model."""
+    if isinstance(own, types.MethodType):
+        return own.__func__
+
+    @functools.wraps(own)
+    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
+        return own(**kwargs)
+
+    return forward
+
+
 def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
     if _STATE not in vars(owner):
         state = ForwardState(Patches())
@@ -123,8 +136,7 @@ def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
             state.patches.set(owner, "forward", _taught(owner.forward))
         else:
             slot = forward_slot(owner)
-            own = vars(owner).get(slot)
-            stock = type(owner).forward if own is None else own.__func__
+            stock = _unbound(vars(owner)[slot]) if slot in vars(owner) else type(owner).forward
             state.patches.set(owner, slot, types.MethodType(_taught(stock), owner))
         state.patches.set(owner, _STATE, state)
     return vars(owner)[_STATE]
@@ -154,8 +166,9 @@ def attach_head(model: nn.Module) -> None:
     """Let `model(..., head_fn=fn)` run `fn(head, input)` in place of head and loss, and return what it returns.
 
     Calls without `head_fn` stay as they were. `fn` gets `Head` and `HeadInput`, runs inside `model.forward` (and so
-    under the hooks of DDP, FSDP, ZeRO and autocast), and may return any nest of tensors. `labels` and `shift_labels`
-    given to the call arrive in `HeadInput`, padded where PEFT prepends virtual tokens.
+    under the hooks of DDP, FSDP, ZeRO and autocast), and returns tensors, in tuples, dicts or a `ModelOutput` if they
+    are several: in containers of other kinds FSDP and ZeRO do not find them. `labels` and `shift_labels` given to the
+    call arrive in `HeadInput`, padded where PEFT prepends virtual tokens.
 
     Args:
         model: a transformers model with an `lm_head`, or what wraps one (PEFT, DDP, FSDP, DeepSpeed).
@@ -166,6 +179,7 @@ def attach_head(model: nn.Module) -> None:
     """
     inner = inner_model(model)
     backbone_of(inner)
+    projections(inner)
     _teach(inner).head_fn = True
 
 

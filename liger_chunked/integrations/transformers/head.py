@@ -69,7 +69,12 @@ class HeadInput:
 HeadFn = Callable[[Head, HeadInput], Any]
 
 # These leave out a transform that their text config names.
-_NO_SOFTCAP = ("Gemma3ForConditionalGeneration",)
+_NO_SOFTCAP = {"Gemma3ForConditionalGeneration"}
+
+
+def _names(kind: type) -> set[str]:
+    """Of a class and its bases: FSDP makes a subclass, under a name of its own, of what it shards."""
+    return {base.__name__ for base in kind.__mro__}
 
 
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
@@ -87,7 +92,7 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
     softcap = getattr(config, "final_logit_softcapping", None)
     return LogitOptions(
         ignore_index=ignore_index,
-        softcap=None if type(model).__name__ in _NO_SOFTCAP else softcap,
+        softcap=None if _NO_SOFTCAP & _names(type(model)) else softcap,
         logit_scale=1.0 if scale is None else scale,
     )
 
@@ -116,23 +121,26 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """
     # A base_model_prefix that names no attribute (MllamaForCausalLM's) makes base_model the model itself.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if backbone is None or model.get_output_embeddings() is None:
+    if backbone is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     return backbone
 
 
 # What may lie around a Linear and does nothing but call it.
-_TRANSPARENT = ("FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict")
+_TRANSPARENT = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}
 
 
-def _projections(lm_head: nn.Module) -> list[nn.Linear]:
+def projections(model: PreTrainedModel) -> list[nn.Linear]:
     """The Linear modules of which `lm_head` calls one, and adds nothing to it.
 
     Raises:
-        ValueError: `lm_head` computes something else than `x @ weight.T + bias`.
+        ValueError: there is no `lm_head`, or it computes something else than `x @ weight.T + bias`.
     """
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
-    others = [m for m in lm_head.modules() if m not in linear and type(m).__name__ not in _TRANSPARENT]
+    others = [m for m in lm_head.modules() if m not in linear and not _TRANSPARENT & _names(type(m))]
     if others or not linear:
         kind = type((others or [lm_head])[0])
         raise ValueError(
@@ -201,11 +209,10 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
         head = Head(_whole(projection.weight), _whole(projection.bias))
         return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
 
-    lm_head = model.get_output_embeddings()
     patches = Patches()
-    for projection in _projections(lm_head):
+    for projection in projections(model):
         patches.set(projection, forward_slot(projection), functools.partial(forward, projection))
     try:
-        return lm_head(input.hidden_states)
+        return model.get_output_embeddings()(input.hidden_states)
     finally:
         patches.undo()
