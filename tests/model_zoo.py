@@ -28,6 +28,8 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    # Wide enough for activations to be told apart.
+    "initializer_range": 0.15,
 }
 _MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.01, "output_router_logits": True}
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
@@ -109,9 +111,8 @@ class Tiny:
             for parameter in model.parameters():
                 if parameter.ndim <= 1:
                     parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        # The heads of tiny models say nothing: make their logits large enough for a softcap to matter.
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(20.0)
+            # Logits large enough for a softcap to matter.
+            model.get_output_embeddings().weight.mul_(3.0)
         return model
 
     def sample(self) -> Sample:

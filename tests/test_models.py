@@ -341,6 +341,22 @@ def test_bfloat16(name, device):
     assert errors["ours"] ** 0.5 <= 1.1 * errors["stock"] ** 0.5
 
 
+@by_family
+def test_norms_round_where_stock_norms_round(tiny):
+    """In bfloat16 all but a few values on the edge between two are the same."""
+    model = tiny.build().to(torch.bfloat16)
+    apply_liger_kernel(model)
+    generator = torch.Generator().manual_seed(7)
+    norms = {type(m): m for m in model.modules() if re.search("RMSNorm$", type(m).__name__)}
+    assert norms
+    for cls, norm in norms.items():
+        x = torch.randn(64, norm.weight.shape[0], generator=generator).to(torch.bfloat16)
+        ours, stock = norm(x), cls.forward(norm, x)
+        assert ours.dtype == stock.dtype
+        assert (ours != stock).float().mean() < 0.01
+    revert_liger_kernel(model)
+
+
 def test_cross_entropy_on_logits(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"], num_items_in_batch=7)
     stock = step(model, arguments)
