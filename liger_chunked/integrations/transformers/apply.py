@@ -131,6 +131,21 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         ValueError: an unknown family, a switch that matches nothing in the model, a layer that a kernel does not serve,
             a model that runs hub kernels (`use_kernels=True`), a loss that is not the causal one, an `lm_head` that is
             more than a weight and a bias, such as one with a LoRA adapter.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
+    >>> print(apply_liger_kernel(model, rope=False))
+    Kernels for llama:
+      rms_norm: LlamaRMSNorm x 5
+      swiglu: LlamaMLP x 2
+      fused_linear_cross_entropy: LlamaForCausalLM
+    >>> ids = torch.randint(64, (1, 8))
+    >>> output = model.train()(ids, labels=ids)
+    >>> output.loss.shape, output.logits
+    (torch.Size([]), None)
+    >>> revert_liger_kernel(model)
     """
     inner = inner_model(model)
     family = family_of(type(inner))

@@ -176,6 +176,18 @@ def attach_head(model: nn.Module) -> None:
     Raises:
         TypeError: there is no transformers model in it.
         ValueError: that model has no backbone with an `lm_head`, or an `lm_head` that is more than weight and bias.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from liger_chunked import linear_token_stats
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    >>> attach_head(model)
+    >>> def logps(head, input):
+    ...     return linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    >>> ids = torch.randint(64, (1, 8))
+    >>> model(ids, labels=ids, head_fn=logps).shape
+    torch.Size([1, 8])
     """
     inner = inner_model(model)
     backbone_of(inner)

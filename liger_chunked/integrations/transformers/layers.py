@@ -53,8 +53,7 @@ def _layer_norm(self: Any, input: Tensor) -> Tensor:
 
 
 def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
-    affine = norm.weight is not None and norm.bias is not None and len(norm.normalized_shape) == 1
-    return None if affine else "it is not over one dimension with a weight and a bias"
+    return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
 
 
 # By the module that computes the activation: of gate and up, or of both in one tensor.
