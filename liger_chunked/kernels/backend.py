@@ -99,7 +99,7 @@ class RowTile(NamedTuple):
 
 
 # Wider rows would spill registers; the torch path serves them.
-MAX_ROW = 1 << 16
+MAX_ROW = 1 << 15
 
 
 @functools.cache

@@ -154,7 +154,8 @@ def liger_cross_entropy(
     for a label smoothing of `s` and `lse = logsumexp(z)`.
 
     Args:
-        logits: (..., V), rows in any layout.
+        logits: (..., V). Rows that do not lie one stride apart, as those of `logits[:, :-1]`, are copied first: pad the
+            labels rather than cut the logits.
         target: (...) class indices. One outside the vocabulary is an error on a CPU; elsewhere, where looking would
             mean waiting, it makes the loss infinite.
         weight: (V,) `w`, of the classes; None for ones.
@@ -181,6 +182,7 @@ def liger_cross_entropy(
     """
     _check(logits, target, weight, reduction, label_smoothing)
     dtype = accumulation_dtype(logits.dtype)
+    target = target.long()
     class_weight = None if weight is None else weight.to(dtype).contiguous()
     regularized = bool(label_smoothing or lse_square_scale)
     stats = _LogitsStats.apply(

@@ -111,7 +111,7 @@ def _launch(kernel: Any, kind: str, like: Tensor, **tensors: Tensor) -> None:
 
 def _forward_triton(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     gate, up = _halves(gate, up)
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = gate.new_empty(gate.shape)
     _launch(_forward_kernel, kind, y, gate=gate, up=up, y=y)
     return y
 
@@ -142,7 +142,7 @@ def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Memory for the gradient of each input."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dgate = gate.new_empty(gate.shape)
     return dgate, None if up is None else torch.empty_like(dgate)
 
 

@@ -91,8 +91,8 @@ def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     n_rows = x.numel() // n_cols
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape)
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
     rstd = torch.empty_like(mean)
     if n_rows:
         _forward_kernel[(-(-n_rows // tile.rows),)](
@@ -145,9 +145,9 @@ def _backward_triton(
     programs = -(-n_rows // tile.rows)
     if needs_dw or needs_db:
         programs = min(programs, tile.resident * processors(x.device))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+    dx = x.new_empty(x.shape) if needs_dx else None
     # Of both, so that one reduction serves.
-    partial = torch.empty((needs_dw + needs_db, programs, n_cols), dtype=torch.float32, device=x.device)
+    partial = rstd.new_empty((needs_dw + needs_db, programs, n_cols))
     if n_rows:
         _backward_kernel[(programs,)](
             dy_ptr=dy,

@@ -100,9 +100,9 @@ def _forward_triton(
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
-    y = torch.empty(x.shape, dtype=_output_dtype(x, weight, cast_first), device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, cast_first))
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = None if residual is None else x.new_empty(x.shape)
     if n_rows:
         _forward_kernel[(-(-n_rows // tile.rows),)](
             x_ptr=rows,
@@ -161,11 +161,11 @@ def _backward_triton(
     dy, dy_stride = strided_rows(dy)
     dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
     programs = -(-n_rows // tile.rows)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+    dx = x.new_empty(x.shape) if needs_dx else None
     partial = None
     if needs_dw:
         programs = min(programs, tile.resident * processors(x.device))
-        partial = torch.empty((programs, n_cols), dtype=torch.float32, device=x.device)
+        partial = rstd.new_empty((programs, n_cols))
     if n_rows:
         _backward_kernel[(programs,)](
             dy_ptr=dy,
