@@ -1,5 +1,8 @@
 """The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
 
+from importlib import import_module
+from typing import Any
+
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.kernels import (
     liger_cross_entropy,
@@ -101,3 +104,18 @@ __all__ = [
     "liger_tvd",
     "linear_token_stats",
 ]
+
+# Not in __all__: these import transformers, when they are first asked for.
+_LAZY = {
+    "AutoLigerKernelForCausalLM": "liger_chunked.integrations.transformers",
+    "apply_liger_kernel": "liger_chunked.integrations.transformers",
+    "revert_liger_kernel": "liger_chunked.integrations.transformers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("apply_liger_kernel_to_"):
+        return getattr(import_module(_LAZY["apply_liger_kernel"]), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

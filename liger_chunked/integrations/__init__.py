@@ -1,0 +1,1 @@
+"""The room of the frameworks: the only one that imports transformers or trl, and never from the package root."""
