@@ -206,7 +206,7 @@ def tanh(x):
     p = p * s + 0.133319582
     p = p * s - 0.333332993
     size = tl.abs(x)
-    large = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
+    large = 1.0 - 2.0 / (1.0 + exp(2.0 * size, False))
     return tl.where(size < 0.6, x + x * s * p, tl.where(x < 0, -large, large))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import jit, operator, strided_rows, tanh, tl, use_triton
+from liger_chunked.kernels.backend import exp, jit, operator, strided_rows, tanh, tl, use_triton
 from liger_chunked.kernels.checks import check_floating, check_like
 from liger_chunked.types import accumulation_dtype
 
@@ -34,7 +34,7 @@ _TANH_CUBIC = 0.044715
 def _activation(z, KIND: tl.constexpr):
     """`act(z)` and `act'(z)`."""
     if KIND == "silu":
-        s = 1.0 / (1.0 + tl.exp(-z))
+        s = 1.0 / (1.0 + exp(-z, False))
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
@@ -44,7 +44,7 @@ def _activation(z, KIND: tl.constexpr):
     else:
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         y = z * cdf
-        slope = cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        slope = cdf + z * 0.3989422804014327 * exp(-0.5 * z * z, False)
     return y, slope
 
 

@@ -46,9 +46,7 @@ def _term(
         q = exp(x, PRECISE)
         term = tl.where(q == 0.0, 0.0, q * (x - t + 1.0 if GRADIENT else x - t))
     elif KIND == "jsd":
-        x = tl.maximum(x, -1e4)  # LOG_ZERO
-        t = tl.maximum(t, -1e4)
-        q_over_m, p_over_m = log_ratios(x, t, beta, one_minus_beta, even, PRECISE, CENTRAL)
+        q_over_m, p_over_m = log_ratios(x, t, beta, one_minus_beta, even, CENTRAL)
         term = one_minus_beta * exp(x, PRECISE) * q_over_m
         if not GRADIENT:
             term += beta * exp(t, PRECISE) * p_over_m
@@ -94,7 +92,7 @@ def _grad_kernel(
 
 
 def _constants(kind: str, beta: float, x: Tensor) -> dict[str, Any]:
-    mixture = mixture_arguments(Divergence("mixture", beta))
+    mixture = mixture_arguments(Divergence("mixture", beta), x.dtype)
     names = ("beta", "one_minus_beta", "even", "CENTRAL")
     block = min(_BLOCK, 1 << (x.shape[1] - 1).bit_length())
     constants = {name: mixture[name] for name in names}
