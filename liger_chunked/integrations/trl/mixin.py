@@ -1,0 +1,99 @@
+"""What every trainer shares: where its heads come from, and whose loss it trains with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_chunked.integrations.trl.fused_output import add_chunked_lm_head
+from liger_chunked.integrations.trl.head import inner_model
+from liger_chunked.types import LogitOptions
+
+Loss = TypeVar("Loss", bound=nn.Module)
+
+
+class NoReference(nn.Module):
+    """Stands for the reference model while a trainer is built whose loss has none, so that none is loaded."""
+
+
+class LigerTrainerMixin:
+    """Over a trainer of TRL: chunked heads, and a loss of one's own.
+
+    Args:
+        *args, **kwargs: the trainer's own.
+        loss: takes the place of the trainer's loss; of the kind that the trainer names.
+        logits_budget: the most bytes of logits alive at once, see `LogitOptions`; None for an automatic choice.
+
+    Raises:
+        TypeError: a loss of another kind.
+    """
+
+    # What `loss` must be an instance of; None for a trainer that takes none.
+    loss_kind: ClassVar[type[nn.Module] | None] = None
+    # The models that TRL gives no fused head.
+    models_without_head: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
+    ) -> None:
+        self._check_loss(loss)
+        self.loss_override = loss
+        with _chunked_heads(type(self), logits_budget):
+            super().__init__(*args, **kwargs)
+        for name in self.models_without_head:
+            model = getattr(self, name)
+            if model is not None:
+                add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
+
+    def _check_loss(self, loss: nn.Module | None) -> None:
+        if loss is None or (self.loss_kind is not None and isinstance(loss, self.loss_kind)):
+            return
+        expected = "no loss" if self.loss_kind is None else f"a {self.loss_kind.__name__}"
+        raise TypeError(f"{type(self).__name__} takes {expected}, got loss={type(loss).__name__}")
+
+
+@contextmanager
+def _chunked_heads(trainer: type, logits_budget: int | None) -> Iterator[None]:
+    """While a trainer is built, the function that its TRL modules call to add fused heads is ours.
+
+    They call it with the temperature, precision and statistics that they need, and may score a reference before they
+    are done: whoever came later would have to guess the one and be late for the other.
+    """
+
+    def add(model: PreTrainedModel | NoReference, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(model, NoReference):
+            add_chunked_lm_head(model, *args, logits_budget=logits_budget, **kwargs)
+
+    modules = [sys.modules[cls.__module__] for cls in trainer.__mro__]
+    theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
+    try:
+        for module, function in theirs:
+            module.add_fused_lm_head = functools.wraps(function)(add)
+        yield
+    finally:
+        for module, function in theirs:
+            module.add_fused_lm_head = function
+
+
+def fitted(loss: Loss, options: LogitOptions) -> Loss:
+    """`loss` with the logit transform of the model it is applied to, which `options` has.
+
+    Raises:
+        ValueError: the loss was given a transform of its own, and it is another one.
+    """
+    plain, own = LogitOptions(), loss.options
+    transform = {name: getattr(options, name) for name in ("softcap", "logit_scale")}
+    for name, value in transform.items():
+        if getattr(own, name) not in (getattr(plain, name), value):
+            raise ValueError(f"the loss has {name}={getattr(own, name)}, the model's config says {value}")
+    fitted = copy.copy(loss)
+    fitted.options = dataclasses.replace(own, **transform)
+    return fitted

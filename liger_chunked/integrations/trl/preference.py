@@ -1,0 +1,78 @@
+"""A loss on pairs in the place of a trainer's own: the step through the model, and what is logged of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.trl.mixin import fitted
+from liger_chunked.losses import LigerFusedLinearPreferenceBase
+from liger_chunked.types import Head, PreferenceMetrics
+
+
+class PreferenceStep(NamedTuple):
+    """The loss with its gradient, its metrics, and the load balancing loss of a mixture of experts."""
+
+    loss: Tensor
+    metrics: PreferenceMetrics
+    aux_loss: Tensor | None
+
+
+def preference_step(
+    model: nn.Module,
+    loss: LigerFusedLinearPreferenceBase,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    *,
+    ref_logps: Tensor | None = None,
+    nll_labels: Tensor | None = None,
+) -> PreferenceStep:
+    """Apply `loss` inside the forward of `model`.
+
+    Args:
+        model: the policy, wrapped or not.
+        loss: takes the model's logit transform.
+        inputs: keywords of the model, of 2 n sequences of T tokens, chosen then rejected.
+        labels: (2 n, T) token ids, not shifted, -100 at prompts and padding.
+        ref_logps: as the loss takes them: (2 n, T - 1), or (2 n,).
+        nll_labels: (2 n, T) labels of the NLL term where they are others.
+    """
+    length = labels.shape[1]
+
+    def apply(head: Head, input: HeadInput) -> PreferenceStep:
+        # Virtual tokens of prompt learning stand before the others; the last position predicts nothing.
+        positions = slice(-length, -1)
+        value, metrics = fitted(loss, input.options)(
+            head.weight,
+            input.hidden_states[:, positions],
+            input.target[:, positions],
+            head.bias,
+            ref_logps=ref_logps,
+            nll_target=None if nll_labels is None else nll_labels[:, 1:],
+        )
+        return PreferenceStep(value, metrics, input.aux_loss)
+
+    return model(**inputs, labels=labels, head_fn=apply)
+
+
+def preference_logs(
+    loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """TRL's names for the metrics of a loss on pairs, averaged over the ranks that `gather` asks."""
+    chosen, rejected = metrics.chosen_rewards, metrics.rejected_rewards
+    values = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": metrics.chosen_logps,
+        "logps/rejected": metrics.rejected_logps,
+        "logits/chosen": metrics.chosen_logits_mean,
+        "logits/rejected": metrics.rejected_logits_mean,
+    }
+    if loss.compute_nll_loss:
+        values["nll_loss"] = metrics.nll_loss
+    return {name: gather(value).mean().item() for name, value in values.items()}
