@@ -19,6 +19,9 @@ from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
+# What of the logit options is the model's.
+TRANSFORM = ("softcap", "logit_scale")
+
 
 class NoReference(nn.Module):
     """Stands for the reference model while a trainer is built whose loss has none, so that none is loaded."""
@@ -83,17 +86,22 @@ def _chunked_heads(trainer: type, logits_budget: int | None) -> Iterator[None]:
             module.add_fused_lm_head = function
 
 
-def fitted(loss: Loss, options: LogitOptions) -> Loss:
-    """`loss` with the logit transform of the model it is applied to, which `options` has.
+def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
+    """The options `own` of a loss, with the transform of the model it is applied to.
 
     Raises:
         ValueError: the loss was given a transform of its own, and it is another one.
     """
-    plain, own = LogitOptions(), loss.options
-    transform = {name: getattr(options, name) for name in ("softcap", "logit_scale")}
-    for name, value in transform.items():
-        if getattr(own, name) not in (getattr(plain, name), value):
-            raise ValueError(f"the loss has {name}={getattr(own, name)}, the model's config says {value}")
+    plain = LogitOptions()
+    for name in names:
+        given, of_model = getattr(own, name), getattr(model, name)
+        if given not in (getattr(plain, name), of_model):
+            raise ValueError(f"the loss has {name}={given}, but the model is trained with {name}={of_model}")
+    return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
+
+
+def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
+    """A copy of `loss` with the transform of the model it is applied to, see `with_transform`."""
     fitted = copy.copy(loss)
-    fitted.options = dataclasses.replace(own, **transform)
+    fitted.options = with_transform(loss.options, options, names)
     return fitted
