@@ -1,1 +1,1 @@
-"""Where the library meets the frameworks; nothing else imports them, and `import liger_chunked` does not either."""
+"""The room of the frameworks: the only one that imports transformers or trl, and never from the package root."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
 from liger_chunked.integrations.trl.preference import preference_logs, preference_step
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
@@ -101,9 +101,7 @@ class ConcatenatedMixin(LigerTrainerMixin):
     ) -> tuple[Tensor, dict[str, float]]:
         """`get_batch_loss_metrics` of a loss that takes the place of the trainer's."""
         loss = self.loss_override
-        step = preference_step(
-            model, loss, inputs, labels, nll_labels=nll_labels if loss.compute_nll_loss else None
-        )
+        step = preference_step(model, loss, inputs, labels, nll_labels=nll_labels if loss.compute_nll_loss else None)
         logs = preference_logs(loss, step.metrics, self.accelerator.gather_for_metrics)
         prefix = "eval_" if train_eval == "eval" else ""
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.trl.head import HeadInput, attach_head
+from liger_chunked.integrations.transformers import HeadInput, attach_head
 from liger_chunked.types import Head
 
 # TRL's names of the statistics, and ours.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import TRANSFORM, LigerTrainerMixin, fitted
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.reductions import REDUCTIONS

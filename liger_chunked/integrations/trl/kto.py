@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trl import KTOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
 from liger_chunked.integrations.trl.reference_model import reference_logps, reference_of
 from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
@@ -40,7 +40,9 @@ class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
         point = None if loss is None else loss.reference_point
         if point == "delta" or (point == "kl" and not self.calculate_KL):
             remedy = "estimates none" if point == "delta" else "needs KTOConfig(loss_type='kto') for it"
-            raise ValueError(f"{type(loss).__name__} asks for the reference point {point!r}; {type(self).__name__} {remedy}")
+            raise ValueError(
+                f"{type(loss).__name__} asks for the reference point {point!r}; {type(self).__name__} {remedy}"
+            )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         loss = self.loss_override

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from liger_chunked.integrations.transformers.head import inner_model
 from liger_chunked.integrations.trl.fused_output import add_chunked_lm_head
-from liger_chunked.integrations.trl.head import inner_model
 from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)

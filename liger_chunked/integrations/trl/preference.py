@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import fitted
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.types import Head, PreferenceMetrics

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from trl import SFTTrainer
 
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head

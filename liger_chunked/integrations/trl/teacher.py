@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.trl.head import HeadInput
+from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import with_transform
 from liger_chunked.losses import LigerFusedLinearDistillationBase
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions

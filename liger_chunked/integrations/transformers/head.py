@@ -1,0 +1,220 @@
+"""The head inside its model: code that runs where `lm_head` and the loss would, on every call of `model.forward`.
+
+`attach_head(model)` teaches a model one keyword, `head_fn`:
+
+    model(input_ids, labels=labels, head_fn=fn)     # returns fn(head: Head, input: HeadInput), whatever that is
+
+The backbone runs as ever, then `fn` instead of the projection. All of it happens inside `model.forward`, and `fn`
+inside the forward of `lm_head` itself, so that what hooks either of them (DDP, FSDP, ZeRO, `device_map`) has done its
+work: the parameters that `fn` sees are whole, and their gradients are reduced as always. Everything is looked up on the
+call, as PEFT and FSDP replace modules after a model was patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils import ModelOutput
+
+from liger_chunked.types import Head, LogitOptions
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What reaches the head of a model, and what its loss was called with.
+
+    - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` keeps
+    - `options`: how this model transforms its logits, and the label that takes part in nothing
+    - `outputs`: what the backbone returned
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
+    - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
+      asked for, by the call or the config
+    """
+
+    hidden_states: Tensor
+    options: LogitOptions
+    outputs: ModelOutput
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+    num_items_in_batch: int | Tensor | None = None
+    aux_loss: Tensor | None = None
+
+    @property
+    def target(self) -> Tensor:
+        """(B, T) what each position predicts: `shift_labels`, otherwise the label of the next position.
+
+        Raises:
+            ValueError: the call had no labels.
+        """
+        target = self.shift_labels
+        if target is None:
+            if self.labels is None:
+                raise ValueError("this head_fn needs a target: pass labels= or shift_labels= to the model")
+            target = F.pad(self.labels[..., 1:], (0, 1), value=self.options.ignore_index)
+        return target.to(self.hidden_states.device)
+
+
+HeadFn = Callable[[Head, HeadInput], Any]
+
+# These leave out a transform that their text config names.
+_NO_SOFTCAP = ("Gemma3ForConditionalGeneration",)
+
+
+def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
+    """The transform that `model.forward` applies to its logits, from its text config.
+
+    Scales go by several names: `logit_scale` (Cohere), `output_multiplier`, `lm_head_multiplier` (Falcon-H1), and
+    `logits_scaling`, which divides (Granite), except where it multiplies (HyperCLOVA X).
+    """
+    config = model.config.get_text_config()
+    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    scale = next((scale for scale in scales if scale is not None), None)
+    logits_scaling = getattr(config, "logits_scaling", None)
+    if scale is None and logits_scaling is not None:
+        scale = logits_scaling if config.model_type == "hyperclovax" else 1 / logits_scaling
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LogitOptions(
+        ignore_index=ignore_index,
+        softcap=None if type(model).__name__ in _NO_SOFTCAP else softcap,
+        logit_scale=1.0 if scale is None else scale,
+    )
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT.
+
+    Raises:
+        TypeError: there is none.
+    """
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+            model = inner
+        elif callable(get_base_model := getattr(model, "get_base_model", None)):
+            model = get_base_model()
+        else:
+            raise TypeError(f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}")
+    return model
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    # A base_model_prefix that names no attribute (MllamaForCausalLM's) makes base_model the model itself.
+    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if backbone is None or model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+    return backbone
+
+
+# What may lie around a Linear and does nothing but call it.
+_TRANSPARENT = ("FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict")
+
+
+def _projections(lm_head: nn.Module) -> list[nn.Linear]:
+    """The Linear modules of which `lm_head` calls one, and adds nothing to it.
+
+    Raises:
+        ValueError: `lm_head` computes something else than `x @ weight.T + bias`.
+    """
+    linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
+    others = [m for m in lm_head.modules() if m not in linear and type(m).__name__ not in _TRANSPARENT]
+    if others or not linear:
+        kind = type((others or [lm_head])[0])
+        raise ValueError(
+            f"lm_head is computed by {kind.__module__}.{kind.__name__}, of which a weight and a bias are only a "
+            "part: a fused loss would ignore the rest (of LoRA, the low-rank term). Take lm_head out of "
+            "target_modules; to train it all the same, name it in modules_to_save"
+        )
+    return linear
+
+
+def _whole(parameter: Any) -> Any:
+    # Tensor parallelism shards the vocabulary; every rank holds all rows of the input, so the gradient is a slice.
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@contextmanager
+def _computing(modules: list[nn.Linear], forward: Callable[[nn.Linear, Tensor], Any]) -> Iterator[None]:
+    """Within it, these modules compute `forward(module, input)`; their hooks run as ever."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.__dict__["forward"] = functools.partial(forward, module)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
+
+
+def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.forward`, all by name: its backbone may order them otherwise."""
+    if not args:
+        return kwargs
+    _, *names = inspect.signature(type(model).forward).parameters
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
+    """The backbone on the arguments of `model.forward`, as `model.forward` itself would run it.
+
+    The arguments that belong to head and loss do not reach it: `labels`, `shift_labels`, `num_items_in_batch`,
+    `ignore_index`, `logits_to_keep`.
+    """
+    labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+    logits_to_keep = kwargs.pop("logits_to_keep", 0)
+    options = logit_options(model, ignore_index=kwargs.pop("ignore_index", -100))
+    config = model.config.get_text_config()
+    if kwargs.get("output_router_logits") is None and getattr(config, "output_router_logits", False):
+        kwargs["output_router_logits"] = True
+    kwargs.setdefault("use_cache", False)
+
+    outputs = backbone_of(model)(**kwargs, return_dict=True)
+    aux_loss: Any = None
+    if kwargs.get("output_router_logits"):
+        aux_loss = load_balancing_loss_func(
+            outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+        )
+    return HeadInput(
+        hidden_states=slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep),
+        options=options,
+        outputs=outputs,
+        labels=labels,
+        shift_labels=shift_labels,
+        num_items_in_batch=num_items_in_batch,
+        aux_loss=aux_loss,
+    )
+
+
+@torch.compiler.disable
+def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
+    """`head_fn(head, input)`, from within the forward of `lm_head`, where its parameters are whole.
+
+    Raises:
+        ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter.
+    """
+
+    def forward(projection: nn.Linear, hidden_states: Tensor) -> Any:
+        head = Head(_whole(projection.weight), _whole(projection.bias))
+        return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
+
+    lm_head = model.get_output_embeddings()
+    with _computing(_projections(lm_head), forward):
+        return lm_head(input.hidden_states)
