@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "experts": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+        {**EXPERTS, "router_aux_loss_coef": 0.1},
     ),
 }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.fused_output import head_stats
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
 from liger_chunked.integrations.trl.preference import preference_logs, preference_step
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
@@ -35,16 +37,8 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | None = None) 
     Without a softcap that is a product with the mean row of the head, `h @ mean(W) + mean(b)`: no logits.
     """
     if input.options.softcap is not None:
-        stats = linear_token_stats(
-            head.weight,
-            input.hidden_states,
-            torch.zeros_like(input.target),
-            head.bias,
-            outputs=("mean_logits",),
-            softcap=input.options.softcap,
-            logit_scale=input.options.logit_scale,
-            logits_budget=logits_budget,
-        )
+        everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
+        stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
         return stats.mean_logits
     mean = input.hidden_states.float() @ head.weight.mean(0, dtype=torch.float32)
@@ -55,19 +49,24 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | None = None) 
 class ConcatenatedMixin(LigerTrainerMixin):
     """Over a trainer whose `concatenated_forward` scores pairs."""
 
+    # Of the trainer beneath.
+    aux_loss_coef: float
+    aux_loss_enabled: bool
+    concatenated_inputs: Callable[..., dict[str, Tensor]]
+    is_encoder_decoder: bool
+
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
 
-    def __init__(self, *args: Any, logits_budget: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, logits_budget=logits_budget, **kwargs)
-        self.logits_budget = logits_budget
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.is_encoder_decoder:
             raise ValueError(f"{type(self).__name__} is for decoders, got the encoder-decoder {type(self.model)}")
 
     def _concatenated(self, batch: dict[str, Any], padding_value: int) -> tuple[dict[str, Any], Tensor]:
         """What the model takes, and the labels of the completions, (2 n, T)."""
         batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": batch["concatenated_input_ids"],
             "attention_mask": batch["concatenated_attention_mask"],
         }
@@ -77,15 +76,7 @@ class ConcatenatedMixin(LigerTrainerMixin):
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Scores:
         def scores(head: Head, input: HeadInput) -> Scores:
-            stats = linear_token_stats(
-                head.weight,
-                input.hidden_states,
-                input.target,
-                head.bias,
-                softcap=input.options.softcap,
-                logit_scale=input.options.logit_scale,
-                logits_budget=self.logits_budget,
-            )
+            stats = head_stats(head, input, ("logps",), logits_budget=self.logits_budget)
             assert stats.logps is not None
             return Scores(stats.logps, mean_logits(head, input, self.logits_budget), input.aux_loss)
 

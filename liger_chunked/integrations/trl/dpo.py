@@ -53,8 +53,8 @@ class LigerDPOTrainer(LigerTrainerMixin, DPOTrainer):
         step = preference_step(model, loss, {**model_inputs, **aux}, labels, ref_logps=ref_logps)
 
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in preference_logs(loss, step.metrics, self.accelerator.gather).items():
-            metrics[name].append(value)
+        for name, metric in preference_logs(loss, step.metrics, self.accelerator.gather).items():
+            metrics[name].append(metric)
         value = step.loss
         if step.aux_loss is not None:
             value = value + self.router_aux_loss_coef * step.aux_loss

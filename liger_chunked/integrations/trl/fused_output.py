@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput, attach_head
-from liger_chunked.types import Head
+from liger_chunked.types import Head, TokenStats
 
 # TRL's names of the statistics, and ours.
 STATISTICS = {
@@ -72,6 +73,28 @@ def add_chunked_lm_head(
     model.forward = types.MethodType(forward, model)
 
 
+def head_stats(
+    head: Head,
+    input: HeadInput,
+    outputs: tuple[str, ...],
+    *,
+    temperature: float = 1.0,
+    logits_budget: int | None = None,
+) -> TokenStats:
+    """`linear_token_stats` of a head inside its model, with the model's transform of its logits."""
+    return linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        outputs=outputs,
+        softcap=input.options.softcap,
+        logit_scale=input.options.logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+
+
 def fused_output(
     head: Head,
     input: HeadInput,
@@ -88,23 +111,14 @@ def fused_output(
     `aux_loss_coef * aux_loss` of a mixture of experts. `log_probs` and `entropy` are differentiable. Fields are
     (B, T - 1), or (B, T) where the call gave `shift_labels`, as the labels were.
     """
-    hidden_states, (weight, bias) = input.hidden_states, head
     autocast: Any = nullcontext()
     if float32:
-        hidden_states, weight, bias = hidden_states.float(), weight.float(), None if bias is None else bias.float()
-        autocast = torch.autocast(hidden_states.device.type, enabled=False)
+        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
+        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
+        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
     with autocast:
-        stats = linear_token_stats(
-            weight,
-            hidden_states,
-            input.target,
-            bias,
-            outputs=tuple(STATISTICS[name] for name in outputs),
-            softcap=input.options.softcap,
-            logit_scale=input.options.logit_scale,
-            temperature=temperature,
-            logits_budget=logits_budget,
-        )
+        names = tuple(STATISTICS[name] for name in outputs)
+        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
     # The last position predicts nothing, and TRL leaves it out.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}

@@ -15,12 +15,12 @@ from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLin
 class GeneralizedMixin(LigerTrainerMixin):
     """Over a trainer with a `teacher_model` and a `beta`, which TRL gives a fused head for its metrics alone."""
 
+    # Of the trainer beneath.
+    beta: float
+    teacher_model: nn.Module
+
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head = ("teacher_model",)
-
-    def __init__(self, *args: Any, logits_budget: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, logits_budget=logits_budget, **kwargs)
-        self.logits_budget = logits_budget
 
     def _distil(
         self,

@@ -5,26 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.mixin import TRANSFORM, LigerTrainerMixin, fitted
+from liger_chunked.integrations.trl.rollouts import model_inputs_and_labels
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.reductions import REDUCTIONS
 from liger_chunked.types import Head, PolicyMetrics
 
-_OF_THE_MODEL = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 _LOGGED = {
     "entropy": "entropy",
     "kl": "kl",
@@ -62,17 +52,8 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
         loss = self.loss_override
         if loss is None:
             return super()._compute_loss(model, inputs)
-        completion_mask = inputs["completion_mask"]
-        length = completion_mask.shape[1]
-        scored = completion_mask * inputs.get("tool_mask", 1)
-        model_inputs = {
-            "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            "attention_mask": torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
-            **{name: inputs[name] for name in _OF_THE_MODEL if name in inputs},
-        }
-        labels = model_inputs["input_ids"].clone()
-        labels[:, :-length] = -100
-        labels[:, -length:].masked_fill_(scored == 0, -100)
+        model_inputs, labels = model_inputs_and_labels(inputs)
+        length = inputs["completion_ids"].shape[1]
         if self.aux_loss_enabled:
             model_inputs["output_router_logits"] = True
         corrected = self.use_vllm and self.vllm_importance_sampling_correction

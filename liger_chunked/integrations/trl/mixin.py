@@ -39,6 +39,11 @@ class LigerTrainerMixin:
         TypeError: a loss of another kind.
     """
 
+    # Of the trainer beneath.
+    accelerator: Any
+    args: Any
+    model: Any
+
     # What `loss` must be an instance of; None for a trainer that takes none.
     loss_kind: ClassVar[type[nn.Module] | None] = None
     # The models that TRL gives no fused head.
@@ -48,7 +53,8 @@ class LigerTrainerMixin:
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
     ) -> None:
         self._check_loss(loss)
-        self.loss_override = loss
+        self.loss_override: Any = loss
+        self.logits_budget = logits_budget
         with _chunked_heads(type(self), logits_budget):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
@@ -75,7 +81,7 @@ def _chunked_heads(trainer: type, logits_budget: int | None) -> Iterator[None]:
         if not isinstance(model, NoReference):
             add_chunked_lm_head(model, *args, logits_budget=logits_budget, **kwargs)
 
-    modules = [sys.modules[cls.__module__] for cls in trainer.__mro__]
+    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
     try:
         for module, function in theirs:
@@ -102,6 +108,6 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
     """A copy of `loss` with the transform of the model it is applied to, see `with_transform`."""
-    fitted = copy.copy(loss)
-    fitted.options = with_transform(loss.options, options, names)
+    fitted: Any = copy.copy(loss)
+    fitted.options = with_transform(fitted.options, options, names)
     return fitted

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.fused_output import head_stats
 from liger_chunked.integrations.trl.mixin import with_transform
 from liger_chunked.losses import LigerFusedLinearDistillationBase
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions
@@ -89,17 +89,7 @@ def _fitted(
 
 @torch.no_grad()
 def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
-    stats = linear_token_stats(
-        head.weight,
-        input.hidden_states,
-        input.target,
-        head.bias,
-        outputs=("entropy",),
-        softcap=options.softcap,
-        logit_scale=options.logit_scale,
-        temperature=options.temperature,
-        logits_budget=options.logits_budget,
-    )
+    stats = head_stats(head, input, ("entropy",), temperature=options.temperature, logits_budget=options.logits_budget)
     assert stats.entropy is not None
     return stats.entropy.sum()
 
