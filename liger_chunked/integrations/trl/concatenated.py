@@ -34,14 +34,15 @@ class Scores(NamedTuple):
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | None = None) -> Tensor:
     """(B, T) mean logit over the vocabulary at every position, whether it has a target or not.
 
-    Without a softcap that is a product with the mean row of the head, `h @ mean(W) + mean(b)`: no logits.
+    Without a softcap that is a product with the mean row of the head, `mean(W) @ h + mean(b)`: no logits.
     """
     if input.options.softcap is not None:
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
         return stats.mean_logits
-    mean = input.hidden_states.float() @ head.weight.mean(0, dtype=torch.float32)
+    # Not a matmul, which autocast would round to half precision.
+    mean = (input.hidden_states.float() * head.weight.mean(0, dtype=torch.float32)).sum(-1)
     bias = 0.0 if head.bias is None else head.bias.float().mean()
     return input.options.logit_scale * (mean + bias)
 
