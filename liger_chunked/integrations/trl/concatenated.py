@@ -94,7 +94,7 @@ class ConcatenatedMixin(LigerTrainerMixin):
         """`get_batch_loss_metrics` of a loss that takes the place of the trainer's."""
         loss = self.loss_override
         step = preference_step(model, loss, inputs, labels, nll_labels=nll_labels if loss.compute_nll_loss else None)
-        logs = preference_logs(loss, step.metrics, self.accelerator.gather_for_metrics)
+        logs = preference_logs(self, loss, step.metrics, labels)
         prefix = "eval_" if train_eval == "eval" else ""
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
         return value, {f"{prefix}{name}": metric for name, metric in logs.items()}

@@ -53,7 +53,7 @@ class LigerDPOTrainer(LigerTrainerMixin, DPOTrainer):
         step = preference_step(model, loss, {**model_inputs, **aux}, labels, ref_logps=ref_logps)
 
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, metric in preference_logs(loss, step.metrics, self.accelerator.gather).items():
+        for name, metric in preference_logs(self, loss, step.metrics, labels).items():
             metrics[name].append(metric)
         value = step.loss
         if step.aux_loss is not None:

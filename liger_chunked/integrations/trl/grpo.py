@@ -83,11 +83,14 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
             value, metrics, aux_loss = model(**model_inputs, labels=labels, head_fn=apply)
         if not counts_items:
             value = value / window
+        mask = labels[:, 1:] != -100
+        tokens, sequences = mask.sum(), mask.any(-1).sum()
         logs = self._metrics["train" if self.model.training else "eval"]
         for name, field in _LOGGED.items():
             metric = getattr(metrics, field)
             if metric is not None:
-                logs[name].append(self.accelerator.gather(metric).mean().item())
+                one_a_sequence = name.startswith("clip_ratio") and loss.importance_level != "token"
+                logs[name].append(self.global_mean(metric, sequences if one_a_sequence else tokens))
         if aux_loss is not None:
             value = value + self.router_aux_loss_coef * aux_loss / window
             logs["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())

@@ -115,20 +115,17 @@ class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
 
     def _log_sides(self, logs: dict[str, list[float]], metrics: UnpairedPreferenceMetrics) -> None:
         """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
-
-        def total(x: Tensor) -> float:
-            return self.accelerator.gather_for_metrics(x).sum().item()
-
-        for side in ("chosen", "rejected"):
-            counts = {unit: getattr(metrics, f"{side}_{unit}") for unit in ("count", "tokens")}
-            for name, field, unit in (
+        n = {
+            side: self.accelerator.gather(getattr(metrics, f"{side}_count")).sum().item()
+            for side in ("chosen", "rejected")
+        }
+        for side in (side for side in n if n[side]):
+            for name, field, items in (
                 ("rewards", "rewards", "count"),
                 ("logps", "logps", "count"),
                 ("logits", "logits_mean", "tokens"),
             ):
-                value = total(getattr(metrics, f"{side}_{field}") * counts[unit])
-                n = total(counts[unit])
-                if n:
-                    logs[f"{name}/{side}"].append(value / n)
-        if total(metrics.chosen_count) and total(metrics.rejected_count):
+                mean, count = getattr(metrics, f"{side}_{field}"), getattr(metrics, f"{side}_{items}")
+                logs[f"{name}/{side}"].append(self.global_mean(mean, count))
+        if all(n.values()):
             logs["rewards/margins"].append(logs["rewards/chosen"][-1] - logs["rewards/rejected"][-1])

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers.head import inner_model
@@ -61,6 +62,11 @@ class LigerTrainerMixin:
             model = getattr(self, name)
             if model is not None:
                 add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
+
+    def global_mean(self, mean: Tensor, count: Tensor) -> float:
+        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none."""
+        sums = self.accelerator.gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
+        return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _check_loss(self, loss: nn.Module | None) -> None:
         if loss is None or (self.loss_kind is not None and isinstance(loss, self.loss_kind)):

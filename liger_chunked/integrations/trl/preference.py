@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.mixin import fitted
+from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.types import Head, PreferenceMetrics
 
@@ -59,20 +58,23 @@ def preference_step(
 
 
 def preference_logs(
-    loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, gather: Callable[[Tensor], Tensor]
+    trainer: LigerTrainerMixin, loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, labels: Tensor
 ) -> dict[str, float]:
-    """TRL's names for the metrics of a loss on pairs, averaged over the ranks that `gather` asks."""
+    """TRL's names for the metrics of a loss on pairs with these labels, (2 n, T), averaged over the ranks."""
     chosen, rejected = metrics.chosen_rewards, metrics.rejected_rewards
-    values = {
+    of_pairs = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": (chosen > rejected).float(),
         "rewards/margins": chosen - rejected,
         "logps/chosen": metrics.chosen_logps,
         "logps/rejected": metrics.rejected_logps,
-        "logits/chosen": metrics.chosen_logits_mean,
-        "logits/rejected": metrics.rejected_logits_mean,
     }
+    of_tokens = {"logits/chosen": metrics.chosen_logits_mean, "logits/rejected": metrics.rejected_logits_mean}
+    counts = (labels[:, 1:] != -100).sum(-1).view(2, -1).sum(-1)
+    logs = {name: trainer.accelerator.gather(value).mean().item() for name, value in of_pairs.items()}
+    for (name, mean), count in zip(of_tokens.items(), counts, strict=True):
+        logs[name] = trainer.global_mean(mean, count)
     if loss.compute_nll_loss:
-        values["nll_loss"] = metrics.nll_loss
-    return {name: gather(value).mean().item() for name, value in values.items()}
+        logs["nll_loss"] = trainer.accelerator.gather(metrics.nll_loss).mean().item()
+    return logs

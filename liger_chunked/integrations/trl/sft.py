@@ -46,10 +46,11 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
                 head.weight, input.hidden_states, input.target, head.bias, num_items=num_items_in_batch
             )
             value, metrics = result if isinstance(result, tuple) else (result, None)
-            return value, metrics, input.aux_loss
+            n_tokens = (input.target != loss.options.ignore_index).sum()
+            return value, metrics, input.aux_loss, n_tokens
 
         aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        value, metrics, aux_loss = model(**inputs, **aux, head_fn=apply)
+        value, metrics, aux_loss, n_tokens = model(**inputs, **aux, head_fn=apply)
         # Trainer's conventions: a count of items is of all ranks, whose gradients are averaged; it leaves accumulation
         # to the loss, which the mean over a micro-batch of an auxiliary loss does not know.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -59,14 +60,11 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             value = value + self.router_aux_loss_coef * aux_loss / steps
 
         logs = self._metrics["train" if self.model.training else "eval"]
-        reported = {
-            "mean_token_accuracy": None if metrics is None else metrics.token_accuracy,
-            "z_loss": None if metrics is None else metrics.z_loss,
-            "aux_loss": None if aux_loss is None else aux_loss.detach(),
-        }
-        for name, metric in reported.items():
+        if metrics is not None and metrics.token_accuracy is not None:
+            logs["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
+        for name, metric in (("z_loss", metrics and metrics.z_loss), ("aux_loss", aux_loss)):
             if metric is not None:
-                logs[name].append(self.accelerator.gather_for_metrics(metric).mean().item())
+                logs[name].append(self.accelerator.gather(metric.detach()).mean().item())
         if self.model.training:
             # Without padding there is no mask, and every position is a token.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
