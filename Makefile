@@ -30,6 +30,7 @@ bench:
 	$(PYTHON) -m benchmarks.preference
 	$(PYTHON) -m benchmarks.distillation
 	$(PYTHON) -m benchmarks.policy
+	$(PYTHON) -m benchmarks.base_kernels
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -67,6 +67,21 @@ def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> f
     return sorted(times)[len(times) // 2]
 
 
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` as a CUDA graph, so that its kernels are timed without their launches; as it is where there is no GPU."""
+    if DEVICE == "cpu":
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
 def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float:
     """Most memory that `run` takes above what is there before it, gradients of `leaves` included. 0 on a CPU."""
     for leaf in leaves:
@@ -163,7 +178,7 @@ class Row:
         if self.failure:
             return f"  {self.name:42s} {self.failure}"
         errors = "  ".join(f"{name} {value:.2e}" for name, value in self.errors.items())
-        return f"  {self.name:42s} {self.ms:9.2f} ms  x{self.times_floor:.3f}  {self.mib:8.0f} MiB  {errors}"
+        return f"  {self.name:42s} {self.ms:9.3f} ms  x{self.times_floor:.3f}  {self.mib:8.0f} MiB  {errors}"
 
 
 class Table:
@@ -180,7 +195,7 @@ class Table:
         """Start a task; the rows that follow are measured against `floor_ms`."""
         self._task, self._floor = name, floor_ms
         self.floors[name] = {"ms": floor_ms, **parts}
-        print(f"\n{name}: floor {floor_ms:.2f} ms", flush=True)
+        print(f"\n{name}: floor {floor_ms:.3f} ms", flush=True)
 
     def measure(
         self,
@@ -189,8 +204,9 @@ class Table:
         leaves: dict[str, Tensor],
         expected: dict[str, Tensor] | None = None,
         repeats: int = 9,
+        graph: bool = False,
     ) -> None:
-        """Time `loss().backward()`, and compare the gradients of `leaves` with `expected`."""
+        """Time `loss().backward()`, as a CUDA graph if asked, and compare the gradients of `leaves` with `expected`."""
         if self.only and self.only not in name:
             return
         row = Row(self._task, name)
@@ -206,7 +222,7 @@ class Table:
             if expected is not None and self.with_errors:
                 row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
             row.mib = round(peak_mib(run, list(leaves.values())), 1)
-            row.ms = round(median_ms(run, repeats), 3)
+            row.ms = round(median_ms(graphed(run) if graph else run, repeats), 4)
             row.times_floor = round(row.ms / self._floor, 4)
         except Exception as failure:
             row.failure = f"{type(failure).__name__}: {str(failure).splitlines()[0][:160] if str(failure) else ''}"

@@ -1,6 +1,20 @@
 """The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
 
+from importlib import import_module
+from typing import Any
+
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.kernels import (
+    liger_cross_entropy,
+    liger_geglu,
+    liger_jsd,
+    liger_kl_div,
+    liger_layer_norm,
+    liger_rms_norm,
+    liger_rotary_pos_emb,
+    liger_swiglu,
+    liger_tvd,
+)
 from liger_chunked.losses import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearCosineSimilarityLoss,
@@ -18,6 +32,16 @@ from liger_chunked.losses import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.modules import (
+    LigerCrossEntropyLoss,
+    LigerGEGLUMLP,
+    LigerJSD,
+    LigerKLDIVLoss,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+    LigerTVDLoss,
 )
 from liger_chunked.types import (
     CrossEntropyMetrics,
@@ -38,6 +62,7 @@ __all__ = [
     "CrossEntropyMetrics",
     "DistillationMetrics",
     "Examples",
+    "LigerCrossEntropyLoss",
     "LigerFusedLinearBCOLoss",
     "LigerFusedLinearCPOLoss",
     "LigerFusedLinearCosineSimilarityLoss",
@@ -54,6 +79,13 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "LigerTVDLoss",
     "LogitOptions",
     "Pairs",
     "PolicyMetrics",
@@ -61,5 +93,29 @@ __all__ = [
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
+    "liger_cross_entropy",
+    "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
+    "liger_layer_norm",
+    "liger_rms_norm",
+    "liger_rotary_pos_emb",
+    "liger_swiglu",
+    "liger_tvd",
     "linear_token_stats",
 ]
+
+# Not in __all__: these import transformers, when they are first asked for.
+_LAZY = {
+    "AutoLigerKernelForCausalLM": "liger_chunked.integrations.transformers",
+    "apply_liger_kernel": "liger_chunked.integrations.transformers",
+    "revert_liger_kernel": "liger_chunked.integrations.transformers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("apply_liger_kernel_to_"):
+        return getattr(import_module(_LAZY["apply_liger_kernel"]), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,15 @@
 """One operation per file: the Triton kernel, the torch path beside it, and one public function that picks."""
 
+from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, tail_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
+from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
+from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge
+from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
+from liger_chunked.kernels.rms_norm import liger_rms_norm
+from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
 
 __all__ = [
@@ -13,6 +19,15 @@ __all__ = [
     "divergence_grad_",
     "divergence_stats",
     "finish",
+    "liger_cross_entropy",
+    "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
+    "liger_layer_norm",
+    "liger_rms_norm",
+    "liger_rotary_pos_emb",
+    "liger_swiglu",
+    "liger_tvd",
     "logits_grad_",
     "logits_stats",
     "merge",

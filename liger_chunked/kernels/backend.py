@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,85 @@ def use_triton(x: Tensor) -> bool:
     if triton is None or x.dtype == torch.float64:
         return False
     return x.device.type in TRITON_DEVICES or (INTERPRETED and x.device.type == "cpu")
+
+
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make `liger_chunked::<name>` of a host function that returns tensors of its own.
+
+    Compilers trace one opaque operator, whose outputs' shapes `fake` tells them. Everyone else calls the function as it
+    stands: the dispatch of an operator written in Python takes longer than a small kernel runs. An output that is None
+    is an empty tensor under a compiler, where operators return tensors alone.
+    """
+
+    def tensors(outputs: Any, like: Tensor) -> Any:
+        if isinstance(outputs, Tensor):
+            return outputs
+        return tuple(like.new_empty(0) if output is None else output for output in outputs)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def whole(*args: Any) -> Any:
+            return tensors(function(*args), args[0])
+
+        traced = torch.library.custom_op(f"liger_chunked::{name}", whole, mutates_args=())
+        traced.register_fake(lambda *args: tensors(fake(*args), args[0]))
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return traced(*args) if torch.compiler.is_compiling() else function(*args)
+
+        return call
+
+    return decorate
+
+
+def strided_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` (..., D) as rows that lie one stride apart, and that stride in elements; a copy only where there is none."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    return rows, rows.stride(0)
+
+
+class RowTile(NamedTuple):
+    """How a kernel that holds whole rows in registers takes them: `rows` of up to `block` columns a program."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+    @property
+    def resident(self) -> int:
+        """Programs of a backward on each multiprocessor at once: registers are for 16 warps."""
+        return 16 // self.num_warps
+
+    def stages(self, x: Tensor) -> int:
+        """Depth of the pipeline of a loop over tiles of two or three tensors like `x`: what shared memory holds."""
+        return 3 if self.rows * self.block * x.element_size() <= 1 << 14 else 1
+
+
+# Wider rows would spill registers; the torch path serves them.
+MAX_ROW = 1 << 15
+
+
+@functools.cache
+def row_tile(n_cols: int) -> RowTile:
+    """Short rows share a program: each thread has 16 elements to load, until there are 16 warps."""
+    block = 1 << (n_cols - 1).bit_length()
+    rows = max(1, 2048 // block)
+    return RowTile(rows, block, num_warps=min(16, max(4, rows * block // 512)))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; in the interpreter few, so that a program there has several tiles to go through."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).max_compute_units
+    return 2
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""Logits into their gradient, in place.
+"""Logits into their gradient, in place or beside them.
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
@@ -36,7 +36,7 @@ class LogitsCotangents(NamedTuple):
 
 @jit
 def _logits_grad_kernel(
-    logits_ptr, logits_stride, target_ptr, class_weight_ptr,
+    logits_ptr, logits_stride, grad_ptr, grad_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
     vocab_start, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
@@ -45,8 +45,7 @@ def _logits_grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
-    ptrs = logits_ptr + row * logits_stride + cols
-    z = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(logits_ptr + row * logits_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if scale is not None:
         z = z * scale
     if softcap is not None:
@@ -83,12 +82,12 @@ def _logits_grad_kernel(
         grad = grad * softcap * (1.0 - t * t)
     if scale is not None:
         grad = grad * scale
-    tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + row * grad_stride + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def _logits_grad_triton_(
     logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
-    vocab_start: int, class_weight: Tensor | None,
+    vocab_start: int, class_weight: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
     block = min(4096, 1 << (n_cols - 1).bit_length())
@@ -96,6 +95,8 @@ def _logits_grad_triton_(
         _logits_grad_kernel[(n, -(-n_cols // block))](
             logits_ptr=logits,
             logits_stride=logits.stride(0),
+            grad_ptr=out,
+            grad_stride=out.stride(0),
             target_ptr=target,
             class_weight_ptr=class_weight,
             **{f"{name}_ptr": value for name, value in cotangents._asdict().items()},
@@ -107,12 +108,12 @@ def _logits_grad_triton_(
             PRECISE=logits.dtype == torch.float32,
             num_warps=4,
         )
-    return logits
+    return out
 
 
 def _logits_grad_torch_(
     logits: Tensor, target: Tensor, cotangents: LogitsCotangents, options: LogitOptions, vocab_size: int,
-    vocab_start: int, class_weight: Tensor | None,
+    vocab_start: int, class_weight: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     n_cols = logits.shape[1]
     for rows in row_blocks(logits):
@@ -148,8 +149,8 @@ def _logits_grad_torch_(
         grad.mul_(options.logit_scale / options.temperature)
         if slope is not None:
             grad.mul_(slope)
-        logits[rows].copy_(grad)
-    return logits
+        out[rows].copy_(grad)
+    return out
 
 
 def logits_grad_(
@@ -160,6 +161,7 @@ def logits_grad_(
     vocab_size: int,
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Overwrite a tile of logits with the gradient of the loss with respect to it, and return it.
 
@@ -170,6 +172,8 @@ def logits_grad_(
         options: the transform.
         vocab_size: `V`, columns in the whole vocabulary.
         class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
+        out: where to write the gradient instead, like `logits`, which then stay as they are.
     """
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
-    return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight)
+    out = logits if out is None else out
+    return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out)

@@ -164,7 +164,8 @@ def _logits_stats_torch(
         target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
         sum_z = None
         if wanted["sum_z"]:
-            sum_z = z.sum(1) if class_weight is None else z @ class_weight
+            # Not a matrix product, which autocast would round.
+            sum_z = z.sum(1) if class_weight is None else (z * class_weight).sum(1)
         if wanted["argmax"]:
             maximum, argmax = z.max(1)
         else:

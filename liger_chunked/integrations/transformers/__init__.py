@@ -1,11 +1,33 @@
 """Hugging Face models: the head inside its model, the fused forward, and base kernels patched in by a table.
 
-head.py      hidden states, weight, logits transform and loss inputs of any model with an `lm_head`, on each call
-forward.py   the one forward of all families, and `attach_head`
-patches.py   attributes replaced for a while
+head.py       hidden states, weight, logits transform and loss inputs of any model with an `lm_head`, on each call
+forward.py    the one forward of all families, and `attach_head`
+layers.py     what takes the place of norms, MLPs, rotary embeddings, losses
+families.py   the table: which class of which family is which layer
+apply.py      patching one model, or a family; and back
+patches.py    attributes replaced for a while
+auto.py       models that come patched
 """
 
+from liger_chunked.integrations.transformers.apply import APPLY_TO, Applied, apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.transformers.auto import AutoLigerKernelForCausalLM
+from liger_chunked.integrations.transformers.families import FAMILIES, Family
 from liger_chunked.integrations.transformers.forward import attach_head, detach_head
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
 
-__all__ = ["HeadFn", "HeadInput", "attach_head", "detach_head", "logit_options"]
+globals().update(APPLY_TO)
+
+__all__ = [
+    "FAMILIES",
+    "Applied",
+    "AutoLigerKernelForCausalLM",
+    "Family",
+    "HeadFn",
+    "HeadInput",
+    "apply_liger_kernel",
+    "attach_head",
+    "detach_head",
+    "logit_options",
+    "revert_liger_kernel",
+    *APPLY_TO,
+]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.integrations.transformers.head import (
     HeadFn,
@@ -18,6 +18,7 @@ from liger_chunked.integrations.transformers.head import (
     arguments,
     backbone_of,
     inner_model,
+    projections,
     run_backbone,
     run_head,
 )
@@ -28,20 +29,29 @@ from liger_chunked.types import Head
 _STATE = "_liger_forward"
 
 
+@dataclass(frozen=True)
+class FusedLoss:
+    """How head and loss are fused: what `model.forward` returns, and the most bytes of logits alive at once."""
+
+    output: type[Any]
+    logits_budget: int | None = None
+
+
 @dataclass
 class ForwardState:
-    """What was taught to a model, or to a class of models.
+    """Why a model, or a class of models, has our forward, and how to put its own back.
 
-    - `users`: who asked for it; the last one to leave puts the model's own forward back
-    - `fused`: the output class of a model whose head and loss are fused in training, otherwise None
+    - `head_fn`: it was asked to know that keyword
+    - `fused`: how head and loss are fused in training; None for not at all
     """
 
     patches: Patches
-    users: set[str] = field(default_factory=set)
-    fused: type[ModelOutput] | None = None
+    head_fn: bool = False
+    fused: FusedLoss | None = None
 
 
-def _fused_loss(model: PreTrainedModel, output: type[ModelOutput], token_accuracy: bool, **kwargs: Any) -> ModelOutput:
+@can_return_tuple
+def _without_logits(model: PreTrainedModel, fused: FusedLoss, token_accuracy: bool, **kwargs: Any) -> ModelOutput:
     """What `model.forward` returns for labels, without logits."""
     input = run_backbone(model, **kwargs)
 
@@ -51,6 +61,7 @@ def _fused_loss(model: PreTrainedModel, output: type[ModelOutput], token_accurac
             ignore_index=options.ignore_index,
             softcap=options.softcap,
             logit_scale=options.logit_scale,
+            logits_budget=fused.logits_budget,
             return_token_accuracy=token_accuracy,
         )
         return loss(head.weight, input.hidden_states, input.target, head.bias, num_items=input.num_items_in_batch)
@@ -61,13 +72,19 @@ def _fused_loss(model: PreTrainedModel, output: type[ModelOutput], token_accurac
         loss, metrics = loss
     if input.aux_loss is not None:
         loss = loss + model.config.get_text_config().router_aux_loss_coef * input.aux_loss.to(loss.device)
-    shared = {f.name: input.outputs[f.name] for f in fields(output) if f.name in input.outputs}
+    shared = {name: x for name, x in input.outputs.items() if name in fused.output.__dataclass_fields__}
     if input.aux_loss is not None:
         shared["aux_loss"] = input.aux_loss
-    result = output(loss=loss, **shared)
+    result = fused.output(loss=loss, **shared)
     if metrics is not None:
         result["token_accuracy"] = metrics.token_accuracy
     return result
+
+
+def _fused_loss(model: PreTrainedModel) -> FusedLoss | None:
+    """Of the model, otherwise of its class."""
+    states = (vars(model).get(_STATE), getattr(type(model), _STATE, None))
+    return next((state.fused for state in states if state is not None and state.fused is not None), None)
 
 
 def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
@@ -88,51 +105,70 @@ def _taught(stock: Callable) -> Callable:
         kwargs = arguments(self, args, kwargs)
         if head_fn is not None:
             return run_head(self, run_backbone(self, **kwargs), head_fn)
-        state = getattr(self, _STATE, None)
-        if state is not None and state.fused is not None:
+        fused = _fused_loss(self)
+        if fused is not None:
             skip_logits = kwargs.pop("skip_logits", None)
             token_accuracy = kwargs.pop("return_token_accuracy", False)
             if _fuses(self, skip_logits, kwargs):
-                return _fused_loss(self, state.fused, token_accuracy, **kwargs)
+                return _without_logits(self, fused, token_accuracy, **kwargs)
         return stock(self, **kwargs)
 
     vars(forward)[_STATE] = stock
     return forward
 
 
-def teach(owner: PreTrainedModel | type[PreTrainedModel], user: str) -> ForwardState:
-    """Give a model, or every model of a class, the forward that knows `head_fn`, on behalf of `user`."""
+def _unbound(own: Callable) -> Callable:
+    """A forward that somebody set on one model, as a function of the model."""
+    if isinstance(own, types.MethodType):
+        return own.__func__
+
+    @functools.wraps(own)
+    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
+        return own(**kwargs)
+
+    return forward
+
+
+def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
     if _STATE not in vars(owner):
         state = ForwardState(Patches())
         if isinstance(owner, type):
             state.patches.set(owner, "forward", _taught(owner.forward))
         else:
             slot = forward_slot(owner)
-            own = vars(owner).get(slot)
-            stock = type(owner).forward if own is None else own.__func__
+            stock = _unbound(vars(owner)[slot]) if slot in vars(owner) else type(owner).forward
             state.patches.set(owner, slot, types.MethodType(_taught(stock), owner))
         state.patches.set(owner, _STATE, state)
-    state = vars(owner)[_STATE]
-    state.users.add(user)
-    return state
+    return vars(owner)[_STATE]
 
 
-def unteach(owner: PreTrainedModel | type[PreTrainedModel], user: str) -> None:
-    """Undo `teach` on behalf of `user`; nothing where it was not asked for."""
+def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
+    """Withdraw one wish; without any left, the owner gets its own forward back."""
     state = vars(owner).get(_STATE)
     if state is None:
         return
-    state.users.discard(user)
-    if not state.users:
+    vars(state).update(wish)
+    if not state.head_fn and state.fused is None:
         state.patches.undo()
+
+
+def fuse(owner: PreTrainedModel | type[PreTrainedModel], fused: FusedLoss) -> None:
+    """Let a model, or every model of a class, train without logits."""
+    _teach(owner).fused = fused
+
+
+def unfuse(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
+    """Undo `fuse`."""
+    _forget(owner, fused=None)
 
 
 def attach_head(model: nn.Module) -> None:
     """Let `model(..., head_fn=fn)` run `fn(head, input)` in place of head and loss, and return what it returns.
 
     Calls without `head_fn` stay as they were. `fn` gets `Head` and `HeadInput`, runs inside `model.forward` (and so
-    under the hooks of DDP, FSDP, ZeRO and autocast), and may return any nest of tensors. `labels` and `shift_labels`
-    given to the call arrive in `HeadInput`, padded where PEFT prepends virtual tokens.
+    under the hooks of DDP, FSDP, ZeRO and autocast), and returns tensors, in tuples, dicts or a `ModelOutput` if they
+    are several: in containers of other kinds FSDP and ZeRO do not find them. `labels` and `shift_labels` given to the
+    call arrive in `HeadInput`, padded where PEFT prepends virtual tokens.
 
     Args:
         model: a transformers model with an `lm_head`, or what wraps one (PEFT, DDP, FSDP, DeepSpeed).
@@ -140,12 +176,25 @@ def attach_head(model: nn.Module) -> None:
     Raises:
         TypeError: there is no transformers model in it.
         ValueError: that model has no backbone with an `lm_head`, or an `lm_head` that is more than weight and bias.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from liger_chunked import linear_token_stats
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    >>> attach_head(model)
+    >>> def logps(head, input):
+    ...     return linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    >>> ids = torch.randint(64, (1, 8))
+    >>> model(ids, labels=ids, head_fn=logps).shape
+    torch.Size([1, 8])
     """
     inner = inner_model(model)
     backbone_of(inner)
-    teach(inner, "head_fn")
+    projections(inner)
+    _teach(inner).head_fn = True
 
 
 def detach_head(model: nn.Module) -> None:
     """Undo `attach_head`."""
-    unteach(inner_model(model), "head_fn")
+    _forget(inner_model(model), head_fn=False)

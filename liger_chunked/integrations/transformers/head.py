@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
+from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import Head, LogitOptions
 
 
@@ -69,7 +69,12 @@ class HeadInput:
 HeadFn = Callable[[Head, HeadInput], Any]
 
 # These leave out a transform that their text config names.
-_NO_SOFTCAP = ("Gemma3ForConditionalGeneration",)
+_NO_SOFTCAP = {"Gemma3ForConditionalGeneration"}
+
+
+def _names(kind: type) -> set[str]:
+    """Of a class and its bases: FSDP makes a subclass, under a name of its own, of what it shards."""
+    return {base.__name__ for base in kind.__mro__}
 
 
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
@@ -87,7 +92,7 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
     softcap = getattr(config, "final_logit_softcapping", None)
     return LogitOptions(
         ignore_index=ignore_index,
-        softcap=None if type(model).__name__ in _NO_SOFTCAP else softcap,
+        softcap=None if _NO_SOFTCAP & _names(type(model)) else softcap,
         logit_scale=1.0 if scale is None else scale,
     )
 
@@ -116,23 +121,26 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """
     # A base_model_prefix that names no attribute (MllamaForCausalLM's) makes base_model the model itself.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if backbone is None or model.get_output_embeddings() is None:
+    if backbone is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     return backbone
 
 
 # What may lie around a Linear and does nothing but call it.
-_TRANSPARENT = ("FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict")
+_TRANSPARENT = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}
 
 
-def _projections(lm_head: nn.Module) -> list[nn.Linear]:
+def projections(model: PreTrainedModel) -> list[nn.Linear]:
     """The Linear modules of which `lm_head` calls one, and adds nothing to it.
 
     Raises:
-        ValueError: `lm_head` computes something else than `x @ weight.T + bias`.
+        ValueError: there is no `lm_head`, or it computes something else than `x @ weight.T + bias`.
     """
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
-    others = [m for m in lm_head.modules() if m not in linear and type(m).__name__ not in _TRANSPARENT]
+    others = [m for m in lm_head.modules() if m not in linear and not _TRANSPARENT & _names(type(m))]
     if others or not linear:
         kind = type((others or [lm_head])[0])
         raise ValueError(
@@ -146,21 +154,6 @@ def _projections(lm_head: nn.Module) -> list[nn.Linear]:
 def _whole(parameter: Any) -> Any:
     # Tensor parallelism shards the vocabulary; every rank holds all rows of the input, so the gradient is a slice.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-@contextmanager
-def _computing(modules: list[nn.Linear], forward: Callable[[nn.Linear, Tensor], Any]) -> Iterator[None]:
-    """Within it, these modules compute `forward(module, input)`; their hooks run as ever."""
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = functools.partial(forward, module)
-    try:
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
 
 
 def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +178,9 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
     if kwargs.get("output_router_logits") is None and getattr(config, "output_router_logits", False):
         kwargs["output_router_logits"] = True
     kwargs.setdefault("use_cache", False)
+    kwargs["return_dict"] = True
 
-    outputs = backbone_of(model)(**kwargs, return_dict=True)
+    outputs = backbone_of(model)(**kwargs)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
         aux_loss = load_balancing_loss_func(
@@ -215,6 +209,10 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
         head = Head(_whole(projection.weight), _whole(projection.bias))
         return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
 
-    lm_head = model.get_output_embeddings()
-    with _computing(_projections(lm_head), forward):
-        return lm_head(input.hidden_states)
+    patches = Patches()
+    for projection in projections(model):
+        patches.set(projection, forward_slot(projection), functools.partial(forward, projection))
+    try:
+        return model.get_output_embeddings()(input.hidden_states)
+    finally:
+        patches.undo()

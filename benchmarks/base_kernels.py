@@ -1,0 +1,240 @@
+"""The base kernels, forward and backward, beside eager torch, torch.compile, torch's own kernels and Liger-Kernel.
+
+python -m benchmarks.base_kernels                      tokens x width of Llama-3-8B and of Qwen2.5-0.5B
+python -m benchmarks.base_kernels --only liger_chunked
+
+The floor is the bytes that the operation must move, at the speed of a copy. Rows are timed as CUDA graphs, but for the
+last tasks, where the launches count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_chunked as lc
+from benchmarks.harness import DEVICE, Table, parser
+
+Function = Callable[..., Any]
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+try:
+    import liger_kernel.transformers.functional as liger
+except ImportError:
+    liger = None
+
+
+class Backward:
+    """Outputs and their upstream gradients, with a `backward` of its own."""
+
+    def __init__(self, outputs: Any, grads: list[Tensor]) -> None:
+        self.outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        self.grads = grads
+
+    def backward(self) -> None:
+        torch.autograd.backward(self.outputs, self.grads)
+
+
+def measure(
+    table: Table,
+    task: str,
+    units: float,
+    contenders: Iterator[tuple[str, Function]],
+    leaves: dict[str, Tensor],
+    exact: Function,
+    graph: bool = True,
+) -> None:
+    """Every contender at one task that moves `units` bytes."""
+    table.task(task, units / table.environment["copy_tb_per_s"] / 1e9)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
+    outputs = Backward(exact(*wide), []).outputs
+    torch.manual_seed(1)
+    grads = [torch.randn(y.shape, device=DEVICE, dtype=torch.float32).to(DTYPE) for y in outputs]
+    expected = dict.fromkeys(leaves)
+    if table.with_errors:
+        expected = dict(zip(leaves, torch.autograd.grad(outputs, wide, [g.double() for g in grads]), strict=True))
+    del wide, outputs
+    for name, function in contenders:
+        own = [g.clone() for g in grads]  # some write into them
+
+        def loss(function: Function = function, own: list[Tensor] = own) -> Backward:
+            result = Backward(function(*leaves.values()), own)
+            result.grads = [
+                g.to(y.dtype) if g.dtype != y.dtype else g for g, y in zip(own, result.outputs, strict=True)
+            ]
+            return result
+
+        table.measure(name, loss, leaves, expected if table.with_errors else None, repeats=21, graph=graph)
+
+
+def sample(*shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, device=DEVICE)).to(DTYPE).requires_grad_()
+
+
+def compared(
+    ours: Function, eager: Function, peer: Function | None, **torchs: Function
+) -> Iterator[tuple[str, Function]]:
+    yield "liger_chunked", ours
+    yield "eager", eager
+    yield "torch.compile(eager)", torch.compile(eager)
+    yield from torchs.items()
+    if liger is not None and peer is not None:
+        yield "liger-kernel", peer
+
+
+def eager_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rms_norm(table: Table, *shape: int, graph: bool = True) -> None:
+    x, w = sample(*shape), sample(shape[-1])
+    contenders = compared(
+        lc.liger_rms_norm,
+        eager_rms_norm,
+        lambda x, w: liger.liger_rms_norm(x, w, 1e-6),
+        **{"F.rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6)},
+    )
+    task = f"RMSNorm {'x'.join(map(str, shape))}{'' if graph else ', launches included'}"
+    measure(table, task, 5 * x.numel() * x.element_size(), contenders, {"x": x, "w": w}, eager_rms_norm, graph)
+
+
+def add_rms_norm(table: Table, *shape: int) -> None:
+    def eager(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return eager_rms_norm(total, w), total
+
+    x, residual, w = sample(*shape), sample(*shape), sample(shape[-1])
+    contenders = compared(lambda x, residual, w: lc.liger_rms_norm(x, w, residual=residual), eager, None)
+    leaves = {"x": x, "residual": residual, "w": w}
+    measure(table, f"x + residual, RMSNorm {shape}", 8 * x.numel() * x.element_size(), contenders, leaves, eager)
+
+
+def layer_norm(table: Table, *shape: int, graph: bool = True) -> None:
+    def eager(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], w, b)
+
+    x, w, b = sample(*shape), sample(shape[-1]), sample(shape[-1])
+    contenders = compared(lc.liger_layer_norm, eager, lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5))
+    task = f"LayerNorm {'x'.join(map(str, shape))}{'' if graph else ', launches included'}"
+    measure(table, task, 5 * x.numel() * x.element_size(), contenders, {"x": x, "w": w, "b": b}, eager, graph)
+
+
+def gated(table: Table, n: int, width: int) -> None:
+    gate, up = sample(n, width), sample(n, width)
+    units = 8 * gate.numel() * gate.element_size()
+    gelu = partial(F.gelu, approximate="tanh")
+    for name, ours, activation in (("SwiGLU", lc.liger_swiglu, F.silu), ("GeGLU", lc.liger_geglu, gelu)):
+
+        def eager(gate: Tensor, up: Tensor, activation: Function = activation) -> Tensor:
+            return activation(gate) * up
+
+        def peer(gate: Tensor, up: Tensor, name: str = name) -> Any:
+            return getattr(liger, f"liger_{name.lower()}")(gate, up)
+
+        contenders = compared(ours, eager, peer)
+        measure(table, f"{name} {n}x{width}", units, contenders, {"gate": gate, "up": up}, eager)
+
+
+def packed(table: Table, n: int, width: int) -> None:
+    def eager(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    x = sample(n, 2 * width)
+    contenders = compared(lc.liger_swiglu, eager, None)
+    measure(table, f"SwiGLU {n}x(2x{width})", 4 * x.numel() * x.element_size(), contenders, {"x": x}, eager)
+
+
+def rotary(table: Table, batch: int, tokens: int, q_heads: int, k_heads: int, size: int) -> None:
+    angle = torch.arange(tokens, device=DEVICE)[:, None] * 1e4 ** -torch.linspace(0, 1, size // 2, device=DEVICE)
+    cos, sin = (x.repeat(1, 2)[None].to(DTYPE) for x in (angle.cos(), angle.sin()))
+
+    def eager(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        def rotated(x: Tensor) -> Tensor:
+            halves = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), dim=-1)
+            return x * cos.unsqueeze(1).to(x.dtype) + halves * sin.unsqueeze(1).to(x.dtype)
+
+        return rotated(q), rotated(k)
+
+    q, k = (sample(batch, tokens, n, size).detach().transpose(1, 2).requires_grad_() for n in (q_heads, k_heads))
+    contenders = compared(
+        lambda q, k: lc.liger_rotary_pos_emb(q, k, cos, sin),
+        eager,
+        lambda q, k: liger.liger_rope(q, k, cos, sin),
+    )
+    units = 4 * (q.numel() + k.numel()) * q.element_size()
+    measure(table, f"RoPE {batch}x{tokens}x({q_heads}+{k_heads})x{size}", units, contenders, {"q": q, "k": k}, eager)
+
+
+def cross_entropy(table: Table, n: int, vocab: int) -> None:
+    def eager(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
+
+    def peer(logits: Tensor) -> Tensor:
+        loss = liger.liger_cross_entropy(logits, target)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    logits, target = sample(n, vocab), torch.randint(vocab, (n,), device=DEVICE)
+    contenders = compared(
+        lambda logits: lc.liger_cross_entropy(logits, target),
+        eager,
+        peer,
+        **{"F.cross_entropy, no upcast": lambda logits: F.cross_entropy(logits, target)},
+    )
+    units = 3 * logits.numel() * logits.element_size()
+    measure(table, f"cross entropy of logits {n}x{vocab}", units, contenders, {"logits": logits}, eager)
+
+
+def divergences(table: Table, n: int, vocab: int) -> None:
+    def jsd(x: Tensor) -> Tensor:
+        log_q, log_p = (y if y.dtype == torch.float64 else y.float() for y in (x, log_teacher.to(x.dtype)))
+        log_m = torch.logsumexp(torch.stack((log_q, log_p)), 0) - torch.log(torch.tensor(2.0, device=DEVICE))
+        return 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(1).mean()
+
+    def kl(x: Tensor) -> Tensor:
+        return F.kl_div(x, log_teacher.to(x.dtype), reduction="batchmean", log_target=True)
+
+    log_teacher = sample(n, vocab).detach().log_softmax(-1)
+    x = sample(n, vocab).detach().log_softmax(-1).requires_grad_()
+    units = 5 * x.numel() * x.element_size()
+    ours = compared(lambda x: lc.liger_jsd(x, log_teacher), jsd, lambda x: liger.liger_jsd(x, log_teacher))
+    measure(table, f"JSD of log-probabilities {n}x{vocab}", units, ours, {"x": x}, jsd)
+    ours = compared(
+        lambda x: lc.liger_kl_div(x, log_teacher, reduction="batchmean", log_target=True),
+        kl,
+        lambda x: liger.liger_kl_div(x, log_teacher, "batchmean", True),
+    )
+    measure(table, f"KL of log-probabilities {n}x{vocab}", units, ours, {"x": x}, kl)
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    table = Table("base_kernels", args)
+    torch.manual_seed(0)
+    cut = 1
+    if DEVICE == "cpu":
+        print("no GPU: small shapes in float32, which say nothing about a GPU")
+        cut = 64
+    for n, hidden, width in ((16384 // cut, 4096 // cut, 14336 // cut), (4096 // cut, 896 // cut, 4864 // cut)):
+        rms_norm(table, n, hidden)
+        add_rms_norm(table, n, hidden)
+        layer_norm(table, n, hidden)
+        gated(table, n, width)
+        packed(table, n, width)
+    rms_norm(table, 16384 // cut, 32, 128)  # of queries and keys
+    rotary(table, 4, 4096 // cut, 32, 8, 128)
+    rotary(table, 1, 4096 // cut, 14, 2, 64)
+    cross_entropy(table, 4096 // cut, 128256 // cut)
+    divergences(table, 4096 // cut, 32000 // cut)
+    rms_norm(table, 4096 // cut, 2048 // cut, graph=False)
+    layer_norm(table, 4096 // cut, 2048 // cut, graph=False)
+    table.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Patching a model, or every model of a family that is still to be built; and back."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
+from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, unfuse
+from liger_chunked.integrations.transformers.head import inner_model, projections
+from liger_chunked.integrations.transformers.layers import causal_lm_loss
+from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+
+_FUSED = "fused_linear_cross_entropy"
+_APPLIED = "_liger_applied"
+
+
+@dataclass
+class Applied:
+    """What was patched, by switch: the names of what was replaced, and how often. `print` it."""
+
+    family: str
+    replaced: dict[str, dict[str, int]] = field(default_factory=dict)
+    patches: Patches = field(default_factory=Patches, repr=False)
+
+    def count(self, switch: str, name: str) -> None:
+        counts = self.replaced.setdefault(switch, {})
+        counts[name] = counts.get(name, 0) + 1
+
+    def __str__(self) -> str:
+        lines = [
+            f"  {switch}: " + ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
+            for switch, counts in self.replaced.items()
+        ]
+        return "\n".join([f"Kernels for {self.family}:", *lines])
+
+
+class _Rope:
+    """The rope function of one modeling module, where every model of a family looks it up: ours while one wants it."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._holders: dict[int, weakref.ref] = {}
+
+    def hold(self, family: Family, holder: Any) -> None:
+        if not self._holders:
+            self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
+        key = id(holder)
+        self._holders[key] = weakref.ref(holder, lambda _: self._drop(key))
+
+    def release(self, holder: Any) -> None:
+        self._drop(id(holder))
+
+    def _drop(self, key: int) -> None:
+        self._holders.pop(key, None)
+        if not self._holders:
+            self._patches.undo()
+
+
+_ROPES = {family.name: _Rope() for family in FAMILIES}
+_FAMILY_WIDE: dict[str, Applied] = {}
+
+
+def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool | None]) -> tuple[str, ...]:
+    """The switches that are on: those asked for, and by default all that are available.
+
+    Raises:
+        TypeError: a switch that no family has.
+        ValueError: one that is on, and cannot be.
+    """
+    known = {switch for row in FAMILIES for switch in row.switches}
+    if unknown := switches.keys() - known:
+        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(known)}")
+    wanted = {switch for switch, on in switches.items() if on}
+    if absent := wanted - set(available):
+        raise ValueError(f"{sorted(absent)} matches nothing in {family.name} here; it has {list(available)}")
+    if {"cross_entropy", _FUSED} <= wanted:
+        raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
+    if switches.get("cross_entropy"):
+        available = tuple(switch for switch in available if switch != _FUSED)
+    default = set(available) - {"cross_entropy"}
+    return tuple(s for s in available if s in wanted or (switches.get(s) is None and s in default))
+
+
+def _causal_class(model_class: type, family: Family) -> str | None:
+    """The name in `family.causal` of the class that defines the `forward` of `model_class`."""
+    owner = next(cls for cls in model_class.__mro__ if "forward" in vars(cls))
+    return owner.__name__ if owner.__name__ in family.causal else None
+
+
+def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
+    """The modules that a switch speaks of, each with its name in the table; not those with a forward of their own."""
+    classes = {name: getattr(family.modeling, name, None) or getattr(nn, name) for name in family.layers[switch]}
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, cls in classes.items()
+        if isinstance(module, cls) and type(module).forward is cls.forward
+    ]
+
+
+def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
+    """Patch the base kernels and the fused loss into one model, in place.
+
+    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
+    it does. The keyword `skip_logits` of the call decides otherwise, and `return_token_accuracy=True` adds
+    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back.
+
+    All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it
+    serves other models of the family too, until the last model that asked for it is reverted or gone.
+
+    Args:
+        model: a transformers model of a family of `families.py`, or what wraps one (PEFT, DDP).
+        logits_budget: of the fused loss, the most bytes of logits alive at once; None for an automatic choice.
+        **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
+            By default all that the model has are on, but for `cross_entropy`, which turns the last one off.
+
+    Returns:
+        What was patched.
+
+    Raises:
+        TypeError: an unknown switch, or no transformers model.
+        ValueError: an unknown family, a switch that matches nothing in the model, a layer that a kernel does not serve,
+            a model that runs hub kernels (`use_kernels=True`), a loss that is not the causal one, an `lm_head` that is
+            more than a weight and a bias, such as one with a LoRA adapter.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
+    >>> print(apply_liger_kernel(model, rope=False))
+    Kernels for llama:
+      rms_norm: LlamaRMSNorm x 5
+      swiglu: LlamaMLP x 2
+      fused_linear_cross_entropy: LlamaForCausalLM
+    >>> ids = torch.randint(64, (1, 8))
+    >>> output = model.train()(ids, labels=ids)
+    >>> output.loss.shape, output.logits
+    (torch.Size([]), None)
+    >>> revert_liger_kernel(model)
+    """
+    inner = inner_model(model)
+    family = family_of(type(inner))
+    if inner.use_kernels:
+        raise ValueError(
+            "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
+            "layers again at every train() and eval(): load it with use_kernels=False"
+        )
+    causal = _causal_class(type(inner), family)
+    found = {switch: _layers_in(inner, family, switch) for switch in family.layers}
+    with_loss = ("cross_entropy", _FUSED) if causal else ()
+    on = _chosen(family, ("rope", *(switch for switch in found if found[switch]), *with_loss), switches)
+    for switch in on:
+        for module, name in found.get(switch, ()):
+            if reason := family.layers[switch][name].refusal(module):
+                raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
+    if _FUSED in on:
+        projections(inner)
+    for switch in {"cross_entropy", _FUSED} & set(on):
+        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):
+            raise ValueError(
+                f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
+                f"{switch}=False leaves it alone"
+            )
+
+    revert_liger_kernel(inner)
+    applied = Applied(family.name)
+    for switch in on:
+        for module, name in found.get(switch, ()):
+            layer = family.layers[switch][name]
+            slot = forward_slot(module) if layer.method == "forward" else layer.method
+            applied.patches.set(module, slot, types.MethodType(layer.run, module))
+            applied.count(switch, name)
+    if "rope" in on:
+        _ROPES[family.name].hold(family, inner)
+        applied.count("rope", "apply_rotary_pos_emb")
+    if "cross_entropy" in on:
+        applied.patches.set(inner, "_loss_function", causal_lm_loss)
+        applied.count("cross_entropy", "loss_function")
+    if _FUSED in on and causal is not None:
+        output = getattr(family.modeling, family.causal[causal])
+        fuse(inner, FusedLoss(output, logits_budget))
+        applied.count(_FUSED, causal)
+    vars(inner)[_APPLIED] = applied
+    return applied
+
+
+def revert_liger_kernel(model: nn.Module | str) -> None:
+    """Undo `apply_liger_kernel(model)`, or, given the name of a family, `apply_liger_kernel_to_<family>()`.
+
+    What was not patched stays as it is. Forwards that others have replaced since are left to them.
+
+    Raises:
+        ValueError: an unknown family.
+        TypeError: no transformers model.
+    """
+    if isinstance(model, str):
+        _revert_family(_by_name(model))
+        return
+    inner = inner_model(model)
+    unfuse(inner)
+    applied = vars(inner).pop(_APPLIED, None)
+    if applied is not None:
+        applied.patches.undo()
+        _ROPES[applied.family].release(inner)
+
+
+def _by_name(name: str) -> Family:
+    if name not in BY_NAME:
+        raise ValueError(f"unknown family {name!r}; supported families: {', '.join(BY_NAME)}")
+    return BY_NAME[name]
+
+
+def _revert_family(family: Family) -> None:
+    for name in family.causal:
+        unfuse(getattr(family.modeling, name))
+    applied = _FAMILY_WIDE.pop(family.name, None)
+    if applied is not None:
+        applied.patches.undo()
+        _ROPES[family.name].release(family.modeling)
+
+
+def apply_to_family(family: Family, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
+    """Patch the classes of a family, and with them all its models, those that exist and those to come.
+
+    The switches are those of `apply_liger_kernel`, without `layer_norm`: the class `nn.LayerNorm` belongs to everybody.
+    An activation that no kernel serves is an error when it is run.
+
+    Raises:
+        TypeError: an unknown switch.
+        ValueError: one that the family does not have.
+    """
+    on = _chosen(family, tuple(s for s in family.switches if s != "layer_norm"), switches)
+    _revert_family(family)
+    applied = Applied(family.name)
+    for switch in on:
+        for name, layer in family.layers.get(switch, {}).items():
+            applied.patches.set(getattr(family.modeling, name), layer.method, layer.run)
+            applied.count(switch, name)
+    if "rope" in on:
+        _ROPES[family.name].hold(family, family.modeling)
+        applied.count("rope", "apply_rotary_pos_emb")
+    if "cross_entropy" in on:
+        for name in family.causal:
+            applied.patches.set(getattr(family.modeling, name), "_loss_function", staticmethod(causal_lm_loss))
+            applied.count("cross_entropy", "loss_function")
+    if _FUSED in on:
+        for name, output in family.causal.items():
+            fuse(getattr(family.modeling, name), FusedLoss(getattr(family.modeling, output), logits_budget))
+            applied.count(_FUSED, name)
+    _FAMILY_WIDE[family.name] = applied
+    return applied
+
+
+def _function_of(name: str, family: Family) -> Callable[..., Applied]:
+    """`apply_liger_kernel_to_<name>`, with the switches of the family in its signature."""
+
+    def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
+        if model is None:
+            return apply_to_family(family, **options)
+        found = family_of(type(inner_model(model)))
+        if found is not family:
+            raise ValueError(f"model is a {found.name}, not a {family.name}: use apply_liger_kernel")
+        return apply_liger_kernel(model, **options)
+
+    names = (*family.switches, "logits_budget", "model")
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
+    apply.__doc__ = (
+        f"Patch `model`, or without one the classes of {family.name}, before or after models are built.\n\n"
+        "See `apply_liger_kernel` for the switches: None is on where the model has it. "
+        f'`revert_liger_kernel(model)`, or `revert_liger_kernel("{name}")`, undoes it.'
+    )
+    vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
+    return apply
+
+
+APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name, family in BY_NAME.items()}
+"""`apply_liger_kernel_to_<family>` for every family of the table."""

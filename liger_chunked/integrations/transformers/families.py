@@ -1,0 +1,196 @@
+"""The table of model families: which class of a family is which layer.
+
+A family is one modeling module of transformers, so a row names classes as they stand in there. To add a family is to
+add a row:
+
+1. find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entry of
+   `layers.py` that computes the same thing, rounding included;
+2. name its classes with an `lm_head`, each with the class of its output. Their `forward` must be "backbone, `lm_head`,
+   logits transform of `head.logit_options`, causal loss, load-balancing loss where there are experts";
+3. add a tiny config of it to `tests/model_zoo.py`: the suite does the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from liger_chunked.integrations.transformers.layers import (
+    EXPERTS,
+    GLU,
+    LAYER_NORM,
+    PACKED_GLU,
+    RMS_NORM,
+    RMS_NORM_FP32,
+    RMS_NORM_OFFSET,
+    Layer,
+    rotate_halves,
+    rotate_pairs,
+)
+
+Layers = Mapping[str, Layer]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row. Each of `rms_norm`, `swiglu`, `geglu` maps class names to the layer they are.
+
+    - `name`: of the modeling module, and of `apply_liger_kernel_to_<name>`
+    - `causal`: classes with an `lm_head`, and the class that their `forward` returns
+    - `rope`: what takes the place of `apply_rotary_pos_emb`
+    - `layer_norm`: whether its vision tower has `nn.LayerNorm`
+    - `aliases`: other names of `apply_liger_kernel_to_<name>`
+    """
+
+    name: str
+    causal: Mapping[str, str]
+    rms_norm: Layers
+    rope: Callable = rotate_halves
+    swiglu: Layers = field(default_factory=dict)
+    geglu: Layers = field(default_factory=dict)
+    layer_norm: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def modeling(self) -> ModuleType:
+        return importlib.import_module(self.module_name)
+
+    @property
+    def module_name(self) -> str:
+        return f"transformers.models.{self.name}.modeling_{self.name}"
+
+    @property
+    def layers(self) -> Mapping[str, Layers]:
+        """Switches that replace methods of layers, with what they replace."""
+        layer_norm = {"LayerNorm": LAYER_NORM} if self.layer_norm else {}
+        every = {"rms_norm": self.rms_norm, "layer_norm": layer_norm, "swiglu": self.swiglu, "geglu": self.geglu}
+        return {switch: layers for switch, layers in every.items() if layers}
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Everything that can be switched on."""
+        return ("rope", *self.layers, "cross_entropy", "fused_linear_cross_entropy")
+
+
+_CAUSAL, _MOE = "CausalLMOutputWithPast", "MoeCausalLMOutputWithPast"
+
+FAMILIES = (
+    Family(
+        "llama",
+        causal={"LlamaForCausalLM": _CAUSAL},
+        rms_norm={"LlamaRMSNorm": RMS_NORM},
+        swiglu={"LlamaMLP": GLU},
+    ),
+    Family(
+        "mllama",
+        causal={"MllamaForCausalLM": _CAUSAL, "MllamaForConditionalGeneration": _CAUSAL},
+        rms_norm={"MllamaTextRMSNorm": RMS_NORM},
+        swiglu={"MllamaTextMLP": GLU},
+        layer_norm=True,
+    ),
+    Family(
+        "mistral",
+        causal={"MistralForCausalLM": _CAUSAL},
+        rms_norm={"MistralRMSNorm": RMS_NORM},
+        swiglu={"MistralMLP": GLU},
+    ),
+    Family(
+        "mixtral",
+        causal={"MixtralForCausalLM": _MOE},
+        rms_norm={"MixtralRMSNorm": RMS_NORM},
+        swiglu={"MixtralExperts": EXPERTS},
+    ),
+    Family(
+        "gemma",
+        causal={"GemmaForCausalLM": _CAUSAL},
+        rms_norm={"GemmaRMSNorm": RMS_NORM_OFFSET},
+        geglu={"GemmaMLP": GLU},
+    ),
+    Family(
+        "gemma2",
+        causal={"Gemma2ForCausalLM": _CAUSAL},
+        rms_norm={"Gemma2RMSNorm": RMS_NORM_OFFSET},
+        geglu={"Gemma2MLP": GLU},
+    ),
+    Family(
+        "gemma3",
+        causal={"Gemma3ForCausalLM": _CAUSAL, "Gemma3ForConditionalGeneration": "Gemma3CausalLMOutputWithPast"},
+        rms_norm={"Gemma3RMSNorm": RMS_NORM_OFFSET},
+        geglu={"Gemma3MLP": GLU},
+        layer_norm=True,
+        aliases=("gemma3_text",),
+    ),
+    Family(
+        "qwen2",
+        causal={"Qwen2ForCausalLM": _CAUSAL},
+        rms_norm={"Qwen2RMSNorm": RMS_NORM},
+        swiglu={"Qwen2MLP": GLU},
+    ),
+    Family(
+        "qwen2_vl",
+        causal={"Qwen2VLForConditionalGeneration": _CAUSAL},
+        rms_norm={"Qwen2VLRMSNorm": RMS_NORM},
+        swiglu={"Qwen2MLP": GLU},
+        layer_norm=True,
+    ),
+    Family(
+        "qwen2_5_vl",
+        causal={"Qwen2_5_VLForConditionalGeneration": _CAUSAL},
+        rms_norm={"Qwen2_5_VLRMSNorm": RMS_NORM},
+        swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
+    ),
+    Family(
+        "qwen3",
+        causal={"Qwen3ForCausalLM": _CAUSAL},
+        rms_norm={"Qwen3RMSNorm": RMS_NORM},
+        swiglu={"Qwen3MLP": GLU},
+    ),
+    Family(
+        "qwen3_moe",
+        causal={"Qwen3MoeForCausalLM": _MOE},
+        rms_norm={"Qwen3MoeRMSNorm": RMS_NORM},
+        swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
+    ),
+    Family(
+        "phi3",
+        causal={"Phi3ForCausalLM": _CAUSAL},
+        rms_norm={"Phi3RMSNorm": RMS_NORM},
+        swiglu={"Phi3MLP": PACKED_GLU},
+    ),
+    Family(
+        "granite",
+        causal={"GraniteForCausalLM": _CAUSAL},
+        rms_norm={"GraniteRMSNorm": RMS_NORM},
+        swiglu={"GraniteMLP": GLU},
+    ),
+    Family(
+        "olmo2",
+        causal={"Olmo2ForCausalLM": _CAUSAL},
+        rms_norm={"Olmo2RMSNorm": RMS_NORM_FP32},
+        swiglu={"Olmo2MLP": GLU},
+    ),
+    Family(
+        "glm4",
+        causal={"Glm4ForCausalLM": _CAUSAL},
+        rms_norm={"Glm4RMSNorm": RMS_NORM},
+        swiglu={"Glm4MLP": PACKED_GLU},
+        rope=rotate_pairs,
+    ),
+)
+
+BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+
+
+def family_of(model_class: type) -> Family:
+    """The family in whose modeling module a class, or one that it derives from, is defined.
+
+    Raises:
+        ValueError: none of the table.
+    """
+    modules = {cls.__module__ for cls in model_class.__mro__}
+    for family in FAMILIES:
+        if family.module_name in modules:
+            return family
+    raise ValueError(f"no kernels for {model_class.__name__}; supported families: {', '.join(BY_NAME)}")

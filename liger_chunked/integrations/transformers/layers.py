@@ -1,0 +1,151 @@
+"""What takes the place of parts of a model: the base kernels, on the parameters that each part has.
+
+A `Layer` fits every class whose attributes have the names that it reads; `families.py` says which those are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+
+from liger_chunked.kernels import (
+    liger_cross_entropy,
+    liger_geglu,
+    liger_layer_norm,
+    liger_rms_norm,
+    liger_rotary_pos_emb,
+    liger_swiglu,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`run` replaces `method` of a module, which is its first argument.
+
+    `refusal` says why a module of the right class cannot be served, for instance because its activation is another one.
+    """
+
+    run: Callable[..., Tensor]
+    method: str = "forward"
+    refusal: Callable[[Any], str | None] = lambda module: None
+
+
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _rms_norm_fp32(self: Any, hidden_states: Tensor) -> Tensor:
+    return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, casting="olmo2")
+
+
+def _rms_norm_offset(self: Any, x: Tensor) -> Tensor:
+    return liger_rms_norm(x, self.weight, self.eps, offset=1.0, casting="gemma")
+
+
+def _layer_norm(self: Any, input: Tensor) -> Tensor:
+    return liger_layer_norm(input, self.weight, self.bias, self.eps)
+
+
+def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
+    return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
+
+
+# By the module that computes the activation: of gate and up, or of both in one tensor.
+_GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
+    SiLUActivation: liger_swiglu,
+    nn.SiLU: liger_swiglu,
+    GELUTanh: functools.partial(liger_geglu, approximate="tanh"),
+    NewGELUActivation: functools.partial(liger_geglu, approximate="tanh"),
+    GELUActivation: functools.partial(liger_geglu, approximate="none"),
+}
+
+
+def _glu(self: Any, x: Tensor) -> Tensor:
+    gated = _GATED[type(self.act_fn)]
+    return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+
+def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
+    gated = _GATED[type(self.activation_fn)]
+    return self.down_proj(gated(self.gate_up_proj(hidden_states)))
+
+
+def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
+    return _GATED[type(self.act_fn)](gate_up_out)
+
+
+def _activation_refusal(activation: nn.Module) -> str | None:
+    if type(activation) in _GATED:
+        return None
+    known = ", ".join(sorted(kind.__name__ for kind in _GATED))
+    return f"its activation is {type(activation).__name__}, not one of {known}"
+
+
+def _experts_refusal(experts: Any) -> str | None:
+    if experts.config._experts_implementation == "eager":
+        return "eager experts have no place for it: model.set_experts_implementation('grouped_mm') first"
+    return _activation_refusal(experts.act_fn)
+
+
+RMS_NORM = Layer(_rms_norm)
+"""`weight * normalized`, rounded before the product; `variance_epsilon` (Llama and its kin)."""
+
+RMS_NORM_FP32 = Layer(_rms_norm_fp32)
+"""`weight * normalized`, rounded after the product; `variance_epsilon` (OLMo 2)."""
+
+RMS_NORM_OFFSET = Layer(_rms_norm_offset)
+"""`(1 + weight) * normalized`, rounded after the product; `eps` (Gemma)."""
+
+LAYER_NORM = Layer(_layer_norm, refusal=_layer_norm_refusal)
+"""`nn.LayerNorm` over the last dimension."""
+
+GLU = Layer(_glu, refusal=lambda mlp: _activation_refusal(mlp.act_fn))
+"""`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
+
+PACKED_GLU = Layer(_packed_glu, refusal=lambda mlp: _activation_refusal(mlp.activation_fn))
+"""The same with `gate_up_proj`, whose output is gate, then up."""
+
+EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
+"""Experts in 3-D parameters, whose grouped or batched product is followed by `_apply_gate`."""
+
+
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of Llama and its kin, and of Phi-3, where `cos` is narrower than a head."""
+    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of GLM-4, which rotates neighbours."""
+    return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """`ForCausalLMLoss` of transformers, without a float32 copy of the logits.
+
+    A mean over no label is 0, not NaN.
+    """
+    target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    loss = liger_cross_entropy(
+        logits.view(-1, vocab_size),
+        target.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if num_items_in_batch is None:
+        return loss
+    items = num_items_in_batch
+    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)

@@ -1,0 +1,229 @@
+"""Gated linear units: an activation of one half times the other.
+
+    swiglu = silu(gate) * up        silu(z) = z sigmoid(z)
+    geglu  = gelu(gate) * up        gelu(z) = z Phi(z), or its approximation by tanh
+
+in float32, rounded once. The backward computes the activation again from the inputs, which are all that is saved:
+
+    dgate = dy * up * act'(gate)    dup = dy * act(gate)
+
+Bytes, in units of one half: forward 3 (read gate and up, write y), backward 5 (read dy, gate and up, write dgate and
+dup). 16384 x 14336 in bfloat16 is 470 MB a unit, 0.88 ms for the eight at 4.29 TB/s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_chunked.kernels.backend import jit, operator, strided_rows, tanh, tl, use_triton
+from liger_chunked.kernels.checks import check_floating, check_like
+from liger_chunked.types import accumulation_dtype
+
+_BLOCK = 2048
+_GELU = {"tanh": "gelu_tanh", "none": "gelu"}
+_TANH_SCALE = math.sqrt(2.0 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+@jit
+def _activation(z, KIND: tl.constexpr):
+    """`act(z)` and `act'(z)`."""
+    if KIND == "silu":
+        s = 1.0 / (1.0 + tl.exp(-z))
+        y = z * s
+        slope = s + y * (1.0 - s)
+    elif KIND == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (z + 0.044715 * z * z * z))
+        y = 0.5 * z * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * z * z)
+    else:
+        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        y = z * cdf
+        slope = cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return y, slope
+
+
+@jit
+def _forward_kernel(
+    gate_ptr, gate_stride, up_ptr, up_stride, y_ptr, y_stride, n_cols, blocks_per_row,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Rows and blocks of columns both on x: y and z of a launch grid stop at 65,535.
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = _activation(gate, KIND)
+    tl.store(y_ptr + row * y_stride + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr, dy_stride, gate_ptr, gate_stride, up_ptr, up_stride, dgate_ptr, dgate_stride, dup_ptr, dup_stride,
+    n_cols, blocks_per_row,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < n_cols
+    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = _activation(gate, KIND)
+    dgate = dy * up * slope
+    tl.store(dgate_ptr + row * dgate_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + row * dup_stride + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both, where `gate` may hold both."""
+    if up is not None:
+        return gate, up
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def _launch(kernel: Any, kind: str, like: Tensor, **tensors: Tensor) -> None:
+    """Run over tensors of one shape; without gaps they are one long row, and no block is ragged but the last."""
+    n_cols = like.shape[-1]
+    n_rows = like.numel() // max(1, n_cols)
+    if not like.numel():
+        return
+    arguments: dict[str, Tensor | int] = {}
+    if all(x.is_contiguous() for x in tensors.values()):
+        n_rows, n_cols = 1, like.numel()
+        for name, x in tensors.items():
+            arguments[f"{name}_ptr"], arguments[f"{name}_stride"] = x, 0
+    else:
+        for name, x in tensors.items():
+            arguments[f"{name}_ptr"], arguments[f"{name}_stride"] = strided_rows(x)
+    blocks_per_row = -(-n_cols // _BLOCK)
+    kernel[(n_rows * blocks_per_row,)](
+        **arguments, n_cols=n_cols, blocks_per_row=blocks_per_row, KIND=kind, BLOCK=_BLOCK, num_warps=4
+    )
+
+
+def _forward_triton(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    gate, up = _halves(gate, up)
+    y = gate.new_empty(gate.shape)
+    _launch(_forward_kernel, kind, y, gate=gate, up=up, y=y)
+    return y
+
+
+def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    if kind == "silu":
+        s = z.sigmoid()
+        y = z * s
+        return y, s + y * (1.0 - s)
+    if kind == "gelu_tanh":
+        t = (_TANH_SCALE * (z + _TANH_CUBIC * z**3)).tanh_()
+        slope = 0.5 * z * (1.0 - t.square()) * _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBIC * z.square())
+        return 0.5 * z * (1.0 + t), 0.5 * (1.0 + t) + slope
+    cdf = 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5)))
+    return z * cdf, cdf + z * torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
+
+
+def _forward_torch(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    gate, up = _halves(gate, up)
+    dtype = accumulation_dtype(gate.dtype)
+    return (_activation_torch(gate.contiguous().to(dtype), kind)[0] * up.contiguous().to(dtype)).to(gate.dtype)
+
+
+@operator("glu", fake=_forward_torch)
+def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    return (_forward_triton if use_triton(gate) else _forward_torch)(gate, up, kind)
+
+
+def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Memory for the gradient of each input."""
+    dgate = gate.new_empty(gate.shape)
+    return dgate, None if up is None else torch.empty_like(dgate)
+
+
+def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
+    grads = _gradients(gate, up)
+    gate, up = _halves(gate, up)
+    dgate, dup = _halves(*grads)
+    _launch(_backward_kernel, kind, gate, dy=dy, gate=gate, up=up, dgate=dgate, dup=dup)
+    return grads
+
+
+def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
+    grads = _gradients(gate, up)
+    gate, up = _halves(gate, up)
+    dgate, dup = _halves(*grads)
+    dy = dy.to(accumulation_dtype(gate.dtype))
+    activated, slope = _activation_torch(gate.to(dy.dtype), kind)
+    dgate.copy_(dy * up * slope)
+    dup.copy_(dy * activated)
+    return grads
+
+
+@operator("glu_backward", fake=_backward_torch)
+def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """`(dgate, dup)`; of a packed input its gradient and None."""
+    return (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind)  # type: ignore[return-value]
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dgate, dup = _backward(dy, *ctx.saved_tensors, ctx.kind)
+        needs_dgate, needs_dup, _ = ctx.needs_input_grad
+        return dgate if needs_dgate else None, dup if needs_dup else None, None
+
+
+def _glu(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    check_floating(gate, "gate")
+    if up is not None:
+        check_like(up, "up", gate, "gate")
+    elif gate.shape[-1] % 2:
+        raise ValueError(f"gate without up holds two halves: its last dimension must be even, got {tuple(gate.shape)}")
+    return _GLU.apply(gate, up, kind)
+
+
+def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+
+    Args:
+        gate: (..., I), rows in any layout; or (..., 2 I) with `up` None: the gate and, after it, up, as one projection
+            makes them (Phi-3, GLM-4, fused experts). Such an input gets one gradient, without a copy.
+        up: (..., I) of the same dtype, or None.
+
+    Raises:
+        TypeError: something that is not a floating tensor, dtypes that differ.
+        ValueError: shapes or devices that do not fit.
+
+    >>> gate, up = torch.randn(2, 3, 8).unbind(0)
+    >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
+    True
+    """
+    return _glu(gate, up, "silu")
+
+
+def liger_geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
+    """`F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+
+    Args:
+        gate, up: as `liger_swiglu` has them.
+        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", by the error function.
+
+    Raises:
+        TypeError, ValueError: as `liger_swiglu` does; an `approximate` that is neither.
+    """
+    if approximate not in _GELU:
+        raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {approximate!r}")
+    return _glu(gate, up, _GELU[approximate])

@@ -1,0 +1,283 @@
+"""RMSNorm, and RMSNorm of a sum.
+
+    y = cast(x / rms(x)) * (offset + w)         rms(x) = sqrt(mean(x ** 2) + eps)
+
+over the last dimension, in float32 but for the cast. Bytes, in units of `x`: forward 2 (read x, write y), backward 3
+(read dy and x, write dx); with a residual forward 4 (read x and residual, write y and their sum), backward 4 (read dy,
+the sum and its gradient, write dx). 16384 x 4096 in bfloat16 is 134 MB a unit, 0.16 ms for the five at 4.29 TB/s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_chunked.kernels.backend import MAX_ROW, jit, operator, processors, row_tile, strided_rows, tl, use_triton
+from liger_chunked.kernels.checks import check_floating, check_like, check_row
+from liger_chunked.types import accumulation_dtype
+
+Casting = Literal["llama", "gemma", "olmo2"]
+# Whether the normalised row is cast to the dtype of x before the product with the weight, rather than after it.
+_CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
+
+
+@jit
+def _forward_kernel(
+    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, total_ptr, rstd_ptr,
+    n_rows, n_cols, eps, offset,
+    CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A null pointer stands for what is absent.
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0)
+        # What is normalised is the sum as it is stored.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(total_ptr + rows[:, None] * n_cols + cols[None, :], x, mask=inside)
+    x = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    y = x * rstd[:, None]
+    if CAST_FIRST:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+        y = y * weight[None, :]
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr, dy_stride, dtotal_ptr, dtotal_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
+    n_rows, n_cols, offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Each program goes through tiles of rows and keeps its share of dw in registers.
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
+    if partial_ptr is not None:
+        dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(program * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        normal = x.to(tl.float32) * rstd
+        if partial_ptr is not None:
+            dw += dy * normal
+        if dx_ptr is not None:
+            if weight_ptr is not None:
+                dy = dy * weight[None, :]
+            dx = rstd * (dy - normal * (tl.sum(dy * normal, axis=1) / n_cols)[:, None])
+            if dtotal_ptr is not None:
+                ptrs = dtotal_ptr + rows[:, None] * dtotal_stride + cols[None, :]
+                dx += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if partial_ptr is not None:
+        ptrs = partial_ptr + program.to(tl.int64) * n_cols + cols
+        tl.store(ptrs, tl.sum(dw, axis=0), mask=cols < n_cols)
+
+
+def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
+    """As the models' own code has it: a product after the cast is subject to type promotion, one before it is not."""
+    return torch.promote_types(x.dtype, weight.dtype) if cast_first and weight is not None else x.dtype
+
+
+def _forward_triton(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    tile = row_tile(n_cols)
+    rows, stride = strided_rows(x)
+    residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
+    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, cast_first))
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = None if residual is None else x.new_empty(x.shape)
+    if n_rows:
+        _forward_kernel[(-(-n_rows // tile.rows),)](
+            x_ptr=rows,
+            x_stride=stride,
+            residual_ptr=residual_rows,
+            residual_stride=residual_stride,
+            weight_ptr=weight,
+            y_ptr=y,
+            total_ptr=total,
+            rstd_ptr=rstd,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            eps=eps,
+            offset=offset,
+            CAST_FIRST=cast_first,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
+        )
+    return y, rstd, total
+
+
+def _forward_torch(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    total = None
+    if residual is not None:
+        x = total = (x + residual).contiguous()
+    wide = x.contiguous().to(accumulation_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    y = wide * rstd[..., None]
+    if cast_first:
+        y = y.to(x.dtype)
+    if weight is not None:
+        y = y * (offset + weight.to(wide.dtype) if offset else weight)
+    return y.to(_output_dtype(x, weight, cast_first)), rstd, total
+
+
+@operator("rms_norm", fake=_forward_torch)
+def _forward(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(y, rstd, x + residual)`; the last is None without a residual."""
+    compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
+    return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
+
+
+def _backward_triton(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    tile = row_tile(n_cols)
+    rows, stride = strided_rows(x)
+    dy, dy_stride = strided_rows(dy)
+    dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
+    programs = -(-n_rows // tile.rows)
+    dx = x.new_empty(x.shape) if needs_dx else None
+    partial = None
+    if needs_dw:
+        programs = min(programs, tile.resident * processors(x.device))
+        partial = rstd.new_empty((programs, n_cols))
+    if n_rows:
+        _backward_kernel[(programs,)](
+            dy_ptr=dy,
+            dy_stride=dy_stride,
+            dtotal_ptr=dtotal_rows,
+            dtotal_stride=dtotal_stride,
+            x_ptr=rows,
+            x_stride=stride,
+            weight_ptr=weight,
+            rstd_ptr=rstd,
+            dx_ptr=dx,
+            partial_ptr=partial,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            offset=offset,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            STAGES=tile.stages(x),
+            num_warps=tile.num_warps,
+        )
+    return dx, None if partial is None else partial.sum(0).to(weight.dtype)  # type: ignore[union-attr]
+
+
+def _backward_torch(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    wide = x.contiguous().to(rstd.dtype)
+    dy = dy.contiguous().to(rstd.dtype)
+    normal = wide * rstd[..., None]
+    dx = dw = None
+    if needs_dw:
+        assert weight is not None
+        dw = (dy * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    if needs_dx:
+        if weight is not None:
+            dy = dy * (weight.to(rstd.dtype) + offset)
+        dx = rstd[..., None] * (dy - normal * (dy * normal).mean(-1, keepdim=True))
+        dx = (dx if dtotal is None else dx + dtotal.contiguous()).to(x.dtype)
+    return dx, dw
+
+
+@operator("rms_norm_backward", fake=_backward_torch)
+def _backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(dx, dw)`, each None unless needed."""
+    compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
+    return compute(dy, dtotal, x, weight, rstd, offset, needs_dx, needs_dw)  # type: ignore[return-value]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
+    ) -> Any:
+        y, rstd, total = _forward(x, weight, residual, eps, offset, cast_first)
+        ctx.offset = offset
+        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        needs_x, needs_dw, needs_residual, *_ = ctx.needs_input_grad
+        dx, dw = _backward(dy, dtotal, x, weight, rstd, ctx.offset, needs_x or needs_residual, needs_dw)
+        return dx if needs_x else None, dw if needs_dw else None, dx if needs_residual else None, None, None, None
+
+
+def liger_rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "llama",
+    residual: Tensor | None = None,
+) -> Any:
+    """RMSNorm over the last dimension, of `x` or of `x + residual` (Zhang and Sennrich 2019, equation 4).
+
+    `casting` says where the float32 normalised row is cast to the dtype of `x`:
+
+    - "llama": `cast(x / rms(x)) * (offset + weight)`, in the wider dtype of `x` and `weight` (Llama, Mistral, Qwen,
+      Phi-3, Granite, GLM-4)
+    - "gemma", "olmo2": `cast(x / rms(x) * (offset + weight))`; Gemma's weights want `offset=1.0`
+
+    Args:
+        x: (..., D), rows in any layout.
+        weight: (D,), or None for none. Its gradient adds up in float32, in the same order every time.
+        eps: added to the mean square.
+        offset: added to the weight in float32.
+        casting: as above.
+        residual: in the shape and dtype of `x`.
+
+    Returns:
+        The norm (..., D); with a residual, `(norm, x + residual)`, the sum in the dtype of `x`.
+
+    Raises:
+        TypeError: something that is not a floating tensor, a residual of another dtype.
+        ValueError: shapes or devices that do not fit, an unknown casting.
+
+    >>> x = torch.randn(2, 5, 64)
+    >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)
+    True
+    """
+    if casting not in _CASTS_FIRST:
+        raise ValueError(f"casting must be one of {tuple(_CASTS_FIRST)}, got {casting!r}")
+    check_floating(x, "x")
+    if weight is not None:
+        check_row(weight, "weight", x)
+    if residual is not None:
+        check_like(residual, "residual", x, "x")
+    return _RMSNorm.apply(x, weight, residual, eps, offset, _CASTS_FIRST[casting])

@@ -1,0 +1,638 @@
+"""Every family of the table, patched, against the same model as transformers has it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from model_zoo import HIDDEN, VOCAB, ZOO, Tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import liger_chunked
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, linear_token_stats
+from liger_chunked.integrations.transformers import (
+    FAMILIES,
+    AutoLigerKernelForCausalLM,
+    apply_liger_kernel,
+    attach_head,
+    detach_head,
+    logit_options,
+    revert_liger_kernel,
+)
+from liger_chunked.integrations.transformers.families import BY_NAME
+
+# Some layers of transformers have no deterministic backward.
+pytestmark = pytest.mark.ordinary_memory
+
+by_family = pytest.mark.parametrize("tiny", ZOO, ids=repr)
+BY_ID = {tiny.name: tiny for tiny in ZOO}
+
+
+@functools.cache
+def built(name: str) -> PreTrainedModel:
+    return BY_ID[name].build()
+
+
+@pytest.fixture
+def fresh():
+    """The tiny model of a name, as transformers has it, before and after."""
+    used = []
+
+    def get(name: str, device: str = "cpu") -> PreTrainedModel:
+        model = built(name) if device == "cpu" else copy.deepcopy(built(name)).to(device)
+        used.append(model)
+        return model
+
+    yield get
+    for model in used:
+        revert_liger_kernel(model)
+        detach_head(model)
+        model.eval().zero_grad()
+
+
+def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """The output of a training step, and every gradient."""
+    model.train()
+    output = model(**arguments)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.eval()
+    return output, gradients
+
+
+def assert_same_step(ours: tuple[Any, dict[str, Tensor]], stock: tuple[Any, dict[str, Tensor]]) -> None:
+    (output, gradients), (expected, exact) = ours, stock
+    torch.testing.assert_close(output.loss, expected.loss, rtol=2e-5, atol=0)
+    assert gradients.keys() == exact.keys()
+    largest = max(g.norm() for g in exact.values())
+    for name, g in exact.items():
+        # The gradient of a key's bias is zero but for rounding.
+        assert (gradients[name] - g).norm() <= 2e-4 * g.norm() + 1e-7 * largest, name
+
+
+def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
+    sample = tiny.sample()
+    return {name: x.to(device) for name, x in {**sample.arguments, "labels": sample.labels}.items()} | more
+
+
+# One of each kind of norm, MLP and rope.
+KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
+
+
+@pytest.mark.parametrize(
+    "tiny", [pytest.param(tiny, marks=[pytest.mark.triton] * (tiny.name in KINDS), id=tiny.name) for tiny in ZOO]
+)
+def test_training_step(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
+    stock = step(model, arguments)
+    apply_liger_kernel(model)
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    assert type(ours[0]) is type(stock[0])
+    assert ours[0].logits is None and stock[0].logits is not None
+    stays = set(stock[0].keys()) - {"logits", "past_key_values"}
+    assert set(ours[0].keys()) == stays
+    if "aux_loss" in stays:
+        torch.testing.assert_close(ours[0].aux_loss, stock[0].aux_loss)
+
+
+@by_family
+def test_everything_was_patched(tiny, fresh):
+    model = fresh(tiny.name)
+    applied = apply_liger_kernel(model)
+    family = BY_NAME[tiny.family]
+    vision = tiny.name != "mllama_text" and tiny.name != "gemma3_text"
+    expected = [s for s in family.switches if s != "cross_entropy" and (vision or s != "layer_norm")]
+    assert list(applied.replaced) == [s for s in ("rms_norm", "layer_norm", "swiglu", "geglu") if s in expected] + [
+        "rope",
+        "fused_linear_cross_entropy",
+    ]
+    norms = [m for m in model.modules() if re.search("(RMS|Layer)Norm$", type(m).__name__)]
+    gated = [m for m in model.modules() if hasattr(m, "down_proj")]
+    assert norms and all("forward" in vars(m) for m in norms)
+    assert gated and all({"forward", "_apply_gate"} & vars(m).keys() for m in gated)
+    assert family.modeling.apply_rotary_pos_emb is family.rope
+    assert all(switch in str(applied) for switch in expected)
+
+
+@by_family
+def test_evaluation_and_generation(tiny, fresh):
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    sample = {name: x for name, x in arguments.items() if name != "labels"}
+    # The balance of experts is nothing to ask of generation, where a mask is longer than its step.
+    no_router = {"output_router_logits": False} if "output_router_logits" in tiny.config else {}
+    generate = functools.partial(model.generate, **sample, **no_router, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        stock, tokens = model(**arguments), generate()
+        apply_liger_kernel(model)
+        ours = model(**arguments)
+        torch.testing.assert_close(ours.logits, stock.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.loss, stock.loss, rtol=2e-5, atol=0)
+        assert generate().equal(tokens)
+        last = model(**sample, logits_to_keep=1)
+        torch.testing.assert_close(last.logits, stock.logits[:, -1:], rtol=1e-4, atol=1e-4)
+        without = model(**arguments, skip_logits=True)
+    assert without.logits is None
+    torch.testing.assert_close(without.loss, stock.loss, rtol=2e-5, atol=0)
+
+
+def state_of(model: PreTrainedModel) -> Any:
+    """Everything that patching may touch, by identity: its modules, their classes, what stands beside these."""
+    modeling = sys.modules[type(model).__module__]
+    instances = [(name, type(m), {key: id(x) for key, x in vars(m).items()}) for name, m in model.named_modules()]
+    classes = {
+        (name, key): id(value)
+        for name, cls in inspect.getmembers(modeling, inspect.isclass)
+        if issubclass(cls, torch.nn.Module)
+        for key, value in vars(cls).items()
+    }
+    return instances, classes, {name: id(value) for name, value in vars(modeling).items()}
+
+
+@by_family
+def test_revert(tiny, fresh):
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    output, gradients = step(model, arguments)
+    before = state_of(model)
+    apply_liger_kernel(model)
+    assert state_of(model) != before
+    apply_liger_kernel(model)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+    revert_liger_kernel(model)
+    again, same = step(model, arguments)
+    assert again.loss.equal(output.loss) and again.logits.equal(output.logits)
+    assert all(same[name].equal(g) for name, g in gradients.items())
+
+
+@by_family
+def test_loss_keywords(tiny, fresh):
+    """`num_items_in_batch`, `shift_labels` and both, against stock."""
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    generator = torch.Generator().manual_seed(3)
+    shifted = torch.randint(10, VOCAB - 10, arguments["labels"].shape, generator=generator)
+    shifted[:, ::3] = -100
+    cases: list[dict[str, Any]] = [
+        {"num_items_in_batch": torch.tensor(37)},
+        {"num_items_in_batch": 5, "shift_labels": shifted},
+        {"shift_labels": shifted},
+        {"output_hidden_states": True},
+    ]
+    model.train()
+    with torch.no_grad():
+        stock = [model(**arguments, **case) for case in cases]
+        apply_liger_kernel(model)
+        ours = [model(**arguments, **case) for case in cases]
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a.loss, b.loss, rtol=2e-5, atol=0)
+        assert a.logits is None
+    assert len(ours[-1].hidden_states) == len(stock[-1].hidden_states)
+
+
+class VocabularyRows(TorchDispatchMode):
+    """The most rows of any tensor with a dimension of the vocabulary, weights aside."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and VOCAB in x.shape and HIDDEN not in x.shape:
+                self.rows = max(self.rows, x.numel() // VOCAB)
+        return result
+
+
+@by_family
+def test_no_logits_in_memory(tiny, fresh):
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    tokens, kept = arguments["input_ids"].numel(), 3
+    with VocabularyRows() as stock:
+        step(model, arguments)
+    assert stock.rows >= tokens
+    apply_liger_kernel(model, logits_budget=4 * kept * VOCAB)
+    with VocabularyRows() as ours:
+        step(model, arguments)
+    assert 1 <= ours.rows <= kept
+
+
+@by_family
+def test_head_fn(tiny, fresh):
+    """The head of every model, found and handed over with its transform."""
+    model, arguments = fresh(tiny.name), labelled(tiny)
+    stock = step(model, arguments)
+    attach_head(model)
+
+    def loss(head, input):
+        stats = linear_token_stats(
+            head.weight,
+            input.hidden_states,
+            input.target,
+            head.bias,
+            softcap=input.options.softcap,
+            logit_scale=input.options.logit_scale,
+        )
+        loss = -stats.logps.sum() / (input.target != -100).sum()
+        if input.aux_loss is not None:
+            loss = loss + model.config.router_aux_loss_coef * input.aux_loss
+        return SimpleNamespace(loss=loss)
+
+    assert_same_step(step(model, {**arguments, "head_fn": loss}), stock)
+    after = step(model, arguments)
+    assert after[0].loss.equal(stock[0].loss) and after[0].logits.equal(stock[0].logits)
+
+
+def test_tied_embeddings(fresh):
+    """One parameter in both places, whose gradient is the sum of both."""
+    for name in ("qwen2", "gemma", "gemma2", "gemma3_text", "gemma3"):
+        model = fresh(name)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, name
+
+
+def test_token_accuracy(fresh):
+    model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
+    with torch.no_grad():
+        logits = model(**arguments).logits[:, :-1]
+        target = arguments["labels"][:, 1:]
+        # Labels that are right about half of the time.
+        target[:, ::2] = torch.where(target[:, ::2] == -100, -100, logits.argmax(-1)[:, ::2])
+        expected = (logits.argmax(-1) == target)[target != -100].float().mean()
+        apply_liger_kernel(model)
+        output = model.train()(**arguments, return_token_accuracy=True)
+    assert 0 < expected < 1
+    assert output.token_accuracy == expected and output["token_accuracy"] == expected
+
+
+def test_positional_and_tuples(fresh):
+    model, tiny = fresh("llama"), BY_ID["llama"]
+    arguments = labelled(tiny)
+    loss = step(model, arguments)[0].loss
+    apply_liger_kernel(model)
+    model.train()
+    ids, mask, labels = arguments["input_ids"], arguments["attention_mask"], arguments["labels"]
+    torch.testing.assert_close(model(ids, mask, None, None, None, labels).loss, loss)
+    as_tuple = model(ids, mask, labels=labels, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    torch.testing.assert_close(as_tuple[0], loss)
+
+
+def test_signature_stays(fresh):
+    """`generate` and Trainer read the names of `forward`."""
+    model = fresh("llama")
+    stock = inspect.signature(model.forward)
+    apply_liger_kernel(model)
+    assert inspect.signature(model.forward) == stock
+
+
+def test_skip_logits_without_labels(fresh):
+    model = fresh("llama")
+    apply_liger_kernel(model)
+    with pytest.raises(ValueError, match="skip_logits=True needs labels"):
+        model(torch.ones(1, 4, dtype=torch.long), skip_logits=True)
+
+
+def test_autocast(fresh):
+    """The head runs in autocast's dtype, as everything else does."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    exact = step(model, arguments)[0].loss
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = step(model, arguments)[0].loss
+        apply_liger_kernel(model)
+        ours = step(model, arguments)[0].loss
+    assert ours.dtype == torch.float32
+    assert 0 < abs(ours - exact) < 0.02 * exact and abs(stock - exact) < 0.02 * exact
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "phi3", "glm4", "qwen2_vl"])
+def test_bfloat16(name, device):
+    """Patched layers round where stock layers round: the error of the logits is no larger, over a few models."""
+    tiny = BY_ID[name]
+    sample = {k: x.to(device) for k, x in tiny.sample().arguments.items()}
+    halves = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in sample.items()}
+    doubles = {k: x.double() if x.is_floating_point() else x for k, x in halves.items()}
+    errors = {"stock": 0.0, "ours": 0.0}
+    for seed in range(4):
+        half = tiny.build(seed).to(device, torch.bfloat16)
+        with torch.no_grad():
+            exact = copy.deepcopy(half).double()(**doubles).logits
+            stock = half(**halves).logits
+            apply_liger_kernel(half)
+            ours = half(**halves).logits
+        assert ours.dtype == stock.dtype
+        errors["stock"] += (stock - exact).square().mean().item()
+        errors["ours"] += (ours - exact).square().mean().item()
+        revert_liger_kernel(half)
+    assert errors["ours"] ** 0.5 <= 1.1 * errors["stock"] ** 0.5
+
+
+@by_family
+def test_norms_round_where_stock_norms_round(tiny):
+    """In bfloat16 all but a few values on the edge between two are the same."""
+    model = tiny.build().to(torch.bfloat16)
+    apply_liger_kernel(model)
+    generator = torch.Generator().manual_seed(7)
+    norms = {type(m): m for m in model.modules() if re.search("RMSNorm$", type(m).__name__)}
+    assert norms
+    for cls, norm in norms.items():
+        x = torch.randn(64, norm.weight.shape[0], generator=generator).to(torch.bfloat16)
+        ours, stock = norm(x), cls.forward(norm, x)
+        assert ours.dtype == stock.dtype
+        assert (ours != stock).float().mean() < 0.01
+    revert_liger_kernel(model)
+
+
+def test_cross_entropy_on_logits(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"], num_items_in_batch=7)
+    stock = step(model, arguments)
+    applied = apply_liger_kernel(model, cross_entropy=True)
+    assert "fused_linear_cross_entropy" not in applied.replaced
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    torch.testing.assert_close(ours[0].logits, stock[0].logits, rtol=1e-4, atol=1e-4)
+    revert_liger_kernel(model)
+    assert step(model, arguments)[0].loss.equal(stock[0].loss)
+
+
+def test_switches(fresh):
+    model = fresh("llama")
+    applied = apply_liger_kernel(model, rms_norm=True, swiglu=False, rope=False, fused_linear_cross_entropy=False)
+    assert applied.replaced == {"rms_norm": {"LlamaRMSNorm": 5}}
+    assert "forward" not in vars(model)
+
+
+def test_two_models_share_the_rope_of_their_module():
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    stock = modeling.apply_rotary_pos_emb
+    first, second, third = (BY_ID["qwen3"].build() for _ in range(3))
+    apply_liger_kernel(first)
+    apply_liger_kernel(second)
+    apply_liger_kernel(third, rope=False)
+    revert_liger_kernel(first)
+    assert modeling.apply_rotary_pos_emb is BY_NAME["qwen3"].rope
+    revert_liger_kernel(first)
+    revert_liger_kernel(third)
+    assert modeling.apply_rotary_pos_emb is BY_NAME["qwen3"].rope
+    revert_liger_kernel(second)
+    assert modeling.apply_rotary_pos_emb is stock
+    apply_liger_kernel(first)
+    assert modeling.apply_rotary_pos_emb is not stock
+    del first
+    gc.collect()
+    assert modeling.apply_rotary_pos_emb is stock, "a model that is gone asks for nothing"
+
+
+def test_a_copy_is_a_model_of_its_own(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    apply_liger_kernel(model)
+    attach_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    expected = copy.deepcopy(twin)
+    revert_liger_kernel(expected)
+    detach_head(expected)
+    assert "forward" not in vars(expected) and "forward" not in vars(expected.model.norm)
+    torch.testing.assert_close(step(twin, arguments)[0].loss, step(expected, arguments)[0].loss)
+    revert_liger_kernel(twin)
+    assert twin(**arguments).logits.equal(expected(**arguments).logits)
+    assert step(model, arguments)[0].logits is None
+
+
+@pytest.mark.parametrize("first", ["head", "kernels"])
+def test_head_and_kernels_come_and_go_in_any_order(fresh, first):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    before = state_of(model)
+    if first == "head":
+        attach_head(model)
+    apply_liger_kernel(model)
+    attach_head(model)
+    probe = {"head_fn": lambda head, input: input.hidden_states.shape}
+    assert model(**arguments, **probe) == (2, 12, HIDDEN)
+    if first == "head":
+        detach_head(model)
+        assert step(model, arguments)[0].logits is None
+        revert_liger_kernel(model)
+    else:
+        revert_liger_kernel(model)
+        assert step(model, arguments)[0].logits is not None
+        assert model(**arguments, **probe) == (2, 12, HIDDEN)
+        detach_head(model)
+    assert state_of(model) == before
+
+
+def test_head_fn_sees_what_logits_to_keep_keeps(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    attach_head(model)
+    kept = {**arguments, "logits_to_keep": 5, "labels": arguments["labels"][:, -5:]}
+    shapes = model(**kept, head_fn=lambda head, input: (input.hidden_states.shape, input.target.shape))
+    assert shapes == ((2, 5, HIDDEN), (2, 5))
+    with pytest.raises(ValueError, match="pass labels= or shift_labels="):
+        model(arguments["input_ids"], head_fn=lambda head, input: input.target)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"logit_scale": 0.25, "logits_scaling": 3.0}, (0.25, None)),
+        ({"logit_scale": None, "output_multiplier": 0.5}, (0.5, None)),
+        ({"lm_head_multiplier": 2.0, "final_logit_softcapping": 30.0}, (2.0, 30.0)),
+        ({"logits_scaling": 8.0}, (0.125, None)),
+        ({"logits_scaling": 8.0, "model_type": "hyperclovax"}, (8.0, None)),
+        ({}, (1.0, None)),
+    ],
+)
+def test_logits_transform_by_its_many_names(config, expected):
+    text = SimpleNamespace(**{"model_type": "some", **config})
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    options = logit_options(model)
+    assert (options.logit_scale, options.softcap) == expected
+
+
+def test_head_with_a_bias(fresh):
+    """`phi` is in no row of the table, and has a bias."""
+    config = transformers.PhiConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    ids = torch.randint(VOCAB, (2, 9))
+    stock = step(model, {"input_ids": ids, "labels": ids})
+    attach_head(model)
+
+    def loss(head, input):
+        return SimpleNamespace(
+            loss=LigerFusedLinearCrossEntropyLoss()(head.weight, input.hidden_states, input.target, head.bias)
+        )
+
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids, "head_fn": loss}), stock)
+    with pytest.raises(ValueError, match=r"no kernels for PhiForCausalLM; supported families: llama, mllama"):
+        apply_liger_kernel(model)
+
+
+def test_a_model_without_a_head():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**BY_ID["llama"].config))
+    with pytest.raises(ValueError, match="LlamaModel is not a backbone under an lm_head"):
+        attach_head(model)
+    with pytest.raises(TypeError, match="must be, or wrap, a transformers PreTrainedModel, got Linear"):
+        attach_head(torch.nn.Linear(2, 2))
+    applied = apply_liger_kernel(model)
+    assert list(applied.replaced) == ["rms_norm", "swiglu", "rope"]
+    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing in llama"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    revert_liger_kernel(model)
+
+
+class OwnNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def test_a_layer_of_ones_own_is_not_replaced(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock = model.model.norm
+    model.model.norm = OwnNorm(HIDDEN)
+    expected = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    assert_same_step(step(model, arguments), expected)
+    model.model.norm = stock
+
+
+def test_a_forward_that_somebody_set_is_called(fresh):
+    """Such as `model.forward = torch.compile(model.forward)`."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    stock, calls = model.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs)
+        return stock(*args, **kwargs)
+
+    model.forward = forward
+    apply_liger_kernel(model)
+    assert model(**arguments).logits is not None and len(calls) == 1
+    assert step(model, arguments)[0].logits is None and len(calls) == 1
+    revert_liger_kernel(model)
+    assert model.forward is forward
+    del model.forward
+
+
+class OwnForward(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_of_ones_own_is_not_replaced():
+    model = OwnForward(transformers.LlamaConfig(**BY_ID["llama"].config))
+    assert "fused_linear_cross_entropy" not in apply_liger_kernel(model).replaced
+    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    revert_liger_kernel(model)
+
+
+def test_refusals(fresh):
+    model = fresh("llama")
+    before = state_of(model)
+    with pytest.raises(TypeError, match=r"unknown switches \['silu'\]; there are \['cross_entropy', 'fused_lin"):
+        apply_liger_kernel(model, silu=True)
+    with pytest.raises(ValueError, match=r"\['geglu'\] matches nothing in llama here; it has \['rope', 'rms_norm'"):
+        apply_liger_kernel(model, geglu=True)
+    with pytest.raises(ValueError, match="choose one"):
+        apply_liger_kernel(model, cross_entropy=True, fused_linear_cross_entropy=True)
+    with pytest.raises(ValueError, match="unknown family 'gpt2'; supported families: llama"):
+        revert_liger_kernel("gpt2")
+    with pytest.raises(ValueError, match="model is a llama, not a qwen2"):
+        liger_chunked.apply_liger_kernel_to_qwen2(model=model)
+    mlp = model.model.layers[1].mlp
+    stock, mlp.act_fn = mlp.act_fn, torch.nn.Tanh()
+    with pytest.raises(ValueError, match="swiglu cannot serve LlamaMLP: its activation is Tanh, not one of GELU"):
+        apply_liger_kernel(model)
+    mlp.act_fn = stock
+    model._use_kernels = True
+    with pytest.raises(ValueError, match="use_kernels=False"):
+        apply_liger_kernel(model)
+    del model._use_kernels
+    model.loss_function = lambda *args, **kwargs: 0
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy is the causal loss"):
+        apply_liger_kernel(model)
+    del model._loss_function
+    assert state_of(model) == before
+
+
+def test_eager_experts_are_refused(fresh):
+    model = fresh("mixtral")
+    stock = model.get_experts_implementation()
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match=r"swiglu cannot serve MixtralExperts: eager experts.*grouped_mm"):
+        apply_liger_kernel(model)
+    model.set_experts_implementation(stock)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_before_its_models_are_built(family):
+    """Patched classes give what a patched model gives, and go back bitwise."""
+    tiny = next(tiny for tiny in ZOO if tiny.family == family.name)
+    arguments = labelled(tiny)
+    reference = built(tiny.name)
+    stock, before = step(reference, arguments), state_of(reference)
+    apply = getattr(liger_chunked, f"apply_liger_kernel_to_{family.name}")
+    assert set(inspect.signature(apply).parameters) == {*family.switches, "logits_budget", "model"}
+    applied = apply()
+    try:
+        assert set(applied.replaced) == set(family.switches) - {"layer_norm", "cross_entropy"}
+        model = tiny.build()
+        ours = step(model, arguments)
+        assert_same_step(ours, stock)
+        assert ours[0].logits is None
+        revert_liger_kernel(model)
+        attach_head(model)
+        assert step(model, arguments)[0].logits is None, "the class is patched all the same"
+        detach_head(model)
+        apply(cross_entropy=True)
+        with_logits = step(model, arguments)
+        assert_same_step(with_logits, stock)
+        assert with_logits[0].logits is not None
+    finally:
+        revert_liger_kernel(family.name)
+    assert state_of(reference) == before
+    if family.layer_norm:
+        with pytest.raises(ValueError, match=r"'layer_norm'.*matches nothing"):
+            apply(layer_norm=True)
+
+
+def test_auto_model(tmp_path):
+    tiny = BY_ID["qwen3"]
+    config = transformers.Qwen3Config(**tiny.config)
+    model = AutoLigerKernelForCausalLM.from_config(config, swiglu=False)
+    assert type(model) is transformers.Qwen3ForCausalLM
+    assert "forward" in vars(model.model.norm) and "forward" not in vars(model.model.layers[0].mlp)
+    revert_liger_kernel(model)
+    model.save_pretrained(tmp_path)
+    again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "forward" in vars(again.model.norm) and "forward" in vars(again.model.layers[0].mlp)
+    assert again.lm_head.weight.equal(model.lm_head.weight)
+    revert_liger_kernel(again)
+
+
+def test_the_root_loads_no_framework():
+    code = "import sys, liger_chunked; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'apply_liger_kernel_to_gpt2'"):
+        _ = liger_chunked.apply_liger_kernel_to_gpt2

@@ -1,0 +1,108 @@
+"""Two processes, a sample each: gradients are those of the mean loss, whatever wraps and shards the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+from model_zoo import VOCAB, ZOO
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_chunked import linear_token_stats
+from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head
+
+WORLD = 2
+
+
+def token_loss(head: Any, input: Any) -> Tensor:
+    """A `head_fn` whose backward reads the weight of the head again: its budget holds two rows of logits."""
+    stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=2 * 4 * VOCAB)
+    return -stats.logps.sum() / (input.target != -100).sum()
+
+
+def sharded(model: Any, head_apart: bool) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head_apart:
+        fully_shard(model.lm_head)
+    return fully_shard(model)
+
+
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": functools.partial(sharded, head_apart=False),
+    "fsdp-head-apart": functools.partial(sharded, head_apart=True),
+}
+
+
+def losses(model: nn.Module, sample: dict[str, Tensor], way: str) -> Tensor:
+    return model(**sample, head_fn=token_loss) if way == "head_fn" else model(**sample).loss
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, p in model.named_parameters():
+        g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        grads[name.removeprefix("module.")] = g
+    return grads
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    tiny = next(tiny for tiny in ZOO if tiny.name == "llama")
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(WORLD)]
+    samples = [{"input_ids": x, "labels": x} for x in ids]
+
+    stock = tiny.build().train()
+    sum(stock(**sample).loss for sample in samples).div(WORLD).backward()
+    exact = gradients_of(stock)
+
+    for wrapper, wrap in WRAPPERS.items():
+        for way in ("fused", "head_fn"):
+            model = tiny.build().train()
+            if way == "fused":
+                apply_liger_kernel(model)
+            else:
+                attach_head(model)
+            model = wrap(model)
+            losses(model, samples[rank], way).backward()
+            for name, g in gradients_of(model).items():
+                error = (g - exact[name]).norm() / exact[name].norm()
+                # The gradient of a key's bias is zero but for rounding.
+                assert error < 2e-4 or "k_proj.bias" in name, (wrapper, way, name, error)
+
+    # Tensor parallelism: each rank has all of the sample, and a slice of the vocabulary.
+    one = tiny.build().train()
+    one(**samples[0]).loss.backward()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = tiny.build().train()
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.data, mesh, [Shard(0)]))
+    apply_liger_kernel(model)
+    losses(model, samples[0], "fused").backward()
+    assert model.lm_head.weight.grad.placements == (Shard(0),)
+    exact = gradients_of(one)
+    for name, g in gradients_of(model).items():
+        error = (g - exact[name]).norm() / exact[name].norm()
+        assert error < 2e-4 or "k_proj.bias" in name, ("tp", name, error)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+def test_wrapped_and_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)

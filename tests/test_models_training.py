@@ -1,0 +1,246 @@
+"""Patched models in the hands of those who train them: PEFT, Trainer, DDP, FSDP, torch.compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from model_zoo import HIDDEN, VOCAB, ZOO
+from test_models import assert_same_step, labelled, step
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from liger_chunked import linear_token_stats
+from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, revert_liger_kernel
+
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    # What PEFT, Trainer and transformers have to say to one another.
+    *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation", "Runtime")),
+]
+BY_ID = {tiny.name: tiny for tiny in ZOO}
+
+
+def negative_logps(head, input):
+    """A `head_fn`: the mean negative log-likelihood."""
+    options = input.options
+    stats = linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        softcap=options.softcap,
+        logit_scale=options.logit_scale,
+    )
+    return SimpleNamespace(loss=-stats.logps.sum() / (input.target != options.ignore_index).sum())
+
+
+@pytest.fixture
+def peft():
+    return pytest.importorskip("peft")
+
+
+def adapted(peft: Any, name: str, **lora: Any) -> Any:
+    """The tiny model under a LoRA adapter that is not zero."""
+    model = BY_ID[name].build()
+    config = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **lora)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(peft, name, when):
+    """Frozen head, trained adapters in attention and MLP; patched before or after the adapter comes."""
+    targets = "all-linear" if when == "after" else r".*(self_attn|mlp)\.(q_proj|qkv_proj|down_proj)"
+    stock_model = adapted(peft, name, target_modules=targets)
+    stock = step(stock_model, labelled(BY_ID[name]))
+    if when == "after":
+        model = adapted(peft, name, target_modules=targets)
+        apply_liger_kernel(model)
+    else:
+        base = BY_ID[name].build()
+        apply_liger_kernel(base)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, stock_model.peft_config["default"])
+    model.load_state_dict(stock_model.state_dict())
+    ours = step(model, labelled(BY_ID[name]))
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+    assert ours[1] and all("lora" in name for name in ours[1])
+    with torch.no_grad(), model.disable_adapter(), stock_model.disable_adapter():
+        without = model(**labelled(BY_ID[name])).loss
+        torch.testing.assert_close(without, stock_model(**labelled(BY_ID[name])).loss, rtol=2e-5, atol=0)
+    assert abs(without - stock[0].loss) > 1e-3
+    revert_liger_kernel(model)
+    again = step(model, labelled(BY_ID[name]))
+    assert again[0].loss.equal(stock[0].loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_head_that_peft_trains_in_full(peft, name):
+    """`modules_to_save` keeps a copy of the head: the copy is the one that is read and trained."""
+    model = adapted(peft, name, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
+    stock = step(model, labelled(BY_ID[name]))
+    apply_liger_kernel(model)
+    ours = step(model, labelled(BY_ID[name]))
+    assert_same_step(ours, stock)
+    assert any("lm_head.modules_to_save" in name for name in ours[1])
+    model.train()
+    with torch.no_grad(), model.disable_adapter():
+        disabled = model(**labelled(BY_ID[name])).loss
+        revert_liger_kernel(model)
+        torch.testing.assert_close(disabled, model(**labelled(BY_ID[name])).loss, rtol=2e-5, atol=0)
+    assert abs(disabled - stock[0].loss) > 1e-3
+
+
+def test_a_head_with_an_adapter_is_refused(peft):
+    """When it is patched, or when it is run, if the adapter came later."""
+    refusal = r"lm_head is computed by peft\.tuners\.lora\.layer\.Linear.*low-rank term"
+    model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"])
+    for patch in (apply_liger_kernel, attach_head):
+        with pytest.raises(ValueError, match=refusal):
+            patch(model)
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    assert step(model, labelled(BY_ID["llama"]))[0].logits is not None
+
+    model = BY_ID["llama"].build()
+    apply_liger_kernel(model)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=refusal):
+        step(model, labelled(BY_ID["llama"]))
+    # Evaluation goes through the adapter, as ever.
+    assert model.eval()(**labelled(BY_ID["llama"])).logits is not None
+
+
+def test_prompt_learning(peft):
+    """Virtual tokens come before the prompt; PEFT pads the labels that a head_fn gets."""
+    model = BY_ID["llama"].build()
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=HIDDEN)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config)
+    arguments = labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    attach_head(model)
+    assert_same_step(step(model, {**arguments, "head_fn": negative_logps}), stock)
+    shape = model(**arguments, head_fn=lambda head, input: input.target.shape)
+    assert shape == (2, 15)
+    apply_liger_kernel(model)
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of one length with labels of uneven counts."""
+
+    def __init__(self, n: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.ids = torch.randint(10, VOCAB - 10, (n, 10), generator=generator)
+        self.labels = self.ids.clone()
+        for i in range(n):
+            self.labels[i, : i % 9] = -100
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+def trained(model: Any, path: Any, **arguments: Any) -> tuple[list[float], float]:
+    """Losses that Trainer logs step by step, and that of its evaluation."""
+    settings = transformers.TrainingArguments(
+        output_dir=str(path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        max_steps=3,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        **arguments,
+    )
+    trainer = transformers.Trainer(model, settings, train_dataset=Rows(18), eval_dataset=Rows(4))
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_trainer_with_gradient_accumulation(name, tmp_path):
+    stock, stock_evaluation = trained(BY_ID[name].build(), tmp_path)
+    model = BY_ID[name].build()
+    apply_liger_kernel(model)
+    ours, evaluation = trained(model, tmp_path)
+    assert len(ours) == 3 and ours[0] != ours[2]
+    assert ours == pytest.approx(stock, rel=2e-5)
+    assert evaluation == pytest.approx(stock_evaluation, rel=2e-5)
+
+
+def test_gradient_checkpointing():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    apply_liger_kernel(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_step(step(model, arguments), stock)
+
+
+def test_accelerate_hooks_stay():
+    """`device_map` puts its own forward on every module, which moves inputs and calls the one it has put aside."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+    calls = []
+
+    class Seen(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            calls.append(type(module).__name__)
+            return args, kwargs
+
+    for module in model.modules():
+        hooks.add_hook_to_module(module, Seen())
+    model(**arguments)
+    expected = sorted(calls)
+    apply_liger_kernel(model)
+    calls.clear()
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+    # The activation is fused into the MLP; everything else is called as ever.
+    assert sorted(calls) == [name for name in expected if name != "SiLUActivation"]
+    revert_liger_kernel(model)
+    assert step(model, arguments)[0].loss.equal(stock[0].loss)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile():
+    """The backbone is one graph, before the head and its loss, and a new length compiles it once more."""
+    llama = BY_ID["llama"]
+    model = dataclasses.replace(llama, config={**llama.config, "num_hidden_layers": 1}).build().train()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(10, VOCAB - 10, (2, length), generator=generator) for length in (9, 12, 17)]
+    expected = [model(input_ids=ids, labels=ids).loss for ids in batches]
+    apply_liger_kernel(model)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    graphs = []
+    for ids, loss in zip(batches, expected, strict=True):
+        output = compiled(input_ids=ids, labels=ids)
+        torch.testing.assert_close(output.loss, loss, rtol=2e-5, atol=0)
+        assert output.logits is None
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2]
