@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import subprocess
@@ -35,6 +36,7 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.integrations import trl as integration
+from liger_chunked.integrations.transformers import apply_liger_kernel
 from liger_chunked.integrations.trl import versions
 
 pytestmark = [
@@ -109,45 +111,49 @@ KINDS = {
 Log = list[dict[str, float]]
 
 
+def run(
+    folder: Path,
+    name: str,
+    ours: bool,
+    config: dict[str, Any] | None = None,
+    evaluate: bool = False,
+    **arguments: Any,
+) -> Log:
+    """Run four steps and return what was logged, but for the time it took."""
+    kind = KINDS[name]
+    settings = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "seed": 0,
+    }
+    args = kind.config_class()(**{**settings, **kind.config, **(config or {})})
+    given = {"model": tiny.model(), "train_dataset": tiny.dataset(kind.data), **kind.arguments(), **arguments}
+    if evaluate:
+        given["eval_dataset"] = given["train_dataset"].select(range(5))
+    trainer = (kind.ours() if ours else kind.stock())(args=args, processing_class=tiny.tokenizer(), **given)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    timed = ("runtime", "per_second", "time")
+    history = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+
+
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Log]:
-    """Run four steps and return what was logged, but for the time it took."""
-
-    def run(
-        name: str, ours: bool, config: dict[str, Any] | None = None, evaluate: bool = False, **arguments: Any
-    ) -> Log:
-        kind = KINDS[name]
-        settings = {
-            "output_dir": str(tmp_path),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "dataloader_pin_memory": False,
-            "logging_steps": 1,
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "learning_rate": 1e-2,
-            "seed": 0,
-        }
-        args = kind.config_class()(**{**settings, **kind.config, **(config or {})})
-        given = {"model": tiny.model(), "train_dataset": tiny.dataset(kind.data), **kind.arguments(), **arguments}
-        if evaluate:
-            given["eval_dataset"] = given["train_dataset"].select(range(5))
-        trainer = (kind.ours() if ours else kind.stock())(args=args, processing_class=tiny.tokenizer(), **given)
-        trainer.train()
-        if evaluate:
-            trainer.evaluate()
-        timed = ("runtime", "per_second", "time")
-        return [
-            {k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in trainer.state.log_history
-        ]
-
-    return run
+    return functools.partial(run, tmp_path)
 
 
 def assert_same(ours: Log, stock: Log, common: bool = False, rel: float = 2e-5) -> None:
@@ -214,11 +220,11 @@ def test_lora(train, kind, saved):
     own = {"ref_model": None} if kind in ("DPO", "KTO") else {}
     config = {"beta": 0.1} if kind == "GRPO" else {}
 
-    def run(ours: bool) -> Log:
+    def seeded(ours: bool) -> Log:
         torch.manual_seed(0)
         return train(kind, ours=ours, config=config, peft_config=peft_config, **own)
 
-    assert_same(run(ours=True), run(ours=False))
+    assert_same(seeded(ours=True), seeded(ours=False))
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
@@ -252,6 +258,14 @@ def test_families(train, kind, family):
     """The transform of the logits, tied embeddings, and the load balancing loss of a mixture of experts."""
     stock = train(kind, ours=False, config=PLAIN, **of_family(kind, family))
     assert_same(train(kind, ours=True, config=PLAIN, **of_family(kind, family)), stock)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
+def test_beside_the_base_kernels(train, kind):
+    """A patched model gives the same, whichever of the two came first to its forward."""
+    model = tiny.model()
+    apply_liger_kernel(model)
+    assert_same(train(kind, ours=True, config=PLAIN, model=model), train(kind, ours=False, config=PLAIN))
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GKD"])
