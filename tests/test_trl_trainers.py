@@ -430,7 +430,7 @@ def test_versions(monkeypatch):
         return "5.16.2"
 
     monkeypatch.setattr(versions, "version", version)
-    with pytest.raises(ImportError, match=r"needs trl >= 1.14, found none"):
+    with pytest.raises(ImportError, match=r"needs trl >= 1.15, found none"):
         versions.check_versions()
     monkeypatch.setattr(versions, "REQUIRED", {"transformers": "5.17"})
     with pytest.raises(ImportError, match=r"needs transformers >= 5.17, found 5.16.2"):

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-REQUIRED = {"trl": "1.14", "transformers": "5.17"}
+REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
 
 def check_versions() -> None:
