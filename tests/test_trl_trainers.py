@@ -20,7 +20,7 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
 
 from liger_chunked import (
@@ -225,6 +225,18 @@ def test_lora(train, kind, saved):
         return train(kind, ours=ours, config=config, peft_config=peft_config, **own)
 
     assert_same(seeded(ours=True), seeded(ours=False))
+
+
+@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+def test_prompt_tuning(train, loss):
+    """Virtual tokens stand before the others, in the policy and not in the reference."""
+
+    def seeded(ours: bool, **loss: Any) -> Log:
+        torch.manual_seed(0)
+        peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return train("DPO", ours=ours, peft_config=peft_config, ref_model=None, **loss)
+
+    assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
