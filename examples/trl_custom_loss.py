@@ -1,0 +1,34 @@
+"""A loss of one's own in TRL's DPO trainer: what a pair costs, in two lines; the rest is the library's and TRL's.
+
+python examples/trl_custom_loss.py [--model PATH] [--steps N]
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+from trl import DPOConfig
+from trl_common import preference_data, setup
+
+from liger_chunked import LigerFusedLinearPreferenceBase, Pairs
+from liger_chunked.integrations.trl import LigerDPOTrainer
+
+
+class MarginPerToken(LigerFusedLinearPreferenceBase):
+    """The chosen answer gains on the reference, per token, more than the rejected one, by a margin."""
+
+    def preference_loss(self, pairs: Pairs) -> Tensor:
+        chosen, rejected = (pairs.logratios / pairs.lengths).unbind(-1)
+        return -F.logsigmoid((chosen - rejected) / self.beta - 0.5)
+
+
+if __name__ == "__main__":
+    model, tokenizer, settings, _ = setup()
+    trainer = LigerDPOTrainer(
+        model=model,
+        args=DPOConfig(**settings, precompute_ref_log_probs=True),
+        processing_class=tokenizer,
+        train_dataset=preference_data(),
+        loss=MarginPerToken(beta=0.1),
+    )
+    trainer.train()

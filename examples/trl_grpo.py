@@ -1,0 +1,30 @@
+"""GRPO with TRL: rollouts, rewards and loss are its own, log-probabilities and entropy come from a chunked head.
+
+python examples/trl_grpo.py [--model PATH] [--steps N]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import GRPOConfig
+from trl_common import prompt_data, setup
+
+from liger_chunked.integrations.trl import LigerGRPOTrainer
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """The share of digits in an answer."""
+    return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
+
+
+if __name__ == "__main__":
+    model, tokenizer, settings, _ = setup()
+    trainer = LigerGRPOTrainer(
+        model=model,
+        args=GRPOConfig(**settings, num_generations=4, max_completion_length=8),
+        reward_funcs=digits,
+        processing_class=tokenizer,
+        train_dataset=prompt_data(),
+    )
+    trainer.train()

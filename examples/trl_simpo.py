@@ -1,0 +1,29 @@
+"""SimPO with TRL, in either of two ways: CPO's trainer with its `loss_type`, or DPO's trainer with a loss of ours.
+
+python examples/trl_simpo.py [--model PATH] [--steps N]
+"""
+
+from __future__ import annotations
+
+import copy
+
+from trl import DPOConfig
+from trl_common import preference_data, setup
+
+from liger_chunked import LigerFusedLinearSimPOLoss
+from liger_chunked.integrations.trl import LigerCPOTrainer, LigerDPOTrainer
+
+if __name__ == "__main__":
+    from trl.experimental.cpo import CPOConfig
+
+    model, tokenizer, settings, _ = setup()
+    shared = {"processing_class": tokenizer, "train_dataset": preference_data()}
+
+    # TRL's mathematics on a chunked head: nothing builds the logits.
+    simpo = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}
+    args = CPOConfig(**settings, **simpo, remove_unused_columns=False)
+    LigerCPOTrainer(model=copy.deepcopy(model), args=args, **shared).train()
+
+    # Our loss, its gradient computed in forward; it refuses a reference, so that none is loaded.
+    loss = LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)
+    LigerDPOTrainer(model=model, args=DPOConfig(**settings), loss=loss, **shared).train()

@@ -1,0 +1,132 @@
+"""TRL's fused head, `model(..., labels=labels, fused_lm_head=True)`, on `linear_token_stats`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.integrations.transformers import HeadInput, attach_head
+from liger_chunked.types import Head, TokenStats
+
+# TRL's names of the statistics, and ours.
+STATISTICS = {
+    "log_probs": "logps",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+    "mean_logits": "mean_logits",
+    "is_top1": "is_top1",
+}
+
+
+def add_chunked_lm_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+    *,
+    logits_budget: int | None = None,
+) -> None:
+    """Give `model` the head that TRL's `add_fused_lm_head` gives it, computed by `linear_token_stats`.
+
+    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns TRL's `FusedCausalLMOutput`, and
+    `model(..., labels=labels, head_fn=fn)` whatever `fn(head, input)` does; any other call is as before.
+
+    Args:
+        model: a causal language model; under PEFT its base model.
+        temperature: the logits are divided by it.
+        cast_lm_head_to_fp32: project in float32, outside autocast.
+        outputs: fields of `FusedCausalLMOutput` to compute beside `log_probs` and `loss`: `STATISTICS`.
+        logits_budget: see `LogitOptions`.
+
+    Raises:
+        ValueError: an unknown field.
+    """
+    unknown = [name for name in outputs if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
+    attach_head(model)
+    inner_forward = model.forward
+    head_fn = functools.partial(
+        fused_output,
+        outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
+        temperature=temperature,
+        float32=cast_lm_head_to_fp32,
+        aux_loss_coef=getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0),
+        logits_budget=logits_budget,
+    )
+
+    # `generate` and `Trainer` read the signature.
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if fused_lm_head:
+            kwargs["head_fn"] = head_fn
+        return inner_forward(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def head_stats(
+    head: Head,
+    input: HeadInput,
+    outputs: tuple[str, ...],
+    *,
+    temperature: float = 1.0,
+    logits_budget: int | None = None,
+) -> TokenStats:
+    """`linear_token_stats` of a head inside its model, with the model's transform of its logits."""
+    return linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        outputs=outputs,
+        softcap=input.options.softcap,
+        logit_scale=input.options.logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+
+
+def fused_output(
+    head: Head,
+    input: HeadInput,
+    *,
+    outputs: tuple[str, ...],
+    temperature: float,
+    float32: bool,
+    aux_loss_coef: float,
+    logits_budget: int | None,
+) -> FusedCausalLMOutput:
+    """TRL's `FusedCausalLMOutput`: the fields `outputs`, and the mean negative log-likelihood.
+
+    `loss = -log_probs.sum() / n`, with `n` the valid tokens unless the call gave `num_items_in_batch`, plus
+    `aux_loss_coef * aux_loss` of a mixture of experts. `log_probs` and `entropy` are differentiable. Fields are
+    (B, T - 1), or (B, T) where the call gave `shift_labels`, as the labels were.
+    """
+    autocast: Any = nullcontext()
+    if float32:
+        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
+        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
+        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
+    with autocast:
+        names = tuple(STATISTICS[name] for name in outputs)
+        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
+    # The last position predicts nothing, and TRL leaves it out.
+    end = None if input.shift_labels is not None else -1
+    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
+    if "mean_logits" in fields:
+        fields["mean_logits"] = fields["mean_logits"].detach()
+    label_mask = input.target[:, :end] != -100
+    num_items = input.num_items_in_batch
+    loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if input.aux_loss is not None:
+        loss = loss + aux_loss_coef * input.aux_loss
+    return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)

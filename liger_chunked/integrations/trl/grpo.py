@@ -1,0 +1,97 @@
+"""`LigerGRPOTrainer`: TRL's GRPO on a chunked head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.mixin import TRANSFORM, LigerTrainerMixin, fitted
+from liger_chunked.integrations.trl.rollouts import model_inputs_and_labels
+from liger_chunked.losses import LigerFusedLinearPolicyBase
+from liger_chunked.losses.reductions import REDUCTIONS
+from liger_chunked.types import Head, PolicyMetrics
+
+_LOGGED = {
+    "entropy": "entropy",
+    "kl": "kl",
+    "clip_ratio/low_mean": "clip_ratio_low",
+    "clip_ratio/high_mean": "clip_ratio_high",
+    "clip_ratio/region_mean": "clip_ratio",
+}
+
+
+class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
+    """TRL's `GRPOTrainer` on a chunked head.
+
+    With `loss`, what TRL's config says of the loss (`loss_type`, `epsilon`, `importance_sampling_level`, ...) is not
+    read, but for two: `temperature` is the one of sampling, and `beta` says whether a reference is kept.
+
+        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=LigerFusedLinearGRPOLoss())
+
+    Args:
+        *args, **kwargs: TRL's.
+        loss: a `LigerFusedLinearPolicyBase`.
+        logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: a loss with a KL term and a config without.
+    """
+
+    loss_kind = LigerFusedLinearPolicyBase
+
+    def __init__(self, *args: Any, loss: LigerFusedLinearPolicyBase | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, loss=loss, **kwargs)
+        if loss is not None and loss.beta and not self.beta:
+            raise ValueError(f"the loss has beta={loss.beta}: set GRPOConfig(beta=...) too, or TRL keeps no reference")
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = self.loss_override
+        if loss is None:
+            return super()._compute_loss(model, inputs)
+        model_inputs, labels = model_inputs_and_labels(inputs)
+        length = inputs["completion_ids"].shape[1]
+        if self.aux_loss_enabled:
+            model_inputs["output_router_logits"] = True
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        window = self.current_gradient_accumulation_steps if self.model.training else 1
+        # TRL's count is of the generation batch, on all ranks.
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        items = items * window / self.args.steps_per_generation if self.model.training else items
+        counts_items = REDUCTIONS[loss.reduction].counts_items
+
+        def apply(head: Head, input: HeadInput) -> tuple[Tensor, PolicyMetrics, Tensor | None]:
+            options = dataclasses.replace(input.options, temperature=self.temperature)
+            positions = slice(-length - 1, -1)
+            value, metrics = fitted(loss, options, (*TRANSFORM, "temperature"))(
+                head.weight,
+                input.hidden_states[:, positions],
+                input.target[:, positions],
+                inputs["advantages"],
+                head.bias,
+                old_logps=inputs.get("old_per_token_logps"),
+                ref_logps=inputs.get("ref_per_token_logps"),
+                importance_weights=inputs["importance_sampling_ratio"] if corrected else None,
+                num_items=items if counts_items else None,
+            )
+            return value, metrics, input.aux_loss
+
+        with self.accelerator.autocast():
+            value, metrics, aux_loss = model(**model_inputs, labels=labels, head_fn=apply)
+        if not counts_items:
+            value = value / window
+        mask = labels[:, 1:] != -100
+        tokens, sequences = mask.sum(), mask.any(-1).sum()
+        logs = self._metrics["train" if self.model.training else "eval"]
+        for name, field in _LOGGED.items():
+            metric = getattr(metrics, field)
+            if metric is not None:
+                one_a_sequence = name.startswith("clip_ratio") and loss.importance_level != "token"
+                logs[name].append(self.global_mean(metric, sequences if one_a_sequence else tokens))
+        if aux_loss is not None:
+            value = value + self.router_aux_loss_coef * aux_loss / window
+            logs["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+        return value

@@ -1,0 +1,131 @@
+"""`LigerKTOTrainer`: TRL's KTO on a chunked head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import KTOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
+from liger_chunked.integrations.trl.reference_model import reference_logps, reference_of
+from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
+from liger_chunked.types import Head, UnpairedPreferenceMetrics
+
+_NOT_OF_THE_MODEL = {"completion_mask", "label", "ref_logps", "ref_KL_logps"}
+
+
+class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
+    """TRL's `KTOTrainer` on a chunked head.
+
+    With `loss`, what TRL's config says of the loss (`beta`, `desirable_weight`, ...) is not read, but for `loss_type`:
+    "kto" prepares the mismatched completions that a loss whose reference point is "kl" needs.
+
+    Args:
+        *args, **kwargs: TRL's.
+        loss: a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none.
+        logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: a loss whose reference point the trainer cannot estimate.
+    """
+
+    loss_kind = LigerFusedLinearUnpairedPreferenceBase
+
+    def __init__(self, *args: Any, loss: LigerFusedLinearUnpairedPreferenceBase | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, loss=loss, **kwargs)
+        point = None if loss is None else loss.reference_point
+        if point == "delta" or (point == "kl" and not self.calculate_KL):
+            remedy = "estimates none" if point == "delta" else "needs KTOConfig(loss_type='kto') for it"
+            raise ValueError(
+                f"{type(loss).__name__} asks for the reference point {point!r}; {type(self).__name__} {remedy}"
+            )
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        loss = self.loss_override
+        if loss is None:
+            return super()._compute_loss(model, inputs, return_outputs)
+        device = self.accelerator.device
+        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        model_inputs = {
+            name: x for name, x in batch.items() if name not in _NOT_OF_THE_MODEL and not name.startswith("KL_")
+        }
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+        desirable = torch.as_tensor(batch["label"], dtype=torch.bool, device=device)
+        kl = self._kl(model, batch) if loss.reference_point == "kl" else None
+        ref_logps = None if loss.use_ref_model is False else self._ref_logps(model_inputs, batch, labels)
+        length = labels.shape[1]
+
+        def apply(head: Head, input: HeadInput) -> tuple[Tensor, UnpairedPreferenceMetrics, Tensor | None]:
+            positions = slice(-length, -1)
+            value, metrics = fitted(loss, input.options)(
+                head.weight,
+                input.hidden_states[:, positions],
+                input.target[:, positions],
+                desirable,
+                head.bias,
+                ref_logps=ref_logps,
+                kl=kl,
+            )
+            return value, metrics, input.aux_loss
+
+        aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        value, metrics, aux_loss = model(**model_inputs, **aux, labels=labels, head_fn=apply)
+        logs = self._metrics["train" if self.model.training else "eval"]
+        self._log_sides(logs, metrics)
+        if kl is not None:
+            logs["kl"].append(metrics.reference_point.item())
+        if aux_loss is not None:
+            value = value + self.router_aux_loss_coef * aux_loss
+            logs["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
+        if self.model.training:
+            tokens = self.accelerator.gather_for_metrics(batch["attention_mask"].sum()).sum().item()
+            self._total_train_tokens += tokens // self._tp_size
+        logs["num_tokens"] = [self._total_train_tokens]
+        if not return_outputs:
+            return value
+        with torch.no_grad():
+            return value, model(**model_inputs)
+
+    def _in_units_of(self, sums: Tensor, mask: Tensor) -> Tensor:
+        """Sums over completions, or their means where the loss looks at means."""
+        return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums
+
+    def _ref_logps(self, model_inputs: dict[str, Any], batch: dict[str, Any], labels: Tensor) -> Tensor:
+        """Of each token, or, precomputed, of each sequence."""
+        if self.precompute_ref_logps:
+            return self._in_units_of(batch["ref_logps"], batch["completion_mask"])
+        return reference_logps(self, model_inputs, labels)
+
+    @torch.no_grad()
+    def _kl(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """KTO's estimate on mismatched completions, the mean over all ranks."""
+        logps = self._compute_kl_logps(model, batch)
+        if self.precompute_ref_logps:
+            reference = batch["ref_KL_logps"]
+        else:
+            args = self.args.gradient_checkpointing_kwargs
+            with disable_gradient_checkpointing(self.model, args), reference_of(self) as reference_model:
+                reference = self._compute_kl_logps(reference_model, batch)
+        kl = self._in_units_of(logps - reference, batch["KL_completion_mask"]).mean()
+        return self.accelerator.gather_for_metrics(kl).mean()
+
+    def _log_sides(self, logs: dict[str, list[float]], metrics: UnpairedPreferenceMetrics) -> None:
+        """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
+        n = {
+            side: self.accelerator.gather(getattr(metrics, f"{side}_count")).sum().item()
+            for side in ("chosen", "rejected")
+        }
+        for side in (side for side in n if n[side]):
+            for name, field, items in (
+                ("rewards", "rewards", "count"),
+                ("logps", "logps", "count"),
+                ("logits", "logits_mean", "tokens"),
+            ):
+                mean, count = getattr(metrics, f"{side}_{field}"), getattr(metrics, f"{side}_{items}")
+                logs[f"{name}/{side}"].append(self.global_mean(mean, count))
+        if all(n.values()):
+            logs["rewards/margins"].append(logs["rewards/chosen"][-1] - logs["rewards/rejected"][-1])

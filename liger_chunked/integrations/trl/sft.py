@@ -1,0 +1,77 @@
+"""`LigerSFTTrainer`: TRL's SFT on a chunked head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import SFTTrainer
+
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.types import Head
+
+
+class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
+    """TRL's `SFTTrainer` on a chunked head.
+
+    With `loss`, what TRL's config says of the loss (`loss_type`, `label_smoothing_factor`) is not read.
+
+        LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
+
+    Args:
+        *args, **kwargs: TRL's.
+        loss: a `LigerFusedLinearCrossEntropyLoss` that reduces to a mean; what it is asked to return beside the loss is
+            logged: `mean_token_accuracy`, `z_loss`.
+        logits_budget: see `LigerTrainerMixin`.
+    """
+
+    loss_kind = LigerFusedLinearCrossEntropyLoss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        loss = self.loss_override
+        if loss is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def apply(head: Head, input: HeadInput) -> Any:
+            result = fitted(loss, input.options)(
+                head.weight, input.hidden_states, input.target, head.bias, num_items=num_items_in_batch
+            )
+            value, metrics = result if isinstance(result, tuple) else (result, None)
+            n_tokens = (input.target != loss.options.ignore_index).sum()
+            return value, metrics, input.aux_loss, n_tokens
+
+        aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        value, metrics, aux_loss, n_tokens = model(**inputs, **aux, head_fn=apply)
+        # Trainer's conventions: a count of items is of all ranks, whose gradients are averaged; it leaves accumulation
+        # to the loss, which the mean over a micro-batch of an auxiliary loss does not know.
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            value = value * (self.accelerator.num_processes // self.get_tp_size())
+        if aux_loss is not None:
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            value = value + self.router_aux_loss_coef * aux_loss / steps
+
+        logs = self._metrics["train" if self.model.training else "eval"]
+        if metrics is not None and metrics.token_accuracy is not None:
+            logs["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
+        for name, metric in (("z_loss", metrics and metrics.z_loss), ("aux_loss", aux_loss)):
+            if metric is not None:
+                logs[name].append(self.accelerator.gather(metric.detach()).mean().item())
+        if self.model.training:
+            # Without padding there is no mask, and every position is a token.
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
+            tokens = torch.as_tensor(tokens, device=value.device)
+            self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
+        logs["num_tokens"] = [self._total_train_tokens]
+        if not return_outputs:
+            return value
+        with torch.no_grad():
+            return value, model(**{name: x for name, x in inputs.items() if name != "labels"})

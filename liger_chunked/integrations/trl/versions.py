@@ -1,0 +1,25 @@
+"""Which releases of the frameworks the trainers are made for."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+REQUIRED = {"trl": "1.15", "transformers": "5.17"}
+
+
+def check_versions() -> None:
+    """Refuse releases that the trainers were not made for.
+
+    Raises:
+        ImportError: a package of `REQUIRED` is missing or too old; the message says which, what was found and what is
+            needed.
+    """
+    for package, oldest in REQUIRED.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ImportError(f"liger_chunked.integrations.trl needs {package} >= {oldest}, found none") from None
+        if Version(found) < Version(oldest):
+            raise ImportError(f"liger_chunked.integrations.trl needs {package} >= {oldest}, found {found}")

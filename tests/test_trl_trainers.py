@@ -1,0 +1,473 @@
+"""Our trainers against TRL's own: the same log, without logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from peft import LoraConfig, PromptTuningConfig
+from test_cost import Memory
+
+from liger_chunked import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
+)
+from liger_chunked.integrations import trl as integration
+from liger_chunked.integrations.transformers import apply_liger_kernel
+from liger_chunked.integrations.trl import versions
+
+pytestmark = [
+    # transformers and TRL on themselves, and on a run of four steps without a GPU.
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(sum(map(ord, text)) % 7) for text in texts]
+
+
+def teacher() -> dict[str, Any]:
+    return {"teacher_model": tiny.model("wide", seed=1)}
+
+
+def reference() -> dict[str, Any]:
+    # Not the policy, whose rewards would be ties that rounding decides.
+    return {"ref_model": tiny.model(seed=2)}
+
+
+def rewards() -> dict[str, Any]:
+    return {"reward_funcs": [reward]}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trainer of TRL, what it is fed, and the arguments of every run of it."""
+
+    name: str
+    data: str
+    arguments: Callable[[], dict[str, Any]] = dict
+    config: dict[str, Any] = field(default_factory=dict)
+    module: str = "trl"
+
+    def stock(self) -> type:
+        return getattr(importlib.import_module(self.module), f"{self.name}Trainer")
+
+    def ours(self) -> type:
+        return getattr(integration, f"Liger{self.name}Trainer")
+
+    def config_class(self) -> type:
+        return getattr(importlib.import_module(self.module), f"{self.name}Config")
+
+
+GOLD = {"lmbda": 0.0, "max_length": 64, "max_completion_length": 6, "use_uld_loss": False}
+GENERATION = {"num_generations": 2, "max_completion_length": 6}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("SFT", "text"),
+        Kind("DPO", "pairs", reference),
+        Kind("KTO", "unpaired", reference),
+        Kind("GRPO", "prompts", rewards, GENERATION),
+        Kind("RLOO", "prompts", rewards, {**GENERATION, "beta": 0.0}),
+        Kind("Distillation", "prompts", teacher, {"max_completion_length": 6}),
+        Kind("ORPO", "pairs", module="trl.experimental.orpo"),
+        Kind("CPO", "pairs", module="trl.experimental.cpo"),
+        Kind("GKD", "messages", teacher, {"lmbda": 0.0}, module="trl.experimental.gkd"),
+        Kind(
+            "GOLD",
+            "messages",
+            teacher,
+            {"lmbda": 0.0, "max_length": 64, "use_uld_loss": False, "max_completion_length": 6},
+            module="trl.experimental.gold",
+        ),
+        Kind("OnlineDPO", "prompts", rewards, {"max_new_tokens": 6}, module="trl.experimental.online_dpo"),
+    )
+}
+
+Log = list[dict[str, float]]
+
+
+def run(
+    folder: Path,
+    name: str,
+    ours: bool,
+    config: dict[str, Any] | None = None,
+    evaluate: bool = False,
+    **arguments: Any,
+) -> Log:
+    """Run four steps and return what was logged, but for the time it took."""
+    kind = KINDS[name]
+    settings = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "seed": 0,
+    }
+    args = kind.config_class()(**{**settings, **kind.config, **(config or {})})
+    given = {"model": tiny.model(), "train_dataset": tiny.dataset(kind.data), **kind.arguments(), **arguments}
+    if evaluate:
+        given["eval_dataset"] = given["train_dataset"].select(range(5))
+    trainer = (kind.ours() if ours else kind.stock())(args=args, processing_class=tiny.tokenizer(), **given)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    timed = ("runtime", "per_second", "time")
+    history = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Log]:
+    return functools.partial(run, tmp_path)
+
+
+def assert_same(ours: Log, stock: Log, common: bool = False, rel: float = 2e-5) -> None:
+    """The same keys, or with `common` at least a loss and a gradient, and the same values."""
+    assert len(ours) == len(stock) > 4
+    for mine, theirs in zip(ours, stock, strict=True):
+        keys = mine.keys() & theirs.keys()
+        assert keys >= {"loss", "grad_norm"} or "train_loss" in keys or "eval_loss" in keys
+        if not common:
+            assert mine.keys() == theirs.keys()
+        assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=rel, abs=1e-5)
+
+
+SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
+CASES = [
+    ("SFT", {}, True),
+    ("SFT", {"loss_type": "dft"}, False),
+    ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}, False),
+    ("SFT", {"padding_free": True, "max_length": None}, False),
+    ("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}, True),
+    ("DPO", {}, True),
+    ("DPO", {"loss_type": "ipo"}, False),
+    ("DPO", {"loss_type": "aot"}, False),
+    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}, False),
+    ("DPO", {"use_weighting": True, "ld_alpha": 0.5}, False),
+    ("DPO", {"precompute_ref_log_probs": True}, True),
+    ("KTO", {}, True),
+    ("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}, False),
+    ("GRPO", {}, True),
+    (
+        "GRPO",
+        SEQUENCES,
+        False,
+    ),
+    ("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}, False),
+    ("RLOO", {"temperature": 0.8}, False),
+    ("Distillation", {"temperature": 0.8, "beta": 0.5}, True),
+    ("Distillation", {"beta": 1.0}, False),
+    ("ORPO", {}, True),
+    ("CPO", {}, True),
+    ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}, False),
+    ("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}, False),
+    ("GKD", {}, True),
+    ("GKD", {"beta": 0.0}, False),
+    ("GOLD", {"temperature": 0.8}, False),
+    ("OnlineDPO", {}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "evaluate"), CASES, ids=lambda x: str(x) if not isinstance(x, bool) else "")
+def test_logs_what_trl_logs(train, kind, config, evaluate):
+    stock = train(kind, ours=False, config=config, evaluate=evaluate)
+    assert_same(train(kind, ours=True, config=config, evaluate=evaluate), stock)
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "GRPO"])
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["frozen-head", "modules_to_save"])
+def test_lora(train, kind, saved):
+    """Where a trainer has a reference, it is the policy without its adapter."""
+    peft_config = dataclasses.replace(LORA, modules_to_save=saved)
+    own = {"ref_model": None} if kind in ("DPO", "KTO") else {}
+    config = {"beta": 0.1} if kind == "GRPO" else {}
+
+    def seeded(ours: bool) -> Log:
+        torch.manual_seed(0)
+        return train(kind, ours=ours, config=config, peft_config=peft_config, **own)
+
+    assert_same(seeded(ours=True), seeded(ours=False))
+
+
+@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+def test_prompt_tuning(train, loss):
+    """Virtual tokens stand before the others, in the policy and not in the reference."""
+
+    def seeded(ours: bool, **loss: Any) -> Log:
+        torch.manual_seed(0)
+        peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return train("DPO", ours=ours, peft_config=peft_config, ref_model=None, **loss)
+
+    assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
+def test_lora_on_the_head_is_refused(train, kind):
+    own = {"ref_model": None} if kind == "DPO" else {}
+    peft_config = dataclasses.replace(LORA, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match=r"lm_head.*target_modules"):
+        train(kind, ours=True, peft_config=peft_config, **own)
+
+
+# Adam divides a gradient by its own size, and so turns the rounding of one that should be zero into a step.
+PLAIN = {"optim": "sgd", "learning_rate": 0.02}
+
+
+def of_family(kind: str, family: str) -> dict[str, Any]:
+    model = tiny.model(family)
+    # ORPO and CPO take the auxiliary loss where the config asks for router logits, the others where it can give them.
+    model.config.output_router_logits = family == "experts" and kind in ("ORPO", "CPO")
+    return {"model": model, **({"ref_model": tiny.model(family, seed=2)} if kind in ("DPO", "KTO") else {})}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *((kind, "softcap") for kind in ("SFT", "DPO", "ORPO", "CPO", "GKD", "Distillation")),
+        *((kind, "scaled") for kind in ("SFT", "CPO", "Distillation")),
+        *((kind, "experts") for kind in ("SFT", "DPO", "KTO", "GRPO", "ORPO", "CPO")),
+    ],
+)
+def test_families(train, kind, family):
+    """The transform of the logits, tied embeddings, and the load balancing loss of a mixture of experts."""
+    stock = train(kind, ours=False, config=PLAIN, **of_family(kind, family))
+    assert_same(train(kind, ours=True, config=PLAIN, **of_family(kind, family)), stock)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
+def test_beside_the_base_kernels(train, kind):
+    """A patched model gives the same, whichever of the two came first to its forward."""
+    model = tiny.model()
+    apply_liger_kernel(model)
+    assert_same(train(kind, ours=True, config=PLAIN, model=model), train(kind, ours=False, config=PLAIN))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GKD"])
+def test_gradient_checkpointing_and_autocast(train, kind):
+    """The head is projected in bfloat16, as TRL's is; what is summed up of it rounds in another order."""
+    config = {**PLAIN, "gradient_checkpointing": True, "bf16": True}
+    stock, ours = (train(kind, ours=ours, config=config) for ours in (False, True))
+    for mine, theirs in zip(ours[:4], stock[:4], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=0.02)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+
+
+OVERRIDES = {
+    "SFT": ("SFT", {}, lambda: LigerFusedLinearCrossEntropyLoss(return_token_accuracy=True)),
+    "DPO": ("DPO", {}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
+    "DPO-precomputed": ("DPO", {"precompute_ref_log_probs": True}, lambda: LigerFusedLinearDPOLoss(beta=0.1)),
+    "DPO-ipo": ("DPO", {"loss_type": "ipo"}, lambda: LigerFusedLinearDPOLoss(beta=0.1, loss_type="ipo")),
+    "DPO-hinge": ("DPO", {"loss_type": "hinge"}, lambda: Hinge(beta=0.1)),
+    "KTO": ("KTO", {}, lambda: LigerFusedLinearKTOLoss(beta=0.1)),
+    "KTO-precomputed": ("KTO", {"precompute_ref_log_probs": True}, lambda: LigerFusedLinearKTOLoss(beta=0.1)),
+    "GRPO": ("GRPO", {}, lambda: LigerFusedLinearGRPOLoss(reduction="dapo")),
+    "GRPO-sequence": (
+        "GRPO",
+        SEQUENCES,
+        lambda: LigerFusedLinearGRPOLoss(importance_level="sequence", reduction="grpo"),
+    ),
+    "ORPO": ("ORPO", {}, lambda: LigerFusedLinearORPOLoss(beta=0.1)),
+    "CPO": ("CPO", {}, lambda: LigerFusedLinearCPOLoss(beta=0.1)),
+    "SimPO": (
+        "CPO",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5, "beta": 2.0},
+        lambda: LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5),
+    ),
+    "GKD": ("GKD", {}, lambda: LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)),
+    "Distillation": (
+        "Distillation",
+        {"temperature": 0.8, "beta": 0.5},
+        lambda: LigerFusedLinearJSDLoss(temperature=0.8, weight_hard_loss=0.0, weight_soft_loss=1.0),
+    ),
+}
+
+
+class Hinge(LigerFusedLinearPreferenceBase):
+    """A user's own loss, which TRL has too."""
+
+    def preference_loss(self, pairs):
+        chosen, rejected = pairs.logratios.unbind(-1)
+        return torch.relu(1 - self.beta * (chosen - rejected))
+
+
+class Margin(LigerFusedLinearPreferenceBase):
+    """A user's own loss, which looks at no reference."""
+
+    def preference_loss(self, pairs):
+        chosen, rejected = pairs.logps.unbind(-1)
+        return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected))
+
+
+# What TRL logs of the head's statistics alone, and a loss does not report.
+NOT_REPORTED = {"entropy", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen", "nll_loss"}
+NOT_REPORTED |= {"clip_ratio/low_min", "clip_ratio/high_max"}
+# ORPO's and CPO's mean logit counts prompts and padding in TRL, the loss's own counts responses.
+ELSEWHERE = {"ORPO": {"logits/chosen", "logits/rejected"}, "CPO": {"logits/chosen", "logits/rejected"}}
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_a_loss_in_the_place_of_the_trainers(train, case):
+    """It trains as TRL's does, and logs what it reports under TRL's names."""
+    kind, config, loss = OVERRIDES[case]
+    stock, ours = train(kind, ours=False, config=config), train(kind, ours=True, config=config, loss=loss())
+    for entry in (*stock, *ours):
+        for name in ELSEWHERE.get(kind, ()):
+            entry.pop(name, None)
+    assert_same(ours, stock, common=True)
+    assert stock[0].keys() - ours[0].keys() <= NOT_REPORTED
+
+
+def test_a_loss_without_a_reference_needs_none(train):
+    """DPO's trainer then loads no second model; the step is the one of the same loss with a reference unread."""
+    alone = train("DPO", ours=True, loss=Margin(use_ref_model=False), ref_model=None)
+    unread = train("DPO", ours=True, loss=Margin())
+    for entry in (*alone, *unread):
+        for name in [name for name in entry if name.startswith("rewards/")]:
+            entry.pop(name)
+    assert_same(alone, unread)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("DPO", "softcap"), ("GRPO", "softcap"), ("KTO", "experts"), ("ORPO", "experts")]
+)
+def test_a_loss_takes_the_models_transform(train, kind, family):
+    loss = {
+        "DPO": LigerFusedLinearDPOLoss(beta=0.1),
+        "KTO": LigerFusedLinearKTOLoss(beta=0.1),
+        "ORPO": LigerFusedLinearORPOLoss(beta=0.1),
+        "GRPO": LigerFusedLinearGRPOLoss(reduction="dapo"),
+    }[kind]
+    stock = train(kind, ours=False, config=PLAIN, **of_family(kind, family))
+    ours = train(kind, ours=True, config=PLAIN, loss=loss, **of_family(kind, family))
+    for entry in (*stock, *ours):
+        for name in ELSEWHERE.get(kind, ()):
+            entry.pop(name, None)
+    assert_same(ours, stock, common=True)
+
+
+def test_a_loss_of_another_kind_is_refused(train):
+    with pytest.raises(TypeError, match=r"LigerKTOTrainer takes a LigerFusedLinearUnpaired.*, got loss=.*DPOLoss"):
+        train("KTO", ours=True, loss=LigerFusedLinearDPOLoss())
+    with pytest.raises(TypeError, match="LigerRLOOTrainer takes no loss"):
+        train("RLOO", ours=True, loss=LigerFusedLinearGRPOLoss())
+    with pytest.raises(ValueError, match="asks for the reference point 'delta'"):
+        train("KTO", ours=True, loss=LigerFusedLinearBCOLoss())
+    with pytest.raises(ValueError, match="SimPOLoss takes no reference, got a ref_model"):
+        train("DPO", ours=True, loss=LigerFusedLinearSimPOLoss())
+    with pytest.raises(ValueError, match=r"beta=0.1: set GRPOConfig\(beta"):
+        train("GRPO", ours=True, loss=LigerFusedLinearGRPOLoss(beta=0.1))
+
+
+def test_a_transform_that_is_not_the_models_is_refused(train):
+    with pytest.raises(ValueError, match=r"the loss has softcap=5.0, but the model is trained with softcap=None"):
+        train("DPO", ours=True, loss=LigerFusedLinearDPOLoss(softcap=5.0))
+
+
+SCALE, VOCABULARY = 4, 1500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_of_the_size_of_the_logits(train, kind):
+    """In a whole run, optimizer and all; stock, where it builds them, shows that the measure can fail."""
+    budget = 64 * 1024
+    config = {"max_steps": 1, "per_device_train_batch_size": 8, "optim": "sgd", "gradient_accumulation_steps": 1}
+    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
+    config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
+
+    def largest(ours: bool) -> int:
+        own = {"logits_budget": budget} if ours else {}
+        for name, build in (("ref_model", tiny.model), ("teacher_model", tiny.model)):
+            if name in KINDS[kind].arguments():
+                own[name] = build(vocab_size=VOCABULARY)
+        with Memory() as memory:
+            train(
+                kind,
+                ours=ours,
+                config=config,
+                model=tiny.model(vocab_size=VOCABULARY),
+                train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
+                **own,
+            )
+        return memory.largest
+
+    n_tokens = 8 * 28 if kind == "SFT" else 8 * 16
+    logits = n_tokens * VOCABULARY * 4
+    ours, weight = largest(ours=True), VOCABULARY * 32 * 4
+    assert ours <= 1.5 * weight < logits / 2
+    assert largest(ours=False) > logits
+
+
+def test_versions(monkeypatch):
+    def version(package: str) -> str:
+        if package == "trl":
+            raise versions.PackageNotFoundError(package)
+        return "5.16.2"
+
+    monkeypatch.setattr(versions, "version", version)
+    with pytest.raises(ImportError, match=r"needs trl >= 1.15, found none"):
+        versions.check_versions()
+    monkeypatch.setattr(versions, "REQUIRED", {"transformers": "5.17"})
+    with pytest.raises(ImportError, match=r"needs transformers >= 5.17, found 5.16.2"):
+        versions.check_versions()
+
+
+def test_imports():
+    """The package loads no framework, and a trainer loads its own module of TRL alone."""
+    code = """
+import sys, liger_chunked
+assert not {"trl", "transformers"} & sys.modules.keys()
+from liger_chunked.integrations.trl import LigerDPOTrainer
+assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
+    with pytest.raises(AttributeError, match="LigerPPOTrainer"):
+        _ = integration.LigerPPOTrainer
+
+
+def test_trl_keeps_its_own_head(train):
+    """What is replaced while a trainer of ours is built is back afterwards, even where that fails."""
+    module = importlib.import_module("trl.trainer.dpo_trainer")
+    before = module.add_fused_lm_head
+    with pytest.raises(ValueError, match="cannot be the same object"):
+        model = tiny.model()
+        train("DPO", ours=True, model=model, ref_model=model)
+    assert module.add_fused_lm_head is before
