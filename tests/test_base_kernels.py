@@ -460,8 +460,15 @@ def test_second_derivative_is_refused(op: Op) -> None:
         sum(g.sum() for g in gradients).backward()
 
 
-# Dynamo of torch 2.13 makes an instance of the autograd Functions that it traces, of which torch warns.
-dynamo_warns = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def dynamo_warns(test: Callable[..., None]) -> Callable[..., None]:
+    """Let the compiler's own warnings pass."""
+    for message in (
+        ".*should not be instantiated:DeprecationWarning",  # it makes instances of the Functions that it traces
+        ".*torch.jit.script_method.*:DeprecationWarning",  # on import
+        ".*TensorFloat32 tensor cores.*:UserWarning",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
+    return test
 
 
 @dynamo_warns
@@ -501,7 +508,6 @@ class Block(torch.nn.Module):
 
 
 @dynamo_warns
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # on import of inductor
 def test_compile_a_model(device: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
@@ -187,7 +186,7 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
             outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
         )
     return HeadInput(
-        hidden_states=slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep),
+        hidden_states=_kept(outputs.last_hidden_state, logits_to_keep),
         options=options,
         outputs=outputs,
         labels=labels,
@@ -195,6 +194,19 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
         num_items_in_batch=num_items_in_batch,
         aux_loss=aux_loss,
     )
+
+
+def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The positions that `logits_to_keep` names: the last so many (0: all), an index for every sample or one for each,
+    or, flattened, where a mask is True.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.ndim < 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
 @torch.compiler.disable
