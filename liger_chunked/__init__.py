@@ -19,11 +19,13 @@ from liger_chunked.losses import (
     LigerFusedLinearTVDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
+from liger_chunked.memory import estimate_memory
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
     Examples,
     LogitOptions,
+    MemoryEstimate,
     Pairs,
     PolicyMetrics,
     PreferenceMetrics,
@@ -55,11 +57,13 @@ __all__ = [
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
     "LogitOptions",
+    "MemoryEstimate",
     "Pairs",
     "PolicyMetrics",
     "PreferenceMetrics",
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
+    "estimate_memory",
     "linear_token_stats",
 ]
