@@ -76,9 +76,9 @@ def estimate_memory(
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
-    3263 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64, other 1
+    3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
-    417 MiB: logits 250, input_grad 160, hidden 6, other 1
+    448 MiB: logits 256, input_grad 176, hidden 16
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip

@@ -34,7 +34,7 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 # float32 numbers held for each position of the batch: statistics, their dense copies, gradients by them.
-_NUMBERS = 16
+_NUMBERS = 8
 # float32 numbers for each entry of a teacher's top-k while its chunk is measured: bins, their logarithms, gradients.
 _TOP_K_NUMBERS = 16
 
