@@ -99,11 +99,15 @@ def estimate_memory(
     reference, teacher = (
         None if h is None else projection(h, no_gradient) for h in (ref_hidden_size, teacher_hidden_size)
     )
+    top_k = None
+    if teacher_top_k is not None:
+        shape_of_top_k = (layout.mask.numel(), teacher_top_k)
+        top_k = _meta(*shape_of_top_k, dtype=torch.float32), _meta(*shape_of_top_k)
     with torch.no_grad(), Ledger() as ledger:
         if reference is not None:
             rehearse_stats(ledger, reference, layout, options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
-            route = _route(loss, own.head, layout, teacher, teacher_top_k)
+            route = _route(loss, own.head, layout, teacher, top_k)
             rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
         elif isinstance(loss, _FUSED) and not _per_token(loss):
             rehearse_fused(ledger, own, layout, options, loss._whole_batch)
@@ -142,19 +146,23 @@ def _read(
         raise ValueError(
             f"{name} takes {expected}, got teacher_hidden_size={teacher_hidden_size}, teacher_top_k={teacher_top_k}"
         )
+    if teacher_top_k is not None and not loss.of_distributions:
+        raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
     return group, options
 
 
 def _route(
-    loss: LigerFusedLinearDistillationBase, head: Head, layout: Layout, teacher: Projection | None, top_k: int | None
+    loss: LigerFusedLinearDistillationBase,
+    head: Head,
+    layout: Layout,
+    teacher: Projection | None,
+    top_k: tuple[Tensor, Tensor] | None,
 ) -> Route:
     if teacher is not None:
         return loss._route(head, layout, Teacher(teacher.head, teacher.input, loss.teacher_options), None, None)
     assert top_k is not None
-    if not loss.of_distributions:
-        raise ValueError(f"{type(loss).__name__} needs the teacher's logits, got teacher_top_k={top_k}")
-    n = layout.n_valid
-    return TopK(loss.divergence, loss.options, _meta(n, top_k, dtype=torch.float32), _meta(n, top_k))
+    logps, ids = (layout.input_rows(x, slice(0, layout.n_valid)) for x in top_k)
+    return TopK(loss.divergence, loss.options, logps, ids)
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine.distill import ByAutograd, Route, TopK
+from liger_chunked.engine.distill import ByAutograd, Route
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
 from liger_chunked.engine.schedule import (
     Layout,
@@ -35,8 +35,6 @@ Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
 # float32 numbers held for each position of the batch: statistics, their dense copies, gradients by them.
 _NUMBERS = 8
-# float32 numbers for each entry of a teacher's top-k while its chunk is measured: bins, their logarithms, gradients.
-_TOP_K_NUMBERS = 16
 
 
 class Ledger(TorchDispatchMode):
@@ -229,12 +227,11 @@ def rehearse_distillation(
 
 
 def _measure(route: Route, logits: list[Tensor], target: Tensor | None, rows: slice, with_gradient: bool) -> None:
-    if isinstance(route, ByAutograd):
-        student, teacher = logits
-        measured = route.measure(student, teacher, target, rows, with_gradient)
-        if with_gradient:
-            g_logps = None if measured.logps is None else torch.empty_like(measured.logps)
-            measured.backward(torch.empty_like(measured.divergence), g_logps)
-    elif isinstance(route, TopK):
-        n, k = route.logps[rows].shape
-        torch.empty(n, k + 1, _TOP_K_NUMBERS, dtype=torch.float32, device="meta")
+    if not isinstance(route, ByAutograd):
+        # Kernels sweep the vocabulary and keep nothing of its size: to torch, here, one column stands for all.
+        logits = [z[:, :1] for z in logits]
+    teacher = logits[1] if len(logits) > 1 else None
+    measured = route.measure(logits[0], teacher, target, rows, with_gradient)
+    if with_gradient:
+        g_logps = None if measured.logps is None else torch.empty_like(measured.logps)
+        measured.backward(torch.empty_like(measured.divergence), g_logps)
