@@ -63,7 +63,11 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("mib", "loss", "batch"), MEASURED, ids=lambda x: x if isinstance(x, int) else "")
+@pytest.mark.parametrize(
+    ("mib", "loss", "batch"),
+    MEASURED,
+    ids=[f"{getattr(loss, '__name__', type(loss).__name__)}-{mib}" for mib, loss, _ in MEASURED],
+)
 def test_agrees_with_benchmarks(mib, loss, batch):
     estimate = estimate_memory(loss, **batch)
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
