@@ -10,12 +10,13 @@ stats.py      the statistics alone, differentiable: `linear_token_stats`
 from liger_chunked.engine.checks import check_projection, check_target
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
-from liger_chunked.engine.schedule import Layout, lay_out
+from liger_chunked.engine.schedule import Group, Layout, lay_out
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
 __all__ = [
     "ByAutograd",
     "ClosedForm",
+    "Group",
     "Layout",
     "Teacher",
     "TopK",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out, token_stats
+from liger_chunked.engine import Group, Layout, check_projection, check_target, fused_loss, lay_out, token_stats
 from liger_chunked.losses.probability import complement
 from liger_chunked.types import (
     CrossEntropyMetrics,
@@ -124,6 +125,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """
 
     ce_weight: Tensor | None
+    _group: ClassVar[Group] = "token"
+    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             dft=self.dft,
             class_weight=self._class_weight(weight),
         )
-        layout = lay_out(target.long(), "token", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:
@@ -300,6 +303,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             objective,
             outputs=self._outputs(definition),
             options=self.options,
+            whole_batch=self._whole_batch,
             class_weight=self._smoothing_weight(definition),
         )
         z_loss = None

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
+    Group,
     Layout,
     Teacher,
     TopK,
@@ -61,6 +62,7 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
     """
 
     of_distributions: ClassVar[bool] = False
+    _group: ClassVar[Group] = "token"
 
     def __init__(
         self,
@@ -175,12 +177,12 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
                 )
         if target is None:
             counts = torch.ones(shape, dtype=torch.bool, device=input.device) if mask is None else mask
-            return lay_out(counts.long() - 1, "token", -1, weight.shape[0])
+            return lay_out(counts.long() - 1, self._group, -1, weight.shape[0])
         check_target(target, input)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(target, "token", self.options.ignore_index, weight.shape[0])
+        return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
 
     def _teacher(
         self,

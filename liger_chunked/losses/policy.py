@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import Group, check_projection, check_target, fused_loss, lay_out
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import reference_logps
@@ -157,6 +157,15 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         Called on some of the batch's sequences, or tokens, at a time.
         """
 
+    @property
+    def _group(self) -> Group:
+        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+        return "sequence" if by_sequence else "token"
+
+    @property
+    def _whole_batch(self) -> bool:
+        return self.top_entropy_quantile < 1
+
     def kl(self, rollouts: Rollouts) -> Tensor:
         """(n, T) estimate of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
@@ -215,10 +224,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
         if ref_logps is not None:
             check_side("ref_logps", ref_logps, target)
-        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
-        layout = lay_out(
-            target.long(), "sequence" if by_sequence else "token", self.options.ignore_index, weight.shape[0]
-        )
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = reference_logps(
@@ -247,7 +253,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             objective,
             outputs=("logps", "entropy"),
             options=self.options,
-            whole_batch=self.top_entropy_quantile < 1,
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch.rollouts(stats, slice(None)))
 

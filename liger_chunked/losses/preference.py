@@ -6,13 +6,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import Group, Layout, check_projection, check_target, fused_loss, lay_out
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import (
@@ -102,6 +102,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
 
     scope: Literal["pair", "batch"] = "pair"
     token_outputs: tuple[str, ...] = ()
+    _group: ClassVar[Group] = "pair"
 
     def __init__(
         self,
@@ -126,6 +127,10 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
         self.options = LogitOptions(**options)
+
+    @property
+    def _whole_batch(self) -> bool:
+        return self.scope == "batch"
 
     def reward(self, logratios: Tensor) -> Tensor:
         """The implicit reward of sequences with these log-ratios, of the same shape; the metrics report it."""
@@ -179,14 +184,14 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             )
         target = target.long()
         union = target if nll_target is None else self._union(target, nll_target, input)
-        layout = lay_out(union, "pair", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
 
         with_tokens = [pair for pair, length in enumerate(layout.group_lengths or ()) if length]
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            if self.scope == "batch" and len(with_tokens) < n_pairs:
+            if self._whole_batch and len(with_tokens) < n_pairs:
                 # What is sorted over the batch has no place for a pair without tokens.
                 index = torch.tensor(with_tokens, dtype=torch.int64, device=input.device)
                 stats = TokenStats(*(None if f is None else f[index] for f in stats))
@@ -210,7 +215,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
             options=self.options,
-            whole_batch=self.scope == "batch",
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch, stats)
 

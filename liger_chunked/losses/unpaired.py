@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import Group, Layout, check_projection, check_target, fused_loss, lay_out
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.sequences import sequence_logps
@@ -83,6 +84,8 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
 
     reference_point: ReferencePoint | None = None
     token_outputs: tuple[str, ...] = ()
+    _group: ClassVar[Group] = "sequence"
+    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
         if example_weights is not None:
             _check_examples("example_weights", example_weights, input)
         target = target.long()
-        layout = lay_out(target, "sequence", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(
             layout,
             preference_labels,
@@ -208,6 +211,7 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
             options=self.options,
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch, stats)
 
