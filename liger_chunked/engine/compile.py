@@ -9,8 +9,9 @@ the eager loss runs inside of it:
                 where each token has an upstream gradient of its own:  `liger_chunked::backward`, the eager loss again,
                                                                        then back: one product more than in eager code
 
-Both are pure functions of what the graph shows, and of the loss module, which is found by its name in `_OWNERS`. Gradients
-that nobody needs are not in the call, and not computed. Shapes are symbolic: another length is no recompilation.
+Both are pure functions of what the graph shows, and of the loss module, which is found by its name in `_OWNERS`.
+Gradients that nobody needs are not in the call, and not computed. Shapes are symbolic: another length is no
+recompilation.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from liger_chunked.types import Head, accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
 _PARAMETERS = ("weight", "input", "bias")
+# Asked here, as not every tracer can ask.
+_AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
 class Like(NamedTuple):
@@ -62,7 +65,7 @@ class Returns(NamedTuple):
     tensors: Mapping[str, Like]
 
 
-def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like = Like()) -> Returns:
+def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
     """A loss, and metrics with these fields, detached."""
 
     def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
@@ -254,9 +257,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _spelt(
-    function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]
-) -> _Call:
+def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]) -> _Call:
     """The call of a function with these arguments, as the tracer sees it."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
@@ -266,9 +267,9 @@ def _spelt(
     if len(names) < len(arguments):
         unknown = [name for name in arguments if name not in names]
         raise TypeError(f"under torch.compile, {function} takes tensors and numbers, got others as {unknown}")
-    needs = [name for name in _PARAMETERS if torch.is_grad_enabled() and name in tensors and tensors[name].requires_grad]
+    trainable = [name for name in _PARAMETERS if name in tensors and tensors[name].requires_grad]
     device = tensors["weight"].device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
     return _Call(
         tensors=list(tensors.values()),
         ints=list(ints.values()),
@@ -277,7 +278,7 @@ def _spelt(
         names=names,
         function=function,
         owner="" if owner is None else owner._name_in_graphs,
-        needs=needs,
+        needs=trainable if torch.is_grad_enabled() else [],
         returns=[f"{like.per} {like.dtype}" for like in returns.values()],
         autocast=str(torch.get_autocast_dtype(device)) if autocast else "",
     )
@@ -293,7 +294,7 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
     of the graph: one that changes from step to step had better be a tensor.
 
     Args:
-        returns: what the function returns, from the arguments that are not None, by name; a method's takes `self` first.
+        returns: what the function returns, from its arguments by name, without None; a method's takes `self` first.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -103,7 +103,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return None
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
-        return loss_and(DistillationMetrics, dict.fromkeys(DistillationMetrics._fields, Like()))
+        return loss_and(DistillationMetrics, dict.fromkeys(DistillationMetrics._fields, Like()), Like())
 
     @one_operation(_returns)
     def forward(

@@ -178,13 +178,13 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         fields = {"entropy": Like()}
-        if {"ref_logps", "ref_input"} & given.keys():
+        if "ref_logps" in given or "ref_input" in given:
             by_ratio = self.use_bias_correction_kl and IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
             fields["kl"] = Like(dtype="float64" if by_ratio else "wide")
         if self.clipped is not None:
             sides = ("clip_ratio_low", "clip_ratio_high") if self.clips_low else ("clip_ratio_high",)
             fields |= dict.fromkeys((*sides, "clip_ratio"), Like())
-        return loss_and(PolicyMetrics, fields)
+        return loss_and(PolicyMetrics, fields, Like())
 
     @one_operation(_returns)
     def forward(

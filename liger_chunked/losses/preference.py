@@ -149,7 +149,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         of_pairs = ("chosen_logps", "rejected_logps", "chosen_rewards", "rejected_rewards")
         fields = {name: Like("pair" if name in of_pairs else "batch") for name in PreferenceMetrics._fields}
-        return loss_and(PreferenceMetrics, fields)
+        return loss_and(PreferenceMetrics, fields, Like())
 
     @one_operation(_returns)
     def forward(

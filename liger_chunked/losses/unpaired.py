@@ -120,7 +120,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         fields |= dict.fromkeys(("chosen_logits_mean", "rejected_logits_mean"), Like())
         counts = ("chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens")
         fields |= dict.fromkeys(counts, Like(dtype="int64"))
-        return loss_and(UnpairedPreferenceMetrics, fields)
+        return loss_and(UnpairedPreferenceMetrics, fields, Like())
 
     @one_operation(_returns)
     def forward(
