@@ -304,11 +304,21 @@ def test_backward_twice():
         torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
 
 
-def test_errors_are_those_of_eager_code():
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("target", torch.full((6, 7), SMALL.vocab), f"target holds {SMALL.vocab}, expected ignore_index"),
+        ("target", torch.zeros(6, 3, dtype=torch.int64), r"target must be \(6, 7\)"),
+        ("input", torch.zeros(6, 7, 5), "must share a dtype outside autocast: input float32"),
+        ("num_item", 3, "unexpected keyword argument 'num_item'"),
+    ],
+)
+def test_errors_are_those_of_eager_code(name, value, error):
     batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
-    batch["target"][0, 0] = SMALL.vocab
-    with pytest.raises(ValueError, match=f"target holds {SMALL.vocab}, expected ignore_index"):
-        whole(loss)(**batch)
+    batch["weight"].requires_grad_()
+    for call in (loss, whole(loss)):
+        with pytest.raises((ValueError, TypeError), match=error):
+            call(**batch | {name: value})
 
 
 def test_a_loss_that_is_gone():

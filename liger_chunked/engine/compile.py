@@ -27,8 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.types import Head, accumulation_dtype
+from liger_chunked.types import accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
 _PARAMETERS = ("weight", "input", "bias")
@@ -103,7 +102,7 @@ class _Call(NamedTuple):
     - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
     - `needs`: the arguments that gradients are wanted for
     - `returns`: `Like`s of what it returns, "per dtype" each
-    - `autocast`: the dtype of autocast where that is on, else "": inside of a compiled graph it is off
+    - `autocast`: the dtype of autocast, "torch.bfloat16", where it is on, else "": inside of a compiled graph it is off
     """
 
     tensors: Sequence[Tensor]
@@ -137,18 +136,17 @@ class _Call(NamedTuple):
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
         """Gradients like the parameters; in float16, `unscaled` ones are held in float32, see `HeadGradients`."""
         arguments = self.arguments
-        with self.autocasting():
-            head = Head(arguments["weight"], arguments.get("bias"))
-            half = compute_dtype(head, arguments["input"]) == torch.float16
+        half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
+
+        def dtype(x: Tensor) -> torch.dtype:
+            return torch.float32 if half and unscaled and x.dtype != torch.float64 else x.dtype
+
         parameters = [arguments[name] for name in self.needs]
-        dtype = torch.float32 if half and unscaled else None
-        return [torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device) for x in parameters]
+        return [torch.empty(x.shape, dtype=dtype(x), device=x.device) for x in parameters]
 
     def autocasting(self) -> torch.autocast:
-        device = self.arguments["weight"].device.type
-        if not self.autocast:
-            return torch.autocast(device, enabled=False)
-        return torch.autocast(device, getattr(torch, self.autocast.removeprefix("torch.")))
+        dtype = getattr(torch, self.autocast.removeprefix("torch.")) if self.autocast else None
+        return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
         """What the eager function returns, flat, and the leaves `needs` of its graph."""
