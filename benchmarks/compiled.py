@@ -3,8 +3,8 @@
 python -m benchmarks.compiled [tokens:hidden:vocabulary]
 
 A step is forward and backward of a small body (residual MLPs with RMSNorm) and a loss, everything trainable. `x floor`
-is the time above the body's alone, over that of the head's three matrix products; `MiB` the most memory above parameters
-and input, gradients included.
+is the time above the body's alone, over that of the three matrix products of the head; `MiB` the most memory above
+parameters and input, gradients included.
 """
 
 from __future__ import annotations
