@@ -59,7 +59,11 @@ def checked(eager: Callable, seen: list) -> Callable:
     return run
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
+# What a loss computes is eager code; a graph sees whose call it is, and which arguments it has.
+CALLS = {(row.id.split("-")[0], row.fused, *row.sample(SMALL, 0)): row for row in reversed(ROWS)}
+
+
+@pytest.mark.parametrize("row", CALLS.values(), ids=repr)
 def test_as_eager(row, device, monkeypatch):
     batch = moved(row.sample(SMALL, seed=0), device=device)
     exact = evaluate(row.ours, batch, upstream=0.7)
