@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
+    FusedLoss,
     Group,
     Layout,
+    Like,
+    Returns,
     Teacher,
     TopK,
     check_projection,
     check_target,
     distillation_loss,
     lay_out,
+    loss_and,
+    one_operation,
 )
 from liger_chunked.types import DistillationMetrics, Divergence, Head, LogitOptions, LogitOptionsDict
 
 
-class LigerFusedLinearDistillationBase(nn.Module, ABC):
+class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
 
     Equal, with both transforms applied and `n` the tokens that count, to
@@ -98,7 +104,10 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
         """The same divergence where the kernels know it; None: by autograd."""
         return None
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        return loss_and(DistillationMetrics, dict.fromkeys(DistillationMetrics._fields, Like()), Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,

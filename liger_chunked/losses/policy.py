@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Group, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+)
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import reference_logps
@@ -44,7 +55,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-class LigerFusedLinearPolicyBase(nn.Module, ABC):
+class LigerFusedLinearPolicyBase(FusedLoss, ABC):
     """A policy loss: what a token costs, by a subclass, and all that surrounds it, by this base.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
@@ -98,10 +109,12 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         scope: "token" promises that `policy_loss` looks at each token by itself, see `Rollouts`; it then costs nothing
             that a sequence outgrows the logits budget. "sequence": it sees whole sequences.
         weighs: `policy_loss` reads `Rollouts.importance_weights`, and the base must not multiply by them.
+        clips_low: `clipped`, where there is one, fills `Clipped.low`; torch.compile has to know beforehand.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
     weighs: bool = False
+    clips_low: bool = True
 
     def __init__(
         self,
@@ -173,7 +186,17 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         estimate = torch.expm1(difference) - difference
         return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        fields = {"entropy": Like()}
+        if "ref_logps" in given or "ref_input" in given:
+            by_ratio = self.use_bias_correction_kl and IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+            fields["kl"] = Like(dtype="float64" if by_ratio else "wide")
+        if self.clipped is not None:
+            sides = ("clip_ratio_low", "clip_ratio_high") if self.clips_low else ("clip_ratio_high",)
+            fields |= dict.fromkeys((*sides, "clip_ratio"), Like())
+        return loss_and(PolicyMetrics, fields, Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Group, Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Layout,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+)
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import (
@@ -67,7 +79,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
-class LigerFusedLinearPreferenceBase(nn.Module, ABC):
+class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if asked for.
 
     A subclass says what a pair costs, and nothing else:
@@ -140,7 +152,12 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
     def preference_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, (n,), from `Pairs`; called on some of the batch's pairs at a time."""
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        of_pairs = ("chosen_logps", "rejected_logps", "chosen_rewards", "rejected_rewards")
+        fields = {name: Like("pair" if name in of_pairs else "batch") for name in PreferenceMetrics._fields}
+        return loss_and(PreferenceMetrics, fields, Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
