@@ -146,7 +146,7 @@ def _read(
         raise ValueError(
             f"{name} takes {expected}, got teacher_hidden_size={teacher_hidden_size}, teacher_top_k={teacher_top_k}"
         )
-    if teacher_top_k is not None and not loss.of_distributions:
+    if isinstance(loss, LigerFusedLinearDistillationBase) and teacher_top_k is not None and not loss.of_distributions:
         raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
     return group, options
 
