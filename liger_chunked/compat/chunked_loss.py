@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -273,7 +274,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """`losses.LigerFusedLinearGRPOLoss` as Liger-Kernel calls it: the input before the weight.
 
     Settings that `loss_type` does not read have no effect, as in Liger-Kernel, whose callers pass them all. Without
-    `use_ref_model` there is no KL: Liger-Kernel takes the policy for its own reference. Sequence and trajectory level
+    `use_ref_model` the KL is 0: Liger-Kernel takes the policy for its own reference. Sequence and trajectory level
     go with every loss type. `luspo` leaves padding out, which Liger-Kernel adds up.
 
     On several ranks `dapo`, `cispo` and `vespo` divide by the tokens of all ranks over the number of ranks.
@@ -320,6 +321,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
         kind = LOSS_TYPES[loss_type]
         read = SURROGATES[kind["surrogate"]].reads
+        self.beta = beta
         self.use_ref_model = use_ref_model
         self.reduction = REDUCTIONS[kind["reduction"]]
         self.loss = losses.LigerFusedLinearGRPOLoss.from_loss_type(
@@ -374,8 +376,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             num_items=_items_per_rank(attention_mask, num_items_in_batch) if self.reduction.counts_items else None,
             **reference,
         )
-        clip_ratio = loss.detach().new_zeros(()) if metrics.clip_ratio is None else metrics.clip_ratio
-        return loss, ((metrics.kl, clip_ratio) if self.loss.beta else (clip_ratio,))
+        zero = torch.zeros_like(metrics.entropy)
+        clip_ratio = zero if metrics.clip_ratio is None else metrics.clip_ratio
+        kl = zero if metrics.kl is None else metrics.kl
+        return loss, ((kl, clip_ratio) if self.beta else (clip_ratio,))
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:

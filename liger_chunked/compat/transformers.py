@@ -10,7 +10,7 @@ gradients always add up in float32. What differs from Liger-Kernel:
   have biases where the config says `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim` as transformers does; Liger-Kernel reads neither.
 - `AutoLigerKernelForCausalLM` patches the model that it returns and no other, and raises for one of no family.
-- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` are on;
+- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` is on;
   Liger-Kernel leaves the rotary embedding of glm4 alone, and has `cross_entropy` rather than the fused one for granite.
   A switch that matches nothing is an error, as is `layer_norm=True` without a model. Patches can be reverted.
 """
