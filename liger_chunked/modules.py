@@ -71,12 +71,13 @@ class LigerLayerNorm(nn.Module):
 class _GatedMLP(nn.Module):
     """The projections of a gated MLP, from a configuration of transformers."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
         bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        width = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
 
 def _activation_name(config: Any, known: tuple[str, ...]) -> str:
@@ -92,14 +93,15 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     Args:
         config: has `hidden_size`, `intermediate_size`, `hidden_act` and, it may be, `mlp_bias`.
+        intermediate_size: instead of the configuration's.
 
     Raises:
         ValueError: an activation that is not silu.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         _activation_name(config, _SILU)
-        super().__init__(config)
+        super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, TypedDict
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class TokenStats(NamedTuple):
     argmax: Tensor | None = None
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
+
+
+class DeclaredStats(TokenStats):
+    """`TokenStats` as a loss that declares what it reads sees them: a field that was not computed is an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is None and name in TokenStats._fields:
+            raise AttributeError(f"token_stats.{name} was not computed: declare it, token_outputs = ({name!r},)")
+        return value
 
 
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
@@ -89,6 +99,19 @@ class LogitOptions:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.logits_budget is not None and self.logits_budget < 1:
             raise ValueError(f"logits_budget must be a positive number of bytes or None, got {self.logits_budget}")
+
+    @classmethod
+    def of(cls, loss: str, options: LogitOptionsDict) -> LogitOptions:
+        """From the keywords that a constructor of `loss` does not know itself.
+
+        Raises:
+            TypeError: one that nobody knows.
+            ValueError: a bad option.
+        """
+        unknown = options.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise TypeError(f"{loss} has no argument {', '.join(map(repr, sorted(unknown)))}")
+        return cls(**options)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import SMALL, examples, pairs, rollouts, tokens
+from table import SMALL, examples, pairs, rollouts, students, tokens
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
@@ -12,6 +12,7 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearPolicyBase,
@@ -165,6 +166,15 @@ CASES = {
     "ce-num_items-with-sum": (
         lambda: cross_entropy({"reduction": "sum"}, num_items=3),
         "num_items divides a mean, but reduction is 'sum'",
+    ),
+    "ce-num_items-0": (lambda: cross_entropy(num_items=0), "num_items must be positive, got 0"),
+    "ce-num_items-shape": (
+        lambda: cross_entropy(num_items=ids(2)),
+        r"num_items must be one number, got a tensor \(2,\)",
+    ),
+    "kl-num_items-0": (
+        lambda: LigerFusedLinearKLDivLoss()(**students(SMALL, seed=0), num_items=0),
+        "num_items must be positive, got 0",
     ),
     "ce-focal_gamma": (
         lambda: LigerFusedLinearCrossEntropyLoss(focal_gamma=-1.0),
@@ -376,6 +386,43 @@ def test_losses(case):
 def test_mixed_dtypes_of_the_reference():
     with pytest.raises(TypeError, match="ref_input, ref_weight and ref_bias must share a dtype outside autocast"):
         dpo(ref_input=f64(B, T, 8), ref_weight=torch.zeros(V, 8))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LigerFusedLinearBCOLoss,
+        LigerFusedLinearCPOLoss,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearDPOLoss,
+        LigerFusedLinearGRPOLoss,
+        LigerFusedLinearKLDivLoss,
+        LigerFusedLinearKTOLoss,
+        LigerFusedLinearORPOLoss,
+        LigerFusedLinearSimPOLoss,
+    ],
+)
+def test_an_unknown_keyword_is_the_loss_own(loss):
+    with pytest.raises(TypeError, match=f"^{loss.__name__} has no argument 'betta'$"):
+        loss(betta=0.1)
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "loss", [LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss]
+)
+def test_beta(loss, beta):
+    with pytest.raises(ValueError, match=f"beta must be finite and not negative, got {beta}"):
+        loss(beta=beta)
+
+
+def test_a_tensor_of_no_items_counts_as_one():
+    """To look at it would mean to wait for the device."""
+    given = [cross_entropy(num_items=torch.tensor(n)) for n in (0, 1)]
+    assert torch.equal(*given) and given[0] > 0
+    batch = students(SMALL, seed=0)
+    given = [LigerFusedLinearKLDivLoss()(**batch, num_items=torch.tensor(n))[0] for n in (0, 1)]
+    assert torch.equal(*given) and given[0] > 0
 
 
 def test_a_base_is_not_a_loss():

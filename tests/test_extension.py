@@ -127,3 +127,13 @@ def test_nll_target_must_agree():
     other = torch.where(batch["target"] == -100, -100, (batch["target"] + 1) % SMALL.vocab)
     with pytest.raises(ValueError, match="nll_target and target must agree"):
         SimPO(compute_nll_loss=True)(**batch, nll_target=other)
+
+
+def test_a_field_that_is_not_declared_is_named():
+    class Undeclared(Confident):
+        token_outputs = ()
+
+    with pytest.raises(
+        AttributeError, match=r"token_stats\.entropy was not computed: .*token_outputs = \('entropy',\)"
+    ):
+        Undeclared()(**pairs(SMALL, seed=0, ref=None))

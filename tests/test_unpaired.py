@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from table import LABELS, SMALL, Batch, Sizes, evaluate, examples, n_valid, relative_error
+from table import LABELS, SMALL, Batch, Sizes, evaluate, examples, moved, n_valid, relative_error
 from torch import Tensor
 
 from liger_chunked import (
@@ -295,3 +295,11 @@ def test_integer_targets_of_any_width(labels):
     batch = examples(SMALL, seed=3, labels=labels)
     narrow = {**batch, "target": batch["target"].int()}
     assert torch.equal(kto(batch, kl=0.1), kto(narrow, kl=0.1))
+
+
+def test_metrics_are_float32():
+    batch = moved(examples(SMALL, seed=4), torch.bfloat16)
+    metrics = LigerFusedLinearKTOLoss()(**batch, kl=0.25)[1]
+    counts = {"chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens"}
+    dtypes = {name: torch.int64 if name in counts else torch.float32 for name in metrics._fields}
+    assert {name: value.dtype for name, value in metrics._asdict().items()} == dtypes

@@ -69,7 +69,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     The metrics' `logps` are `l` or `l'`, and rewards are `r`, shaped.
 
     Args:
-        beta: scale of the rewards; IPO's tau.
+        beta: scale of the rewards; IPO's tau, which divides, and has to be positive.
         alpha: weight of the NLL of the chosen tokens, TRL's `cpo_alpha`; with 0 there is none.
         label_smoothing: `eps` above; refused where the loss type does not read it.
         loss_type: a name above.

@@ -26,6 +26,7 @@ from liger_chunked.engine import (
     token_stats,
 )
 from liger_chunked.losses.probability import complement
+from liger_chunked.losses.reductions import checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -182,7 +183,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         self.return_z_loss = return_z_loss
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
-        self.options = LogitOptions(**options)
+        self.options = LogitOptions.of(type(self).__name__, options)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
@@ -205,7 +206,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         target: Tensor,
         bias: Tensor | None = None,
         *,
-        num_items: int | Tensor | None = None,
+        num_items: float | Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
         """The loss, and `CrossEntropyMetrics` where any was asked for.
@@ -216,13 +217,14 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
             target: (B, T) or (N,) token ids.
             bias: (V,) or None.
             num_items: with "mean", the sum over this batch is divided by this instead of by its own count of tokens:
-                under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers).
+                under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers). In a
+                tensor, less than 1 counts as 1.
             token_weights: in the shape of `target`, multiplies all that a token adds to the loss. "mean" divides by the
                 sum of these weights over the valid tokens (times `ce_weight`, where it divides by that), unless
                 `num_items` is given; a sum of 0 counts as 1.
 
         Raises:
-            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean",
+            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean" or of 0,
                 `token_weights` that want a gradient.
             TypeError: dtypes that do not fit.
         """
@@ -231,6 +233,8 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         check_target(target, input)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
+        if num_items is not None:
+            num_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         weights = self._token_weights(token_weights, target, weight)
         definition = _CrossEntropy(
             label_smoothing=self.label_smoothing,
@@ -311,7 +315,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         layout: Layout,
         definition: _CrossEntropy,
         weights: Tensor | None,
-        num_items: int | Tensor | None,
+        num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
         target = target.reshape(-1)
         per_token, per_class = self._denominators(layout, definition, weights, num_items)
@@ -338,12 +342,11 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         return loss, z_loss, stats
 
     def _denominators(
-        self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: int | Tensor | None
-    ) -> tuple[int | Tensor, int | Tensor]:
+        self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
+    ) -> tuple[float | Tensor, float | Tensor]:
         """Of the regularizer, and of the cross entropy, which class weights change."""
         if num_items is not None:
-            items = num_items.to(layout.mask.device) if isinstance(num_items, Tensor) else num_items
-            return items, items
+            return num_items, num_items
         if self.reduction == "sum":
             return 1, 1
         if not layout.n_valid or (weights is None and definition.class_weight is None):

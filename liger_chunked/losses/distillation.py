@@ -28,7 +28,15 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.types import DistillationMetrics, Divergence, Head, LogitOptions, LogitOptionsDict
+from liger_chunked.losses.reductions import checked_items
+from liger_chunked.types import (
+    DistillationMetrics,
+    Divergence,
+    Head,
+    LogitOptions,
+    LogitOptionsDict,
+    accumulation_dtype,
+)
 
 
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
@@ -84,7 +92,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 raise ValueError(f"{name} must be a number and not negative, got {weight}")
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
-        self.options = LogitOptions(**options)
+        self.options = LogitOptions.of(type(self).__name__, options)
         self.teacher_options = self.options if teacher_options is None else teacher_options
         if teacher_options is not None:
             plain = LogitOptions()
@@ -121,7 +129,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         teacher_logps: Tensor | None = None,
         teacher_ids: Tensor | None = None,
         mask: Tensor | None = None,
-        num_items: int | Tensor | None = None,
+        num_items: float | Tensor | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """The loss and its metrics.
 
@@ -141,7 +149,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             teacher_ids: (B, T, k) or (N, k) these tokens, distinct.
             mask: (B, T) or (N,) bool, True at the tokens that count; with a target, those of them that have one.
             num_items: the sums over this batch are divided by this instead of by its own count of tokens: under
-                gradient accumulation, the tokens of all its steps.
+                gradient accumulation, the tokens of all its steps. In a tensor, less than 1 counts as 1.
 
         Raises:
             ValueError: a teacher that is missing, incomplete or given twice, a teacher vocabulary smaller than the
@@ -153,10 +161,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         layout = self._layout(weight, input, target, mask)
         teacher = self._teacher(head, input, teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         route = self._route(head, layout, teacher, teacher_logps, teacher_ids)
-        if num_items is None:
-            n_items: int | Tensor = max(1, layout.n_valid)
-        else:
-            n_items = num_items.to(input.device) if isinstance(num_items, Tensor) else num_items
+        n_items: float | Tensor = max(1, layout.n_valid)
+        if num_items is not None:
+            n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
 
         def objective(divergence: Tensor, logps: Tensor | None) -> Tensor:

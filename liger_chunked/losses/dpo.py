@@ -204,7 +204,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
       `log p_y - log(sum of p ** 2)`. Refused with `aot`, `aot_unpaired` and `sft`, whose parts belong to no pair.
 
     Args:
-        beta: strength of the KL constraint to the reference; IPO's tau.
+        beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard", which divide by it, want
+            it positive.
         loss_type: a name above, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: a weight for each entry of a list of loss types; None for ones.
         label_smoothing: `eps` above; refused where no loss type reads it.

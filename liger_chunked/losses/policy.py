@@ -24,7 +24,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
-from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
+from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings, checked_items
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.surrogates import Clipped
@@ -161,7 +161,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
         self.clipped = clipped
-        self.options = LogitOptions(**options)
+        self.options = LogitOptions.of(type(self).__name__, options)
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
@@ -230,6 +230,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             num_items: what the reduction `dapo` divides by instead of this batch's valid tokens: those of all steps
                 that accumulate into one gradient. Where ranks average their gradients, the count of all ranks divided
                 by their number. With the other reductions divide the loss by the number of steps.
+                In a tensor, less than 1 counts as 1.
 
         Raises:
             ValueError: shapes or devices that do not fit, a target out of range, `num_items` with a reduction that does
@@ -309,13 +310,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
         if not REDUCTIONS[self.reduction].counts_items:
             readers = sorted(name for name, kind in REDUCTIONS.items() if kind.counts_items)
             raise ValueError(f"num_items is not read by reduction {self.reduction!r}, only by {readers}")
-        if isinstance(num_items, Tensor):
-            if num_items.numel() != 1:
-                raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
-            return num_items.to(arrange.target.device, arrange.dtype).reshape(()).clamp(min=1)
-        if not num_items > 0:
-            raise ValueError(f"num_items must be positive, got {num_items}")
-        return num_items
+        return checked_items(num_items, arrange.target, arrange.dtype)
 
     def _batch(
         self,

@@ -26,8 +26,9 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import sequence_logps
+from liger_chunked.losses.sequences import check_beta, sequence_logps
 from liger_chunked.types import (
+    DeclaredStats,
     Head,
     LogitOptions,
     LogitOptionsDict,
@@ -61,7 +62,7 @@ class _Batch:
             ref_logps=self.ref_logps[index],
             lengths=self.lengths[index].clamp(min=1),
             mask=self.mask[index],
-            token_stats=stats,
+            token_stats=DeclaredStats(*stats),
             batch_size=self.mask.shape[0],
             batch_lengths=self.lengths.sum(0).clamp(min=1),
         )
@@ -93,7 +94,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     nothing to the loss; the mean is over all pairs all the same.
 
     Args:
-        beta: scale of the rewards, `beta * (logps - ref_logps)`.
+        beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
         alpha: weight of the NLL term.
         compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
@@ -129,6 +130,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
+        check_beta(beta)
         if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
             raise ValueError(f"ld_alpha must be in [0, 1] or None, got {ld_alpha}")
         self.beta = beta
@@ -138,7 +140,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         self.ld_alpha = ld_alpha
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
-        self.options = LogitOptions(**options)
+        self.options = LogitOptions.of(type(self).__name__, options)
 
     @property
     def _whole_batch(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,3 +21,13 @@ def sequence_logps(token_logps: Tensor, mask: Tensor, lengths: Tensor, average: 
     """
     logps = torch.where(mask, token_logps, 0.0).sum(-1, dtype=torch.float64)
     return logps / lengths.clamp(min=1) if average else logps
+
+
+def check_beta(beta: float) -> None:
+    """What scales rewards is a number that is not negative; losses that divide by it say so themselves.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (beta >= 0 and math.isfinite(beta)):
+        raise ValueError(f"beta must be finite and not negative, got {beta}")

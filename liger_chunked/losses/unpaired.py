@@ -27,8 +27,16 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import sequence_logps
-from liger_chunked.types import Examples, Head, LogitOptions, LogitOptionsDict, TokenStats, UnpairedPreferenceMetrics
+from liger_chunked.losses.sequences import check_beta, sequence_logps
+from liger_chunked.types import (
+    DeclaredStats,
+    Examples,
+    Head,
+    LogitOptions,
+    LogitOptionsDict,
+    TokenStats,
+    UnpairedPreferenceMetrics,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class _Batch:
             lengths=self.lengths[index].clamp(min=1),
             reference_point=self.reference_point,
             mask=self.mask[index],
-            token_stats=stats,
+            token_stats=DeclaredStats(*stats),
             batch_size=self.mask.shape[0],
             batch_counts=self.sides.sum(1).clamp(min=1),
         )
@@ -80,7 +88,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
     A sequence without a single valid token adds nothing to the loss; the mean is over all sequences all the same.
 
     Args:
-        beta: scale of the rewards `beta * (logps - ref_logps)`.
+        beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
         average_log_prob: `Examples.logps` are means over tokens instead of sums.
         use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
@@ -109,18 +117,18 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
+        check_beta(beta)
         self.beta = beta
         self.average_log_prob = average_log_prob
         self.use_ref_model = use_ref_model
-        self.options = LogitOptions(**options)
+        self.options = LogitOptions.of(type(self).__name__, options)
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
         """The loss of each sequence, (n,), from `Examples`; called on some of the batch's sequences at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
-        fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like(dtype="float64"))
-        fields |= dict.fromkeys(("chosen_logits_mean", "rejected_logits_mean"), Like())
+        fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
         counts = ("chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens")
         fields |= dict.fromkeys(counts, Like(dtype="int64"))
         return loss_and(UnpairedPreferenceMetrics, fields, Like())
@@ -159,8 +167,9 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
                 the units of `Examples.logps`.
             kl: the reference point of a loss on "kl", in nats, a scalar; a negative one counts as zero.
             kl_input, kl_target: instead of it, (m, T', H) and (m, T'): hidden states and token ids of completions that
-                answer other prompts, on which it is estimated without a gradient, at one GEMM. On several ranks, each
-                would have its own: estimate there (`linear_token_stats`), take the mean over the ranks, and pass `kl`.
+                answer other prompts, on which it is estimated without a gradient, at one GEMM. They need a reference,
+                `ref_kl_input` or `ref_kl_logps`. On several ranks, each would have its own estimate: make it there
+                (`linear_token_stats`), take the mean over the ranks, and pass `kl`.
             ref_kl_input: (m, T', H_ref) their hidden states under the reference, read with `ref_weight`, `ref_bias`.
             ref_kl_logps: instead of it, its log-probabilities, (m, T') or (m,), as `ref_logps`.
             delta: the reference point of a loss on "delta", in units of rewards, a scalar.
@@ -275,6 +284,8 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         rewards = by_side(self.beta * examples.logratios) / counts.clamp(min=1)
         logits = torch.where(batch.mask, examples.token_stats.mean_logits, 0.0).sum(-1)
         logits_mean = by_side(logits) / tokens.clamp(min=1)
+        dtype = examples.token_stats.mean_logits.dtype
+        logps, rewards = logps.to(dtype), rewards.to(dtype)
         return UnpairedPreferenceMetrics(
             chosen_logps=logps[0],
             rejected_logps=logps[1],
@@ -282,7 +293,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point,
+            reference_point=batch.reference_point.to(dtype),
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],

@@ -1,0 +1,378 @@
+"""`liger_kernel.transformers`, version 0.8.5: its signatures over the kernels and models of `liger_chunked`.
+
+Offered are the norms, the gated MLPs, the losses and `liger_rotary_pos_emb`; `AutoLigerKernelForCausalLM` and
+`apply_liger_kernel_to_<family>` for the families of `liger_chunked`, which import transformers when first asked for.
+`in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never written into, and
+gradients always add up in float32. What differs from Liger-Kernel:
+
+- Losses are float32 whatever their inputs, and 0 over no tokens rather than NaN.
+- `LigerGEGLUMLP` has the gelu of its config, where Liger-Kernel's is always the tanh approximation; both gated MLPs
+  have biases where the config says `mlp_bias`.
+- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim` as transformers does; Liger-Kernel reads neither.
+- `AutoLigerKernelForCausalLM` patches the model that it returns and no other, and raises for one of no family.
+- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` is on;
+  Liger-Kernel leaves the rotary embedding of glm4 alone, and has `cross_entropy` rather than the fused one for granite.
+  A switch that matches nothing is an error, as is `layer_norm=True` without a model. Patches can be reverted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from liger_chunked import kernels, losses, modules
+from liger_chunked.compat.chunked_loss import check_same_vocabulary
+from liger_chunked.compat.unsupported import refuse
+from liger_chunked.kernels.rms_norm import Casting
+from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
+
+__all__ = [
+    "CrossEntropyOutput",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
+    "LigerGEGLUMLP",
+    "LigerJSD",
+    "LigerKLDIVLoss",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
+    "LigerTVDLoss",
+    "liger_rotary_pos_emb",
+]
+
+_CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "gemma"}
+_INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": torch.zeros}
+
+
+def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
+    if init_fn not in _INITIAL:
+        raise ValueError(f"init_fn must be one of {list(_INITIAL)}, got {init_fn!r}")
+    return nn.Parameter(_INITIAL[init_fn](hidden_size))
+
+
+class LigerRMSNorm(nn.Module):
+    """RMSNorm with a weight, or without one; see `liger_chunked.liger_rms_norm`.
+
+    Args:
+        hidden_size: of the last dimension.
+        eps: added to the mean square.
+        offset: added to the weight: Gemma's is 1.
+        casting_mode: "llama" or "gemma".
+        init_fn: "ones" or "zeros", of the weight.
+        in_place, row_mode: no effect.
+        elementwise_affine: whether there is a weight.
+
+    Raises:
+        NotImplementedError: the `casting_mode` "none", which computes in the dtype of the input.
+        ValueError: an unknown name.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        if casting_mode == "none":
+            refuse("casting_mode", casting_mode, "the mean square is always taken in float32")
+        if casting_mode not in _CASTINGS:
+            raise ValueError(f"casting_mode must be one of {list(_CASTINGS)}, got {casting_mode!r}")
+        self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
+        self.variance_epsilon = eps
+        self.offset = offset
+        self.casting = _CASTINGS[casting_mode]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return kernels.liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting
+        )
+
+    def extra_repr(self) -> str:
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting={self.casting!r}"
+
+
+class LigerLayerNorm(nn.Module):
+    """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
+
+    It always has a bias that trains, as Liger-Kernel's: `bias` says whether it starts out normally distributed, or 0.
+
+    Args:
+        hidden_size: of the last dimension.
+        eps: added to the variance.
+        bias: as above.
+        init_fn: "ones" or "zeros", of the weight.
+        impl, mode, backend: no effect.
+
+    Raises:
+        ValueError: an unknown `init_fn`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = _initial(init_fn, hidden_size)
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return kernels.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+def liger_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`liger_chunked.liger_rotary_pos_emb`, of the first `rotary_dim` columns of a head, None for those of `cos`.
+
+    With `rotary_dim`, the first half of it is read of `cos` and `sin`, which need no more columns than that.
+
+    Raises:
+        ValueError: a `rotary_dim` that is odd or wider than the tables and their repetition, shapes that do not fit.
+    """
+    if rotary_dim is not None:
+        if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
+            raise ValueError(f"rotary_dim must be even and at most twice cos {tuple(cos.shape)}, got {rotary_dim}")
+        cos, sin = (torch.cat([x[..., : rotary_dim // 2]] * 2, dim=-1) for x in (cos, sin))
+    return kernels.liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """`liger_chunked.LigerCrossEntropyLoss` as Liger-Kernel calls it. The logits are left as they are.
+
+    Raises:
+        NotImplementedError: `return_z_loss`, `return_token_accuracy`, `return_predicted_tokens`.
+        ValueError: a bad option.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        reason = "only LigerFusedLinearCrossEntropyLoss reports beside the loss"
+        refuse("return_z_loss", return_z_loss, reason)
+        refuse("return_token_accuracy", return_token_accuracy, reason)
+        refuse("return_predicted_tokens", return_predicted_tokens, reason)
+        self.loss = modules.LigerCrossEntropyLoss(
+            weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+        )
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor:
+        return self.loss(_input, target)
+
+
+@dataclass(frozen=True)
+class CrossEntropyOutput:
+    """A loss and what was asked for beside it, see `CrossEntropyMetrics`; None for the rest."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """`losses.LigerFusedLinearCrossEntropyLoss` as Liger-Kernel calls it.
+
+    `use_token_scaling` multiplies the loss of a token by its probability, without its gradient: `dft`.
+
+    Raises:
+        NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel scales
+            too; `return_token_accuracy` of each token, with the reduction "none".
+        ValueError: a bad option.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        if use_token_scaling:
+            refuse("label_smoothing", label_smoothing, "use_token_scaling scales the cross entropy alone")
+            refuse("lse_square_scale", lse_square_scale, "use_token_scaling scales the cross entropy alone")
+        if reduction == "none":
+            refuse("return_token_accuracy", return_token_accuracy, "it is a share of all tokens")
+        self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
+        self.loss = losses.LigerFusedLinearCrossEntropyLoss(
+            ce_weight=ce_weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            dft=use_token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        """The loss, or a `CrossEntropyOutput` where more was asked for."""
+        result = self.loss(lin_weight, _input, target, bias)
+        if not self.returns_output:
+            return result
+        loss, metrics = result
+        return CrossEntropyOutput(loss, *metrics)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss, as Liger-Kernel calls it.
+
+    Raises:
+        NotImplementedError: in forward, a teacher with a larger vocabulary.
+        ValueError: a number out of range; in forward, shapes that do not fit.
+    """
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.loss = losses.LigerFusedLinearJSDLoss(
+            beta=jsd_beta, temperature=temperature, weight_hard_loss=0.0, weight_soft_loss=1.0
+        )
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The mean over the tokens whose label is not `ignore_index`, or over all."""
+        check_same_vocabulary(student_weight, teacher_weight)
+        mask = None if shift_labels is None else shift_labels != self.ignore_index
+        loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
+        return loss
+
+
+_EPS = 1e-10
+
+
+class LigerKLDIVLoss(nn.Module):
+    """`liger_chunked.LigerKLDIVLoss` as Liger-Kernel calls it.
+
+    Raises:
+        NotImplementedError: an `eps`, the least that Liger-Kernel takes the logarithm of, other than 1e-10, which only
+            keeps `0 log 0` at 0; `size_average` and `reduce`, which torch deprecates.
+    """
+
+    def __init__(
+        self,
+        eps: float = _EPS,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
+        log_target: bool = False,
+    ) -> None:
+        super().__init__()
+        legacy = {"size_average": size_average, "reduce": reduce}
+        if given := {name: value for name, value in legacy.items() if value is not None}:
+            raise NotImplementedError(f"{given} is not supported: pass reduction")
+        if eps != _EPS:
+            raise NotImplementedError(f"eps={eps} is not supported: 0 log 0 is 0")
+        self.loss = modules.LigerKLDIVLoss(reduction, log_target)
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        return self.loss(y_pred, y_true)
+
+
+_INTEGRATION = "liger_chunked.integrations.transformers"
+_APPLY = "apply_liger_kernel_to_"
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+_SWIGLU = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
+_GEGLU = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
+# The order of the arguments, where it is not that of `_SWIGLU`.
+_ORDERS: dict[str, tuple[str, ...]] = {
+    "gemma": _GEGLU,
+    "gemma2": _GEGLU,
+    "gemma3_text": _GEGLU,
+    "gemma3": ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model"),
+    "mllama": ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"),
+    "qwen2_vl": ("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"),
+}
+
+
+def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+    """`apply`, of keywords alone, with these of them by position as well."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
+
+    def by_position(*args: Any, **kwargs: Any) -> Any:
+        return apply(**signature.bind(*args, **kwargs).arguments)
+
+    by_position.__name__ = by_position.__qualname__ = apply.__name__
+    by_position.__doc__ = apply.__doc__
+    vars(by_position)["__signature__"] = signature
+    return by_position
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoLigerKernelForCausalLM":
+        return getattr(import_module(_INTEGRATION), name)
+    if name.startswith(_APPLY):
+        family = name.removeprefix(_APPLY)
+        return _positional(getattr(import_module(_INTEGRATION), name), _ORDERS.get(family, _SWIGLU))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

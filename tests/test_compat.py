@@ -1,0 +1,795 @@
+"""`liger_chunked.compat`: Liger-Kernel's signatures against the oracles, and against Liger-Kernel where it is there.
+
+Its chunked losses are plain PyTorch and run on a CPU, its kernels on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from table import SMALL, Batch, evaluate, examples, moved, pairs, relative_error, rollouts, students, tokens
+from torch import Tensor, nn
+
+import liger_chunked as lc
+from liger_chunked import reference
+from liger_chunked.compat import chunked_loss, transformers
+
+MODULES = {"chunked_loss": chunked_loss, "transformers": transformers}
+
+
+def peer(module: str) -> Any:
+    """Liger-Kernel's module. It may warn, and be non-deterministic."""
+    return pytest.importorskip(f"liger_kernel.{module}", exc_type=ImportError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused loss in one setting.
+
+    Args:
+        id: what a test report calls it.
+        name: of the class, with `module` where it is.
+        arguments: names in the batch, in the order of the call; one that the batch has not is None.
+        sample: a batch in float64.
+        oracle: the loss of a batch.
+        settings: of the constructor.
+        peer: whether Liger-Kernel has it in plain PyTorch, with the numbers of the oracle.
+    """
+
+    id: str
+    name: str
+    arguments: tuple[str, ...]
+    sample: Callable[[], Batch]
+    oracle: Callable[[Batch], Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
+    module: str = "chunked_loss"
+    peer: bool = True
+
+    def __repr__(self) -> str:
+        return self.id
+
+    def run(self, module: Any, batch: Batch, **settings: Any) -> Any:
+        loss = getattr(module, self.name)(**self.settings, **settings)
+        return loss(*(batch.get(name) for name in self.arguments))
+
+
+def first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+# Preference
+
+HEAD = ("weight", "input", "target", "bias")
+PAIR = (*HEAD, "ref_input", "ref_weight", "ref_bias")
+
+
+def dpo(id: str, ref: str | None = "states", **settings: Any) -> Case:
+    known = {name: value for name, value in settings.items() if name != "use_ref_model"}
+    return Case(
+        f"dpo-{id}",
+        "LigerFusedLinearDPOLoss",
+        PAIR,
+        lambda: pairs(SMALL, seed=1, ref=ref),
+        lambda batch: reference.dpo(**batch, **known)[0],
+        settings,
+    )
+
+
+def cpo(id: str, oracle: dict[str, Any], **settings: Any) -> Case:
+    return Case(
+        f"cpo-{id}",
+        "LigerFusedLinearCPOLoss",
+        HEAD,
+        lambda: pairs(SMALL, seed=2, ref=None),
+        lambda batch: reference.cpo(**batch, **oracle),
+        settings,
+    )
+
+
+def with_nll_target() -> Batch:
+    """The whole of the chosen sequences is in the NLL, and nothing of the rejected ones."""
+    batch = pairs(SMALL, seed=3, ref=None)
+    chosen = torch.arange(SMALL.sequences)[:, None] < SMALL.sequences // 2
+    ids = batch["target"].where(batch["target"] != -100, 7)
+    return batch | {"nll_target": ids.where(chosen, -100)}
+
+
+def orpo_without_nll(batch: Batch) -> Tensor:
+    nll = reference.cpo(**batch, alpha=1.0) - reference.cpo(**batch, alpha=0.0)
+    return reference.orpo(**batch, beta=0.2) - nll
+
+
+UNPAIRED = ("input", "weight", "target", "bias", "preference_labels", "ref_input", "ref_weight", "ref_bias", "kl")
+
+
+def kto(id: str, kl: float | None, ref: str | None, **settings: Any) -> Case:
+    def sample() -> Batch:
+        batch = examples(SMALL, seed=4, ref=ref)
+        return batch if kl is None else batch | {"kl": torch.tensor(kl, dtype=torch.float64)}
+
+    known = {name: value for name, value in settings.items() if name != "use_ref_model"}
+    return Case(
+        f"kto-{id}",
+        "LigerFusedLinearKTOLoss",
+        UNPAIRED,
+        sample,
+        lambda batch: reference.kto(**{"kl": 0.0, **batch}, **known),
+        settings,
+    )
+
+
+# Policy
+
+ROLLOUT = (
+    "input",
+    "weight",
+    "selected_token_ids",
+    "attention_mask",
+    "advantages",
+    "bias",
+    "ref_logps",
+    "old_logps",
+    "ref_input",
+    "ref_weight",
+    "ref_bias",
+    "importance_weights",
+    "num_items",
+)
+
+
+def grpo(
+    id: str,
+    oracle: dict[str, Any],
+    sample: dict[str, Any] | None = None,
+    num_items: float | None = None,
+    peer: bool = True,
+    **settings: Any,
+) -> Case:
+    def batch() -> Batch:
+        made = rollouts(SMALL, seed=5, **sample or {})
+        target = made.pop("target")
+        items = {} if num_items is None else {"num_items": torch.tensor(num_items, dtype=torch.float64)}
+        return {
+            **made,
+            "selected_token_ids": target.where(target != -100, 3),
+            "attention_mask": (target != -100).long(),
+            **items,
+        }
+
+    def expected(batch: Batch) -> Tensor:
+        batch = dict(batch)
+        return reference.grpo(target=batch.pop("selected_token_ids"), **batch, **oracle)[0]
+
+    return Case(f"grpo-{id}", "LigerFusedLinearGRPOLoss", ROLLOUT, batch, expected, settings, peer=peer)
+
+
+ALONE: dict[str, Any] = {"use_ref_model": False}
+DAPO = {"reduction": "dapo"}
+SAPO = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.4}
+VESPO = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.5}
+
+# Distillation
+
+STUDENT = ("input", "weight", "teacher_input", "teacher_weight", "target", "bias", "teacher_bias")
+
+
+def flat_students() -> Batch:
+    batch = students(SMALL, seed=6)
+    rows = {name: batch[name].flatten(0, 1) for name in ("input", "teacher_input", "target")}
+    return batch | rows
+
+
+def distillation(id: str, name: str, oracle: dict[str, Any], **settings: Any) -> Case:
+    return Case(
+        id,
+        name,
+        STUDENT,
+        flat_students,
+        lambda batch: reference.distillation(**batch, **oracle)[0],
+        settings,
+    )
+
+
+WEIGHTS = {"weight_hard_loss": 0.3, "weight_soft_loss": 0.8}
+
+
+# Cross entropy
+
+
+def cross_entropy(id: str, oracle: dict[str, Any] | None = None, **settings: Any) -> Case:
+    def sample() -> Batch:
+        batch = tokens(SMALL, seed=7)
+        ignored = batch["target"] == -100
+        return batch | {"target": batch["target"].masked_fill(ignored, settings.get("ignore_index", -100))}
+
+    return Case(
+        f"cross-entropy-{id}",
+        "LigerFusedLinearCrossEntropyLoss",
+        HEAD,
+        sample,
+        lambda batch: reference.cross_entropy(**batch, **settings if oracle is None else oracle),
+        settings,
+        module="transformers",
+        peer=False,
+    )
+
+
+CLASSES = torch.linspace(0.2, 2.0, SMALL.vocab, dtype=torch.float64)
+
+CASES = [
+    dpo("defaults"),
+    *(dpo(kind, loss_type=kind, beta=0.2) for kind in ("hinge", "nca_pair", "bco_pair", "sppo_hard", "apo_zero")),
+    dpo("apo-down", loss_type="apo_down"),
+    dpo("discopop", loss_type="discopop", beta=0.02, discopop_tau=0.5),
+    dpo("exo", loss_type="exo_pair", label_smoothing=0.1),
+    dpo("robust", loss_type="robust", label_smoothing=0.1),
+    dpo("nll", compute_nll_loss=True, alpha=0.7, average_log_prob=True),
+    dpo("alone", ref=None, use_ref_model=False),
+    Case(
+        "orpo",
+        "LigerFusedLinearORPOLoss",
+        (*HEAD, "nll_target"),
+        lambda: pairs(SMALL, seed=3, ref=None),
+        lambda batch: reference.orpo(**batch, beta=0.2),
+        {"beta": 0.2},
+    ),
+    Case(
+        "orpo-nll-target",
+        "LigerFusedLinearORPOLoss",
+        (*HEAD, "nll_target"),
+        with_nll_target,
+        lambda batch: reference.orpo(**batch),
+    ),
+    Case(
+        "orpo-no-nll",
+        "LigerFusedLinearORPOLoss",
+        HEAD,
+        lambda: pairs(SMALL, seed=3, ref=None),
+        orpo_without_nll,
+        {"beta": 0.2, "compute_nll_loss": False},
+    ),
+    cpo("defaults", {}),
+    cpo(
+        "settings",
+        {"beta": 0.2, "alpha": 0.6, "label_smoothing": 0.1},
+        beta=0.2,
+        alpha=0.6,
+        label_smoothing=0.1,
+    ),
+    cpo("no-nll", {"alpha": 0.0}, compute_nll_loss=False),
+    cpo("average", {"loss_type": "simpo", "simpo_gamma": 0.0}, average_log_prob=True),
+    Case(
+        "simpo",
+        "LigerFusedLinearSimPOLoss",
+        HEAD,
+        lambda: pairs(SMALL, seed=2, ref=None),
+        lambda batch: reference.simpo(**batch, compute_nll_loss=True),
+    ),
+    Case(
+        "simpo-settings",
+        "LigerFusedLinearSimPOLoss",
+        HEAD,
+        lambda: pairs(SMALL, seed=2, ref=None),
+        lambda batch: reference.simpo(**batch, beta=2.0, gamma=1.1, label_smoothing=0.1),
+        {"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False},
+    ),
+    kto("defaults", None, None),
+    kto("reference", 0.4, "states", use_ref_model=True, beta=0.3),
+    kto("average", 0.1, "states", use_ref_model=True, average_log_prob=True),
+    grpo(
+        "defaults",
+        {**DAPO, "beta": 0.04, "use_bias_correction_kl": False},
+        {"ref": "tokens"},
+    ),
+    grpo(
+        "states",
+        {**DAPO, "beta": 0.3, "use_bias_correction_kl": True, "temperature": 0.8},
+        {"ref": "states"},
+        beta=0.3,
+        use_bias_correction_kl=True,
+        temperature=0.8,
+    ),
+    grpo("alone", DAPO, **ALONE),
+    grpo("on-policy", {"reduction": "bnpo"}, {"old": False}, loss_type="bnpo", **ALONE),
+    grpo("num-items", DAPO, num_items=40.0, **ALONE),
+    grpo(
+        "clip",
+        {"epsilon_low": 0.1, "epsilon_high": 0.15, "delta": 1.3},
+        {"weights": "tokens"},
+        num_items=40.0,
+        loss_type="grpo",
+        epsilon_low=0.1,
+        epsilon_high=0.15,
+        delta=1.3,
+        max_completion_length=9,
+        **SAPO,
+        **ALONE,
+    ),
+    grpo(
+        "dr-grpo",
+        {"reduction": "dr_grpo", "max_completion_length": 9},
+        {"weights": "sequences"},
+        loss_type="dr_grpo",
+        max_completion_length=9,
+        **ALONE,
+    ),
+    grpo("cispo", {"surrogate": "cispo", **DAPO, "epsilon_high": 1.1}, loss_type="cispo", epsilon_high=1.1, **ALONE),
+    grpo("sapo", {"surrogate": "sapo", **SAPO}, loss_type="sapo", **SAPO, **ALONE),
+    grpo(
+        "vespo",
+        {"surrogate": "vespo", **DAPO, **VESPO},
+        {"weights": "sequences"},
+        loss_type="vespo",
+        **VESPO,
+        **ALONE,
+    ),
+    grpo(
+        "gspo",
+        {"importance_level": "sequence", "epsilon_low": 0.01, "epsilon_high": 0.02},
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon_low=0.01,
+        epsilon_high=0.02,
+        **ALONE,
+    ),
+    grpo(
+        "luspo",
+        {"reduction": "luspo", "importance_level": "sequence"},
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        **ALONE,
+    ),
+    # Liger-Kernel adds the padding up.
+    grpo("luspo-token", {"reduction": "luspo"}, peer=False, loss_type="luspo", **ALONE),
+    distillation("jsd", "LigerFusedLinearJSDLoss", {}),
+    distillation(
+        "jsd-settings",
+        "LigerFusedLinearJSDLoss",
+        {"parameter": 0.2, "temperature": 2.0, **WEIGHTS},
+        beta=0.2,
+        temperature=2.0,
+        **WEIGHTS,
+    ),
+    distillation("jsd-forward", "LigerFusedLinearJSDLoss", {"name": "kl"}, beta=0.0),
+    distillation("jsd-reverse", "LigerFusedLinearJSDLoss", {"name": "reverse_kl"}, beta=1.0),
+    distillation(
+        "cosine",
+        "LigerFusedLinearCosineSimilarityLoss",
+        {"name": "cosine", "weight_soft_loss": 0.25},
+    ),
+    distillation(
+        "cosine-settings",
+        "LigerFusedLinearCosineSimilarityLoss",
+        {"name": "cosine", "weight_hard_loss": 0.3, "weight_soft_loss": 0.8 * 0.6},
+        beta=0.6,
+        **WEIGHTS,
+    ),
+    cross_entropy("defaults"),
+    cross_entropy("sum", reduction="sum", softcap=5.0),
+    cross_entropy("settings", label_smoothing=0.1, lse_square_scale=1e-2, ce_weight=CLASSES, ignore_index=3),
+    cross_entropy("dft", {"dft": True}, use_token_scaling=True, accum_dtype=torch.float32),
+    Case(
+        "fused-jsd",
+        "LigerFusedLinearJSD",
+        STUDENT[:5],
+        lambda: {name: x for name, x in flat_students().items() if not name.endswith("bias")},
+        lambda batch: reference.distillation(**batch, parameter=0.3, weight_hard_loss=0.0, weight_soft_loss=1.0)[0],
+        {"jsd_beta": 0.3},
+        module="transformers",
+        peer=False,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_oracle(case: Case) -> None:
+    batch = case.sample()
+    ours = evaluate(lambda b: first(case.run(MODULES[case.module], b)), batch)
+    exact = evaluate(case.oracle, batch)
+    assert ours.keys() == exact.keys() and "weight" in ours
+    torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [case for case in CASES if case.peer], ids=str)
+def test_matches_liger_kernel(case: Case, device: str) -> None:
+    """The loss, its gradients, and what is returned beside it, but for the logits of padding."""
+    module = peer(case.module)
+    batch = moved(case.sample(), torch.float32, device)
+    settings = {"compiled": False, "chunk_size": 2}
+    theirs = evaluate(lambda b: first(case.run(module, b, **settings)), batch)
+    ours = evaluate(lambda b: first(case.run(chunked_loss, b, **settings)), batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    reports = [case.run(m, batch, **settings) for m in (chunked_loss, module)]
+    if not isinstance(reports[1], tuple):
+        return
+    ours_beside, theirs_beside = (report[1] for report in reports)
+    assert len(ours_beside) == len(theirs_beside)
+    logits_of_padding = () if case.name == "LigerFusedLinearGRPOLoss" else (2, 3)
+    # A share of sequences, there weighed by their lengths.
+    clip_ratio = (1,) if case.settings.get("importance_sampling_level") == "sequence" else ()
+    for i, (x, y) in enumerate(zip(ours_beside, theirs_beside, strict=True)):
+        if i not in (*logits_of_padding, *clip_ratio):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-4, atol=1e-5, msg=f"metric {i}: {x} {y}")
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, ours in MODULES.items() for name in ours.__all__ if name != "CrossEntropyOutput"],
+)
+def test_signatures_are_liger_kernels(module: str, name: str) -> None:
+    ours, theirs = getattr(MODULES[module], name), getattr(peer(module), name)
+
+    def parameters(function: Any) -> list[tuple[str, Any]]:
+        listed = list(inspect.signature(function).parameters.values())
+        return [(p.name, None if p.default is inspect.Parameter.empty else p.default) for p in listed]
+
+    if name == "LigerKLDIVLoss":  # passes the rest on
+        assert parameters(ours)[0] == parameters(theirs)[0]
+        assert parameters(ours)[1:] == parameters(nn.KLDivLoss)
+        return
+    if name == "LigerGEGLUMLP":
+        assert parameters(ours)[0] == parameters(theirs)[0]
+    else:
+        assert parameters(ours) == parameters(theirs)
+    if inspect.isclass(ours) and name not in ("LigerSwiGLUMLP", "LigerGEGLUMLP"):
+        assert parameters(ours.forward) == parameters(theirs.forward)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+def test_apply_signatures_are_liger_kernels() -> None:
+    pytest.importorskip("transformers")
+    module = peer("transformers")
+    from liger_chunked.integrations.transformers import APPLY_TO
+
+    for name in APPLY_TO:
+        theirs = list(inspect.signature(getattr(module, name)).parameters)
+        assert list(inspect.signature(getattr(transformers, name)).parameters) == theirs, name
+
+
+# What is returned
+
+
+def test_orpo_reports_the_odds() -> None:
+    batch = pairs(SMALL, seed=3, ref=None)
+    loss, metrics = chunked_loss.LigerFusedLinearORPOLoss(beta=0.2)(*(batch[name] for name in HEAD))
+    chosen_logps, rejected_logps, *_, nll, chosen_rewards, rejected_rewards, ratio, odds = metrics
+    logits = [torch.logit(logps.exp()) for logps in (chosen_logps, rejected_logps)]
+    torch.testing.assert_close(odds, (logits[0] - logits[1]).mean())
+    torch.testing.assert_close(ratio, F.logsigmoid(logits[0] - logits[1]).mean())
+    torch.testing.assert_close(loss, nll - 0.2 * ratio)
+    torch.testing.assert_close(chosen_rewards - rejected_rewards, 0.2 * (chosen_logps - rejected_logps))
+
+
+def test_kto_reports_sums() -> None:
+    batch = examples(SMALL, seed=4, ref=None)
+    labels = batch["preference_labels"]
+    loss = chunked_loss.LigerFusedLinearKTOLoss(beta=0.3)
+    _, sums = loss(*(batch.get(name) for name in UNPAIRED))
+    head = {name: batch[name] for name in HEAD}
+    logps = reference.token_stats(**head)["logps"].sum(-1)
+    valid = batch["target"] != -100
+    logits = torch.where(valid[..., None], batch["input"] @ batch["weight"].T + batch["bias"], 0.0).sum((1, 2))
+    expected = [x[side].sum() for x in (logps, logits, 0.3 * logps) for side in (labels, ~labels)]
+    torch.testing.assert_close([x.double() for x in sums], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("beta", "n"), [(0.0, 1), (0.1, 2)])
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
+def test_grpo_reports_by_beta(loss_type: str, beta: float, n: int) -> None:
+    case = grpo("", {}, {"ref": "tokens"}, loss_type=loss_type, beta=beta)
+    _, metrics = case.run(chunked_loss, case.sample())
+    assert len(metrics) == n and all(metric.shape == () for metric in metrics)
+    assert (metrics[-1] > 0) == (loss_type == "dapo")
+
+
+@pytest.mark.parametrize("name", ["LigerFusedLinearJSDLoss", "LigerFusedLinearCosineSimilarityLoss"])
+def test_soft_and_hard_losses(name: str) -> None:
+    batch = flat_students()
+    loss = getattr(chunked_loss, name)(return_soft_hard_loss=True, **WEIGHTS)
+    total, soft, hard = loss(*(batch[name] for name in STUDENT))
+    torch.testing.assert_close(total, 0.8 * soft.double() + 0.3 * hard.double())
+    assert soft > 0 and hard > 0
+
+
+def test_cross_entropy_output() -> None:
+    batch = tokens(SMALL, seed=7)
+    settings = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    loss = transformers.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, **settings)
+    output = loss(*(batch[name] for name in HEAD))
+    assert isinstance(output, transformers.CrossEntropyOutput)
+    without = reference.cross_entropy(**batch)
+    torch.testing.assert_close(output.loss - output.z_loss, without, rtol=1e-6, atol=0)
+    predicted = (batch["input"] @ batch["weight"].T + batch["bias"]).argmax(-1)
+    valid = batch["target"] != -100
+    assert torch.equal(output.predicted_tokens, predicted.where(valid, -1))
+    assert output.token_accuracy == (predicted == batch["target"])[valid].float().mean()
+    assert (
+        transformers.LigerFusedLinearCrossEntropyLoss(return_predicted_tokens=True)(
+            batch["weight"], batch["input"], batch["target"]
+        ).z_loss
+        is None
+    )
+
+
+def test_ranks_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, of which the other has as many tokens again and 10 more."""
+    case = grpo("", {}, **ALONE)
+    batch = case.sample()
+    n = int(batch["attention_mask"].sum())
+    local = case.run(chunked_loss, batch)[0]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: x.mul_(2).add_(10))
+    torch.testing.assert_close(case.run(chunked_loss, batch)[0], local * n / (n + 5))
+    given = case.run(chunked_loss, batch | {"num_items": torch.tensor(2.0 * n)})[0]
+    torch.testing.assert_close(given, local)
+
+
+# What is refused
+
+RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+WIDER = {"teacher_weight": torch.zeros(SMALL.vocab + 1, SMALL.ref_hidden, dtype=torch.float64), "teacher_bias": None}
+REFUSED = {
+    "dpo-smoothing": (lambda: chunked_loss.LigerFusedLinearDPOLoss(label_smoothing=0.1), "label_smoothing=0.1"),
+    "kto-kl": (
+        lambda: kto("", None, None).run(
+            chunked_loss, examples(SMALL, seed=0, ref=None) | {"kl": torch.zeros(SMALL.sequences)}
+        ),
+        r"kl of shape \(6,\)",
+    ),
+    **{
+        f"{case.name}-vocabulary": (
+            lambda case=case: case.run(MODULES[case.module], flat_students() | WIDER),
+            "teacher_weight .* with more rows than student_weight",
+        )
+        for case in CASES
+        if case.id in ("jsd", "cosine", "fused-jsd")
+    },
+    "rms-casting": (lambda: transformers.LigerRMSNorm(8, casting_mode="none"), "casting_mode='none'"),
+    **{name: (lambda name=name: transformers.LigerCrossEntropyLoss(**{name: True}), name) for name in RETURNS},
+    **{
+        f"scaling-{name}": (
+            lambda name=name: transformers.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, **{name: 0.1}),
+            name,
+        )
+        for name in ("label_smoothing", "lse_square_scale")
+    },
+    "accuracy-none": (
+        lambda: transformers.LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True),
+        "return_token_accuracy",
+    ),
+    "kl-eps": (lambda: transformers.LigerKLDIVLoss(1e-6), "eps=1e-06"),
+    "kl-average": (lambda: transformers.LigerKLDIVLoss(size_average=False), "size_average"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_it_would_have_to_ignore(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=message):
+        make()
+
+
+BAD = {
+    "dpo-missing": (lambda: dpo("", ref=None).run(chunked_loss, pairs(SMALL, seed=0, ref=None)), "needs a reference"),
+    "dpo-unread": (
+        lambda: dpo("", use_ref_model=False).run(chunked_loss, pairs(SMALL, seed=0)),
+        "use_ref_model=False takes no reference",
+    ),
+    "grpo-unread": (
+        lambda: grpo("", {}, {"ref": "tokens"}, **ALONE).run(chunked_loss, grpo("", {}, {"ref": "tokens"}).sample()),
+        "use_ref_model=False takes no reference, got ref_logps",
+    ),
+    "grpo-type": (lambda: chunked_loss.LigerFusedLinearGRPOLoss(loss_type="ppo"), "unknown loss_type 'ppo'"),
+    "rms-casting": (lambda: transformers.LigerRMSNorm(8, casting_mode="bert"), "casting_mode must be one of"),
+    "rms-init": (lambda: transformers.LigerRMSNorm(8, init_fn="normal"), "init_fn must be one of"),
+    "rope-dim": (
+        lambda: transformers.liger_rotary_pos_emb(
+            *(torch.zeros(1, 1, 2, 8),) * 2, *(torch.ones(1, 2, 2),) * 2, None, 1, 6
+        ),
+        "rotary_dim must be even and at most twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Layers
+
+
+@pytest.mark.parametrize(("casting", "offset", "init_fn"), [("llama", 0.0, "ones"), ("gemma", 1.0, "zeros")])
+def test_rms_norm(casting: str, offset: float, init_fn: str) -> None:
+    norm = transformers.LigerRMSNorm(8, 1e-5, offset, casting, init_fn, False)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-5))
+    assert list(norm.state_dict()) == ["weight"] and bool((norm.weight + offset == 1).all())
+
+
+def test_rms_norm_without_weight() -> None:
+    x = torch.randn(3, 8)
+    norm = transformers.LigerRMSNorm(8, elementwise_affine=False)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-6))
+    assert not norm.state_dict() and "None" in repr(norm)
+
+
+def test_layer_norm() -> None:
+    norm, x = transformers.LigerLayerNorm(8, 1e-4), torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (8,), eps=1e-4))
+    assert list(norm.state_dict()) == ["weight", "bias"] and not norm.bias.any()
+    norm = transformers.LigerLayerNorm(8, bias=True)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (8,), norm.weight, norm.bias, eps=1e-6))
+    assert norm.bias.any()
+
+
+def test_swiglu_of_another_width() -> None:
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="silu")
+    mlp, x = transformers.LigerSwiGLUMLP(config, 10), torch.randn(3, 4)
+    assert mlp.gate_proj.out_features == mlp.up_proj.out_features == mlp.down_proj.in_features == 10
+    torch.testing.assert_close(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    assert transformers.LigerSwiGLUMLP(config).gate_proj.out_features == 6
+
+
+@pytest.mark.parametrize("columns", [2, 4, 6])
+def test_rotary_dim(columns: int) -> None:
+    """The first 4 columns of 8, from tables with half of them, all, or more than all."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    angles = torch.randn(1, 3, 2)
+    tables = [torch.cat([f(angles)] * 2 + [torch.zeros(1, 3, 2)], -1) for f in (torch.cos, torch.sin)]
+    expected = lc.liger_rotary_pos_emb(q, k, *(table[..., :4].contiguous() for table in tables))
+    rotated = transformers.liger_rotary_pos_emb(q, k, *(table[..., :columns] for table in tables), None, 1, 4)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=0)
+    assert torch.equal(rotated[0][..., 4:], q[..., 4:])
+
+
+def test_cross_entropy_by_position() -> None:
+    logits, target = torch.randn(6, 11), torch.tensor([0, 3, 5, 10, 2, 2])
+    weight = torch.linspace(0.5, 1.5, 11)
+    loss = transformers.LigerCrossEntropyLoss(weight, 2, 0.0, 0.1, "sum")(logits, target)
+    expected = F.cross_entropy(logits, target, weight, ignore_index=2, label_smoothing=0.1, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+
+
+def test_kl_div_by_position() -> None:
+    log_q, p = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).softmax(-1)
+    torch.testing.assert_close(transformers.LigerKLDIVLoss()(log_q, p), (p * (p.log() - log_q)).mean())
+    batchmean = transformers.LigerKLDIVLoss(1e-10, None, None, "batchmean", True)
+    torch.testing.assert_close(batchmean(log_q, p.log()), F.kl_div(log_q, p, reduction="batchmean"))
+
+
+# Models
+
+
+def llama() -> Any:
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=1))
+
+
+def test_apply_by_position() -> None:
+    model = llama()
+    applied = transformers.apply_liger_kernel_to_llama(False, False, True, True, False, model)
+    assert set(applied.replaced) == {"fused_linear_cross_entropy", "rms_norm"}
+    lc.revert_liger_kernel(model)
+    assert "rope" in transformers.apply_liger_kernel_to_llama(model=model).replaced
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        transformers.apply_liger_kernel_to_llama(*[None] * 7)
+    lc.revert_liger_kernel(model)
+
+
+def test_auto_model_is_ours() -> None:
+    pytest.importorskip("transformers")
+    assert transformers.AutoLigerKernelForCausalLM is lc.AutoLigerKernelForCausalLM
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'LigerMHC'"):
+        transformers.LigerMHC  # noqa: B018
+
+
+# Liger-Kernel's own kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.module == "transformers"], ids=str)
+def test_matches_liger_kernels_kernels(case: Case, dtype: torch.dtype, bound: float) -> None:
+    module = peer("transformers")
+    batch = moved(case.sample(), dtype, "cuda")
+    for name in ("input", "target"):
+        batch[name] = batch[name].reshape(-1, *batch[name].shape[2:]) if case.name.endswith("Loss") else batch[name]
+    on_device = {name: x.cuda().float() for name, x in case.settings.items() if isinstance(x, Tensor)}
+    case = Case(**{**vars(case), "settings": case.settings | on_device})
+    theirs = evaluate(lambda b: first(case.run(module, b)), batch)
+    ours = evaluate(lambda b: first(case.run(transformers, b)), batch)
+    exact = evaluate(case.oracle, moved(batch, torch.float64))
+    for name, value in exact.items():
+        apart = relative_error(ours[name], theirs[name].double())
+        # Liger-Kernel rounds what it scales tokens by.
+        closer = relative_error(ours[name], value) < relative_error(theirs[name], value)
+        assert apart < bound or closer, f"{name}: {apart}"
+
+
+def layers(module: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    torch.manual_seed(0)
+    config = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="silu")
+    gelu = SimpleNamespace(hidden_size=64, intermediate_size=128, hidden_act="gelu_pytorch_tanh")
+    modules = {
+        "rms": module.LigerRMSNorm(64),
+        "gemma": module.LigerRMSNorm(64, 1e-6, 1.0, "gemma", "zeros"),
+        "layer-norm": module.LigerLayerNorm(64, bias=True),
+        "swiglu": module.LigerSwiGLUMLP(config),
+        "geglu": module.LigerGEGLUMLP(gelu),
+    }
+    target = torch.arange(48) % 64
+    logits = module.LigerCrossEntropyLoss(None, 3, 1e-3, 0.1, "mean", 20.0)
+    tables = [f(torch.linspace(0, 3, 12)[:, None] * torch.ones(16)) for f in (torch.cos, torch.sin)]
+    return {
+        **{name: layer.cuda() for name, layer in modules.items()},
+        "cross-entropy": lambda x: logits(x * 1.0, target.cuda()),
+        "jsd": lambda x: module.LigerJSD(0.3)(x.log_softmax(-1), x.detach().flip(0).log_softmax(-1)),
+        "kl": lambda x: module.LigerKLDIVLoss()(x.log_softmax(-1), x.detach().flip(0).softmax(-1)),
+        "tvd": lambda x: module.LigerTVDLoss()(x.softmax(-1), x.detach().flip(0).softmax(-1)),
+        "rope": lambda x: torch.cat(
+            module.liger_rotary_pos_emb(
+                *(x.view(1, 4, 12, 64)[..., :16].clone() for _ in range(2)),
+                *(table[None].cuda().to(x.dtype) for table in tables),
+            )
+        ),
+    }
+
+
+LAYERS = ("rms", "gemma", "layer-norm", "swiglu", "geglu", "cross-entropy", "jsd", "kl", "tvd", "rope")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_matches_liger_kernels_layers(name: str, dtype: torch.dtype, bound: float) -> None:
+    results = []
+    for module in (transformers, peer("transformers")):
+        layer = layers(module)[name]
+        if isinstance(layer, nn.Module):
+            layer.to(dtype)
+        torch.manual_seed(1)
+        x = torch.randn(48, 64, device="cuda", dtype=dtype, requires_grad=True)
+        y = layer(x)
+        torch.manual_seed(2)
+        y.backward(torch.randn_like(y) if y.ndim else torch.ones_like(y))
+        results.append((y, x.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - theirs.double()).norm() < bound * theirs.double().norm()
+
+
+def test_importing_is_light() -> None:
+    """The root does not import the adapters, nor they transformers."""
+    code = (
+        "import sys, liger_chunked; assert 'liger_chunked.compat' not in sys.modules;"
+        "import liger_chunked.compat.transformers; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
