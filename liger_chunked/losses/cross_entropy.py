@@ -299,6 +299,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             layout,
             objective,
             outputs=self._outputs(definition),
+            differentiates=definition.outputs,
             options=self.options,
             class_weight=self._smoothing_weight(definition),
         )

@@ -246,6 +246,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             layout,
             objective,
             outputs=("logps", "entropy"),
+            differentiates=("logps", "entropy") if self.entropy_coef else ("logps",),
             options=self.options,
             whole_batch=self.top_entropy_quantile < 1,
         )

@@ -209,6 +209,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             layout,
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
+            differentiates=("logps", *self.token_outputs),
             options=self.options,
             whole_batch=self.scope == "batch",
         )

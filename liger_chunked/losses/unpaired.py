@@ -207,6 +207,7 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
             layout,
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
+            differentiates=("logps", *self.token_outputs),
             options=self.options,
         )
         return loss, self._metrics(batch, stats)
