@@ -73,13 +73,30 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 
 
 @jit
+def _write_part(
+    z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MOMENT: tl.constexpr,
+):  # fmt: skip
+    """Write the exponentials of some columns of a block: their sums, and the sums of `e log2 e`, a row."""
+    centred = tl.fma(z, scale, -centre[:, None])
+    counts = (cols[None, :] != target[:, None]) & (cols < n_cols)[None, :]
+    e = tl.where(counts, tl.exp2(centred), 0.0)
+    exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
+    moment = centre
+    if MOMENT:
+        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        moment = tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=1)
+    return tl.sum(e, axis=1), moment
+
+
+@jit
 def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of a block: its exponentials, and its share of each row's sums. In powers of 2."""
-    rows = row_block * ROWS + tl.arange(0, ROWS)
-    cols = col_block * COLS + tl.arange(0, COLS)
+    first_row = row_block * ROWS
+    first_col = col_block * COLS
+    rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_rows
     part = col_block * n_rows + rows  # there are 256 times fewer of them than logits: 32 bits are enough
     if sum_z_ptr is not None:
@@ -87,20 +104,27 @@ def _write_block(
         tl.store(sum_z_ptr + part, tl.sum(acc, axis=1), mask=inside)
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
-    centred = acc * (scale * LOG2_E) - centre[:, None]
-    counts = (cols[None, :] != target[:, None]) & (cols < n_cols)[None, :]
-    e = tl.where(counts, tl.exp2(centred), 0.0)
-    tl.store(rest_ptr + part, tl.sum(e, axis=1), mask=inside)
-    if moment_ptr is not None:
-        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
-        tl.store(moment_ptr + part, tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=1), mask=inside)
+    scale = scale * LOG2_E
+    width: tl.constexpr = COLS // SPLIT
+    cols = first_col + tl.arange(0, width)
     if SPLIT == 1:
-        exp_desc.store([row_block * ROWS, col_block * COLS], e.to(tl.bfloat16))
+        rest, moment = _write_part(
+            acc, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, moment_ptr is not None
+        )
     else:
-        halves = tl.permute(tl.reshape(e, (ROWS, 2, COLS // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        exp_desc.store([row_block * ROWS, col_block * COLS], left.to(tl.bfloat16))
-        exp_desc.store([row_block * ROWS, col_block * COLS + COLS // 2], right.to(tl.bfloat16))
+        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, width)), (0, 2, 1)))
+        rest, moment = _write_part(
+            left, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, moment_ptr is not None
+        )
+        more_rest, more_moment = _write_part(
+            right, cols + width, exp_desc, first_row, first_col + width, target, centre, n_cols, scale,
+            moment_ptr is not None,
+        )  # fmt: skip
+        rest += more_rest
+        moment += more_moment
+    tl.store(rest_ptr + part, rest, mask=inside)
+    if moment_ptr is not None:
+        tl.store(moment_ptr + part, moment, mask=inside)
 
 
 @jit
