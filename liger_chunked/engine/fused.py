@@ -195,8 +195,8 @@ def fused_loss(
         objective: the loss, see `Objective`.
         outputs: the fields of `TokenStats` that the objective, or the caller, reads.
         options: transform and budget.
-        differentiates: those of them that its gradient will reach, as far as is known: without entropy and mean_logits a
-            step of several packs takes a faster path, and starts a pack over where its gradient does reach them.
+        differentiates: those of them that its gradient will reach, as far as is known. Without entropy and mean_logits
+            a step of several packs takes a faster path, and starts a pack over where its gradient does reach them.
         whole_batch: the objective wants all groups at once.
         class_weight: (V,) weighs `mean_logits`, in the accumulation dtype.
 

@@ -33,6 +33,9 @@ TORCH_BLOCK_DEFAULT = 1 << 24
 
 _MOST_ROWS = 65_535
 
+# Major compute capabilities with descriptors and 227 KiB of shared memory: Hopper, and Blackwell of data centres.
+_WIDE_TILES = (9, 10)
+
 # Whether kernels are compiled to NVIDIA's assembly.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
@@ -55,11 +58,10 @@ def use_triton(x: Tensor) -> bool:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    """Whether the tiles of `project_exp` fit, and are loaded by the tensor memory accelerator: NVIDIA's from Hopper on."""
+    """Whether the device has a tensor memory accelerator, and shared memory for the tiles of `project_exp`."""
     if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major >= 9 and properties.shared_memory_per_block_optin >= 227 << 10
+    return torch.cuda.get_device_capability(device)[0] in _WIDE_TILES
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -344,8 +344,6 @@ def project_exp(
     _project_kernel[(programs,)](**product, GROUP=_GROUP, PROGRAMS=programs)
     reduce(again=False)
     for raise_centres in (True, False):
-        _rescue_kernel[(row_blocks, min(_RESCUERS, n_parts))](
-            **product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres
-        )
+        _rescue_kernel[(row_blocks, min(_RESCUERS, n_parts))](**product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres)
     reduce(again=True)
     return result

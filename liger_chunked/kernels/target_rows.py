@@ -6,8 +6,9 @@ With `E` zero at the target, and cotangents of `logps` and `lse` alone,
     s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
     dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
 
-Bytes, all small beside the products: `scale_rows` x in and out, 4 N H; `add_target_rows_of_weight` E W, W[y], dX, 8 N H;
-`add_target_rows_` x in, the rows of dW that are targets in and out, at most 10 N H.
+Bytes, all small beside the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W
+and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the rows of dW that are targets, at most
+10 N H.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, sorted_ptr, order_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per position of the sorted targets and block of columns; the first of a run of equal ones adds them all.
+    # One program per position of the sorted targets and block of columns: the first of a run of equal ones adds it all.
     first = grid_row()
     if first >= n_rows:
         return
