@@ -33,6 +33,7 @@ from liger_chunked.losses import (
     LigerFusedLinearTVDLoss,
     LigerFusedLinearUnpairedPreferenceBase,
 )
+from liger_chunked.memory import estimate_memory
 from liger_chunked.modules import (
     LigerCrossEntropyLoss,
     LigerGEGLUMLP,
@@ -48,6 +49,7 @@ from liger_chunked.types import (
     DistillationMetrics,
     Examples,
     LogitOptions,
+    MemoryEstimate,
     Pairs,
     PolicyMetrics,
     PreferenceMetrics,
@@ -87,12 +89,14 @@ __all__ = [
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
     "LogitOptions",
+    "MemoryEstimate",
     "Pairs",
     "PolicyMetrics",
     "PreferenceMetrics",
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
+    "estimate_memory",
     "liger_cross_entropy",
     "liger_geglu",
     "liger_jsd",

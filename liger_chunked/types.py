@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, TypedDict
 
 import torch
@@ -326,6 +326,34 @@ class DistillationMetrics(NamedTuple):
 
     soft_loss: Tensor
     hard_loss: Tensor
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a step holds above its inputs at the moment when they are most.
+
+    - `logits`: the buffer of the logits, and a teacher's
+    - `weight_grad`: the gradients of weight and bias, and the accumulators that they are rounded from
+    - `input_grad`: that of the hidden states, and what it is put together from
+    - `hidden`: copies of the hidden states of tokens that have a target
+    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps
+    """
+
+    logits: int = 0
+    weight_grad: int = 0
+    input_grad: int = 0
+    hidden: int = 0
+    other: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.logits + self.weight_grad + self.input_grad + self.hidden + self.other
+
+    def __str__(self) -> str:
+        """In MiB, without the parts that are not there."""
+        parts = {name: round(n / 2**20) for name, n in asdict(self).items()}
+        listed = ", ".join(f"{name} {mib}" for name, mib in parts.items() if mib)
+        return f"{self.peak / 2**20:.0f} MiB" + (f": {listed}" if listed else "")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

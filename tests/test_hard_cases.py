@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pairs, relative_error, tokens
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
@@ -503,34 +503,3 @@ def test_micro_batches_with_num_items_add_up_to_the_batch():
         for part in (slice(0, 1), slice(1, 5), slice(5, 6))
     )
     torch.testing.assert_close(total, whole["loss"], rtol=EXACT, atol=0)
-
-
-# torch.compile
-
-
-class Tiny(nn.Module):
-    """The smallest model that ends in a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(31, 8)
-        self.layer = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 31)
-        self.loss = LigerFusedLinearCrossEntropyLoss()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = torch.tanh(self.layer(self.embedding(tokens[:, :-1])))
-        return self.loss(self.head.weight, hidden, tokens[:, 1:], self.head.bias)
-
-
-@pytest.mark.ordinary_memory
-def test_compiled_model():
-    torch.manual_seed(0)
-    model = Tiny()
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    for length in (5, 9, 12):
-        tokens = torch.randint(31, (2, length))
-        expected = torch.autograd.grad(model(tokens), list(model.parameters()))
-        result = torch.autograd.grad(compiled(tokens), list(model.parameters()))
-        for ours, exact in zip(result, expected, strict=True):
-            torch.testing.assert_close(ours, exact)

@@ -38,7 +38,11 @@ from liger_chunked.integrations.transformers import (
 from liger_chunked.integrations.transformers.families import BY_NAME
 
 # Some layers of transformers have no deterministic backward.
-pytestmark = pytest.mark.ordinary_memory
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    # Some versions of transformers warn of their own calls.
+    pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
+]
 
 by_family = pytest.mark.parametrize("tiny", ZOO, ids=repr)
 BY_ID = {tiny.name: tiny for tiny in ZOO}

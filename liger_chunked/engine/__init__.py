@@ -6,18 +6,24 @@ epilogue.py   the same without ever reading logits back, where a loss lets it
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
 distill.py    the same for a student and its teacher, whose logits a loss compares
 stats.py      the statistics alone, differentiable: `linear_token_stats`
+compile.py    all of these as one operation of a graph, for torch.compile
 """
 
 from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
-from liger_chunked.engine.schedule import Layout, lay_out
+from liger_chunked.engine.schedule import Group, Layout, lay_out
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
 __all__ = [
     "ByAutograd",
     "ClosedForm",
+    "FusedLoss",
+    "Group",
     "Layout",
+    "Like",
+    "Returns",
     "Teacher",
     "TopK",
     "check_projection",
@@ -26,5 +32,7 @@ __all__ = [
     "fused_loss",
     "lay_out",
     "linear_token_stats",
+    "loss_and",
+    "one_operation",
     "token_stats",
 ]

@@ -72,7 +72,7 @@ class _Step:
             grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
         head_pass = self._head_pass(head, grads, self.differentiates)
 
-        loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
+        loss: Tensor | None = None
         all_stats = []
         with gemms(input.device):
             for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
@@ -87,7 +87,8 @@ class _Step:
                     partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
                     share, gradients = self._differentiate(stats, pack, with_gradient=True)
                 all_stats.append(stats)
-                loss += share
+                # Shares are added before they are rounded.
+                loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
@@ -98,7 +99,10 @@ class _Step:
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
         head_pass.release()
-        joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
+        joined = all_stats[0]
+        if len(all_stats) > 1:
+            joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
+        assert loss is not None  # even an empty batch is a pack
         loss = loss.to(accumulation_dtype(self.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 

@@ -49,6 +49,13 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
 
 
+def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.sum(0)` in a wider dtype, without the copy in that dtype that torch may make of `x` on a GPU."""
+    if x.device.type == "cuda" and x.dtype != dtype:
+        return torch.mm(x.new_ones(1, x.shape[0]), x, out_dtype=dtype)[0]
+    return x.sum(0, dtype=dtype)
+
+
 @contextmanager
 def gemms(device: torch.device) -> Iterator[None]:
     """What the products of a pass run under: the dtype they are given, and sums in float32 to the end.
@@ -233,7 +240,7 @@ class HeadGradients:
         if self._weight is not None:
             accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
         if self._bias is not None:
-            self._bias[vocab] += dz.sum(0, dtype=self._wide)
+            self._bias[vocab] += _column_sums(dz, self._wide)
 
     @property
     def accumulates(self) -> bool:

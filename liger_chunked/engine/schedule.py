@@ -90,7 +90,9 @@ class Layout:
         shape = (n_groups, *self.shape[1:])
         if self.slots is None:
             return values.view(shape)
-        slots = self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
+        slots = self.slots[pack.rows]
+        if pack.groups.start:
+            slots = slots - pack.groups.start * self.tokens_per_group
         return values.new_zeros(size).scatter(0, slots, values).view(shape)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
@@ -165,9 +167,8 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     rows = slots
     if group == "pair" and shape[0] > 1:
         # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
-        position = torch.arange(n_valid, device=target.device) if slots is None else slots
-        sequence, t = position // shape[2], position % shape[2]
-        rows = (sequence % 2 * shape[0] + sequence // 2) * shape[2] + t
+        rows = torch.arange(flat.numel(), device=target.device).view(2, *shape[::2]).transpose(0, 1).reshape(-1)
+        rows = rows if slots is None else rows[slots]
     return Layout(shape, valid, rows, slots, mask, None if group == "token" else group_lengths)
 
 

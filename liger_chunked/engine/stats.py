@@ -7,6 +7,7 @@ backward   the same slices, last first, into dX and dW; the last slice is still 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents
@@ -120,7 +122,20 @@ def token_stats(
     return TokenStats(**dict(zip(outputs, values, strict=True)))
 
 
-@torch.compiler.disable
+_LIKE = {"argmax": Like("token", "int64"), "is_top1": Like("token", "bool")}
+
+
+def _returns(given: Mapping[str, Any]) -> Returns:
+    outputs = given.get("outputs", ("logps",))
+    wanted = [name for name in TokenStats._fields if name in outputs]
+
+    def build(**values: Tensor) -> TokenStats:
+        return TokenStats(**{name: x if name in DIFFERENTIABLE else x.detach() for name, x in values.items()})
+
+    return Returns(build, {name: _LIKE.get(name, Like("token")) for name in wanted})
+
+
+@one_operation(_returns)
 def linear_token_stats(
     weight: Tensor,
     input: Tensor,
@@ -142,7 +157,7 @@ def linear_token_stats(
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
     and so on for the other fields of `TokenStats`. Backward recomputes the logits unless they fit `logits_budget`; then
-    they are kept, and the whole takes three GEMMs instead of at most four.
+    they are kept, and the whole takes three GEMMs instead of at most four. Under `torch.compile` they are not kept.
 
     Args:
         weight: (V, H), `lm_head.weight`.

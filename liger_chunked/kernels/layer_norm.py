@@ -136,7 +136,7 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 def _backward_triton(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
     needs_db: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     tile = row_tile(n_cols)
@@ -167,35 +167,35 @@ def _backward_triton(
             STAGES=tile.stages(x),
             num_warps=tile.num_warps,
         )
-    sums = partial.sum(1)
-    return dx, sums[0] if needs_dw else None, sums[-1] if needs_db else None
+    return dx, partial.sum(1)
 
 
 def _backward_torch(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
     needs_db: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     dy = dy.contiguous().to(rstd.dtype)
     normal = (x.contiguous().to(rstd.dtype) - mean[..., None]) * rstd[..., None]
-    dx = dw = db = None
+    dx = None
+    sums = rstd.new_empty((needs_dw + needs_db, x.shape[-1]))
     if needs_dw:
-        dw = (dy * normal).reshape(-1, x.shape[-1]).sum(0)
+        sums[0] = (dy * normal).reshape(-1, x.shape[-1]).sum(0)
     if needs_db:
-        db = dy.reshape(-1, x.shape[-1]).sum(0)
+        sums[-1] = dy.reshape(-1, x.shape[-1]).sum(0)
     if needs_dx:
         if weight is not None:
             dy = dy * weight.to(rstd.dtype)
         on_normal = (dy * normal).mean(-1, keepdim=True)
         dx = (rstd[..., None] * (dy - normal * on_normal - dy.mean(-1, keepdim=True))).to(x.dtype)
-    return dx, dw, db
+    return dx, sums
 
 
 @operator("layer_norm_backward", fake=_backward_torch)
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
     needs_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`(dx, dw, db)`, each None unless needed; the last two in the accumulation dtype."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`dx`, None unless needed, and those needed of `dw` and `db`, stacked, in the accumulation dtype."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, x, weight, mean, rstd, needs_dx, needs_dw, needs_db)  # type: ignore[return-value]
 
@@ -213,9 +213,10 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dx, dw, db = _backward(dy, x, weight, mean, rstd, needs_dx, needs_dw, needs_db)
-        dw = dw.to(weight.dtype) if needs_dw else None
-        return dx if needs_dx else None, dw, db.to(ctx.bias_dtype) if needs_db else None, None
+        dx, sums = _backward(dy, x, weight, mean, rstd, needs_dx, needs_dw, needs_db)
+        dw = sums[0].to(weight.dtype) if needs_dw else None
+        db = sums[-1].to(ctx.bias_dtype) if needs_db else None
+        return dx if needs_dx else None, dw, db, None
 
 
 def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -46,7 +46,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """Of blocks with short sums, the epilogue has a larger share: its store whole is a tenth faster (H200)."""
+        """On an H200, at H = 896 whole stores take 0.93 of the time of halves; at 1536, halves 0.96 of whole ones'."""
         return cls(split=1) if hidden <= 1024 else cls()
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out, token_stats
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Layout,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+    token_stats,
+)
 from liger_chunked.losses.probability import complement
 from liger_chunked.types import (
     CrossEntropyMetrics,
@@ -79,7 +94,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(FusedLoss):
     """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
 
     Equal to
@@ -124,6 +139,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """
 
     ce_weight: Tensor | None
+    _group: ClassVar[Group] = "token"
+    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -168,7 +185,19 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self.options = LogitOptions(**options)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        loss = Like("token" if self.reduction == "none" else "batch")
+        asked = {
+            "z_loss": (self.return_z_loss, loss if self.lse_square_scale else Like(dtype="float32")),
+            "token_accuracy": (self.return_token_accuracy, Like(dtype="float32")),
+            "predicted_tokens": (self.return_predicted_tokens, Like("token", "int64")),
+        }
+        metrics = {name: like for name, (is_asked, like) in asked.items() if is_asked}
+        if not metrics:
+            return Returns(lambda loss: loss, {"loss": loss})
+        return loss_and(CrossEntropyMetrics, metrics, loss)
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
@@ -211,7 +240,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             dft=self.dft,
             class_weight=self._class_weight(weight),
         )
-        layout = lay_out(target.long(), "token", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:
@@ -301,6 +330,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             outputs=self._outputs(definition),
             differentiates=definition.outputs,
             options=self.options,
+            whole_batch=self._whole_batch,
             class_weight=self._smoothing_weight(definition),
         )
         z_loss = None

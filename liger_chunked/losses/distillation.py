@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
+    FusedLoss,
+    Group,
     Layout,
+    Like,
+    Returns,
     Teacher,
     TopK,
     check_projection,
     check_target,
     distillation_loss,
     lay_out,
+    loss_and,
+    one_operation,
 )
 from liger_chunked.types import DistillationMetrics, Divergence, Head, LogitOptions, LogitOptionsDict
 
 
-class LigerFusedLinearDistillationBase(nn.Module, ABC):
+class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
 
     Equal, with both transforms applied and `n` the tokens that count, to
@@ -61,6 +68,7 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
     """
 
     of_distributions: ClassVar[bool] = False
+    _group: ClassVar[Group] = "token"
 
     def __init__(
         self,
@@ -96,7 +104,10 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
         """The same divergence where the kernels know it; None: by autograd."""
         return None
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        return loss_and(DistillationMetrics, dict.fromkeys(DistillationMetrics._fields, Like()), Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
@@ -175,12 +186,12 @@ class LigerFusedLinearDistillationBase(nn.Module, ABC):
                 )
         if target is None:
             counts = torch.ones(shape, dtype=torch.bool, device=input.device) if mask is None else mask
-            return lay_out(counts.long() - 1, "token", -1, weight.shape[0])
+            return lay_out(counts.long() - 1, self._group, -1, weight.shape[0])
         check_target(target, input)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(target, "token", self.options.ignore_index, weight.shape[0])
+        return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
 
     def _teacher(
         self,

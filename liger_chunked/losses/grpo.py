@@ -152,6 +152,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         mixes_tokens = definition.mixes_tokens or IMPORTANCE_LEVELS[importance_level].mixes_tokens
         self.scope = "sequence" if mixes_tokens else "token"
         self.weighs = definition.weighs
+        self.clips_low = definition.clips_low
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+)
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import reference_logps
@@ -44,7 +55,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-class LigerFusedLinearPolicyBase(nn.Module, ABC):
+class LigerFusedLinearPolicyBase(FusedLoss, ABC):
     """A policy loss: what a token costs, by a subclass, and all that surrounds it, by this base.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
@@ -98,10 +109,12 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         scope: "token" promises that `policy_loss` looks at each token by itself, see `Rollouts`; it then costs nothing
             that a sequence outgrows the logits budget. "sequence": it sees whole sequences.
         weighs: `policy_loss` reads `Rollouts.importance_weights`, and the base must not multiply by them.
+        clips_low: `clipped`, where there is one, fills `Clipped.low`; torch.compile has to know beforehand.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
     weighs: bool = False
+    clips_low: bool = True
 
     def __init__(
         self,
@@ -157,6 +170,15 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         Called on some of the batch's sequences, or tokens, at a time.
         """
 
+    @property
+    def _group(self) -> Group:
+        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+        return "sequence" if by_sequence else "token"
+
+    @property
+    def _whole_batch(self) -> bool:
+        return self.top_entropy_quantile < 1
+
     def kl(self, rollouts: Rollouts) -> Tensor:
         """(n, T) estimate of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
@@ -164,7 +186,17 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
         estimate = torch.expm1(difference) - difference
         return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        fields = {"entropy": Like()}
+        if "ref_logps" in given or "ref_input" in given:
+            by_ratio = self.use_bias_correction_kl and IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+            fields["kl"] = Like(dtype="float64" if by_ratio else "wide")
+        if self.clipped is not None:
+            sides = ("clip_ratio_low", "clip_ratio_high") if self.clips_low else ("clip_ratio_high",)
+            fields |= dict.fromkeys((*sides, "clip_ratio"), Like())
+        return loss_and(PolicyMetrics, fields, Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
@@ -215,10 +247,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
         if ref_logps is not None:
             check_side("ref_logps", ref_logps, target)
-        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
-        layout = lay_out(
-            target.long(), "sequence" if by_sequence else "token", self.options.ignore_index, weight.shape[0]
-        )
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = reference_logps(
@@ -248,7 +277,7 @@ class LigerFusedLinearPolicyBase(nn.Module, ABC):
             outputs=("logps", "entropy"),
             differentiates=("logps", "entropy") if self.entropy_coef else ("logps",),
             options=self.options,
-            whole_batch=self.top_entropy_quantile < 1,
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch.rollouts(stats, slice(None)))
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Layout,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+)
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import (
@@ -67,7 +79,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
-class LigerFusedLinearPreferenceBase(nn.Module, ABC):
+class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if asked for.
 
     A subclass says what a pair costs, and nothing else:
@@ -102,6 +114,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
 
     scope: Literal["pair", "batch"] = "pair"
     token_outputs: tuple[str, ...] = ()
+    _group: ClassVar[Group] = "pair"
 
     def __init__(
         self,
@@ -127,6 +140,10 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
         self.use_ref_model = use_ref_model
         self.options = LogitOptions(**options)
 
+    @property
+    def _whole_batch(self) -> bool:
+        return self.scope == "batch"
+
     def reward(self, logratios: Tensor) -> Tensor:
         """The implicit reward of sequences with these log-ratios, of the same shape; the metrics report it."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
@@ -135,7 +152,12 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
     def preference_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, (n,), from `Pairs`; called on some of the batch's pairs at a time."""
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        of_pairs = ("chosen_logps", "rejected_logps", "chosen_rewards", "rejected_rewards")
+        fields = {name: Like("pair" if name in of_pairs else "batch") for name in PreferenceMetrics._fields}
+        return loss_and(PreferenceMetrics, fields, Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
@@ -179,14 +201,14 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             )
         target = target.long()
         union = target if nll_target is None else self._union(target, nll_target, input)
-        layout = lay_out(union, "pair", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
 
         with_tokens = [pair for pair, length in enumerate(layout.group_lengths or ()) if length]
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            if self.scope == "batch" and len(with_tokens) < n_pairs:
+            if self._whole_batch and len(with_tokens) < n_pairs:
                 # What is sorted over the batch has no place for a pair without tokens.
                 index = torch.tensor(with_tokens, dtype=torch.int64, device=input.device)
                 stats = TokenStats(*(None if f is None else f[index] for f in stats))
@@ -211,7 +233,7 @@ class LigerFusedLinearPreferenceBase(nn.Module, ABC):
             outputs=("logps", "mean_logits", *self.token_outputs),
             differentiates=("logps", *self.token_outputs),
             options=self.options,
-            whole_batch=self.scope == "batch",
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch, stats)
 

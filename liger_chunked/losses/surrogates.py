@@ -118,12 +118,13 @@ class _Surrogate(NamedTuple):
     loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1) one a sequence
     reads: tuple[str, ...] = ()  # fields of SurrogateSettings
     clipped: _ClippedBy | None = None
+    clips_low: bool = False  # it fills Clipped.low
     mixes_tokens: bool = False  # looks at whole sequences, at any importance level
     weighs: bool = False  # does itself what the importance weights are for
 
 
 SURROGATES: Mapping[str, _Surrogate] = {
-    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip),
+    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip, clips_low=True),
     "reinforce": _Surrogate(_reinforce),
     "cispo": _Surrogate(_cispo, reads=("epsilon_high",), clipped=_clipped_by_cispo),
     "sapo": _Surrogate(_sapo, reads=("sapo_temperature_pos", "sapo_temperature_neg")),

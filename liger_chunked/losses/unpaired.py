@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import Layout, check_projection, check_target, fused_loss, lay_out
+from liger_chunked.engine import (
+    FusedLoss,
+    Group,
+    Layout,
+    Like,
+    Returns,
+    check_projection,
+    check_target,
+    fused_loss,
+    lay_out,
+    loss_and,
+    one_operation,
+)
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.sequences import sequence_logps
@@ -54,7 +68,7 @@ class _Batch:
         )
 
 
-class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
+class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
     """Mean over the sequences of `preference_loss`.
 
     A subclass says what a sequence costs, and nothing else:
@@ -83,6 +97,8 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
 
     reference_point: ReferencePoint | None = None
     token_outputs: tuple[str, ...] = ()
+    _group: ClassVar[Group] = "sequence"
+    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -102,7 +118,14 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
     def preference_loss(self, examples: Examples) -> Tensor:
         """The loss of each sequence, (n,), from `Examples`; called on some of the batch's sequences at a time."""
 
-    @torch.compiler.disable
+    def _returns(self, given: Mapping[str, Any]) -> Returns:
+        fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like(dtype="float64"))
+        fields |= dict.fromkeys(("chosen_logits_mean", "rejected_logits_mean"), Like())
+        counts = ("chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens")
+        fields |= dict.fromkeys(counts, Like(dtype="int64"))
+        return loss_and(UnpairedPreferenceMetrics, fields, Like())
+
+    @one_operation(_returns)
     def forward(
         self,
         weight: Tensor,
@@ -157,7 +180,7 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
         if example_weights is not None:
             _check_examples("example_weights", example_weights, input)
         target = target.long()
-        layout = lay_out(target, "sequence", self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(
             layout,
             preference_labels,
@@ -209,6 +232,7 @@ class LigerFusedLinearUnpairedPreferenceBase(nn.Module, ABC):
             outputs=("logps", "mean_logits", *self.token_outputs),
             differentiates=("logps", *self.token_outputs),
             options=self.options,
+            whole_batch=self._whole_batch,
         )
         return loss, self._metrics(batch, stats)
 

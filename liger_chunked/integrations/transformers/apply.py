@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
-from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, unfuse
+from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, output_of, unfuse
 from liger_chunked.integrations.transformers.head import inner_model, projections
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
@@ -186,8 +186,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         applied.patches.set(inner, "_loss_function", causal_lm_loss)
         applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
-        output = getattr(family.modeling, family.causal[causal])
-        fuse(inner, FusedLoss(output, logits_budget))
+        fuse(inner, FusedLoss(output_of(getattr(family.modeling, causal)), logits_budget))
         applied.count(_FUSED, causal)
     vars(inner)[_APPLIED] = applied
     return applied
@@ -253,8 +252,9 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
             applied.patches.set(getattr(family.modeling, name), "_loss_function", staticmethod(causal_lm_loss))
             applied.count("cross_entropy", "loss_function")
     if _FUSED in on:
-        for name, output in family.causal.items():
-            fuse(getattr(family.modeling, name), FusedLoss(getattr(family.modeling, output), logits_budget))
+        for name in family.causal:
+            model_class = getattr(family.modeling, name)
+            fuse(model_class, FusedLoss(output_of(model_class), logits_budget))
             applied.count(_FUSED, name)
     _FAMILY_WIDE[family.name] = applied
     return applied

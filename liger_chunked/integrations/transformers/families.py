@@ -5,8 +5,8 @@ add a row:
 
 1. find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entry of
    `layers.py` that computes the same thing, rounding included;
-2. name its classes with an `lm_head`, each with the class of its output. Their `forward` must be "backbone, `lm_head`,
-   logits transform of `head.logit_options`, causal loss, load-balancing loss where there are experts";
+2. name its classes with an `lm_head`. Their `forward` must be "backbone, `lm_head`, logits transform of
+   `head.logit_options`, causal loss, load-balancing loss where there are experts", and say what it returns;
 3. add a tiny config of it to `tests/model_zoo.py`: the suite does the rest.
 """
 
@@ -38,14 +38,14 @@ class Family:
     """One row. Each of `rms_norm`, `swiglu`, `geglu` maps class names to the layer they are.
 
     - `name`: of the modeling module, and of `apply_liger_kernel_to_<name>`
-    - `causal`: classes with an `lm_head`, and the class that their `forward` returns
+    - `causal`: classes with an `lm_head`
     - `rope`: what takes the place of `apply_rotary_pos_emb`
     - `layer_norm`: whether its vision tower has `nn.LayerNorm`
     - `aliases`: other names of `apply_liger_kernel_to_<name>`
     """
 
     name: str
-    causal: Mapping[str, str]
+    causal: tuple[str, ...]
     rms_norm: Layers
     rope: Callable = rotate_halves
     swiglu: Layers = field(default_factory=dict)
@@ -74,49 +74,47 @@ class Family:
         return ("rope", *self.layers, "cross_entropy", "fused_linear_cross_entropy")
 
 
-_CAUSAL, _MOE = "CausalLMOutputWithPast", "MoeCausalLMOutputWithPast"
-
 FAMILIES = (
     Family(
         "llama",
-        causal={"LlamaForCausalLM": _CAUSAL},
+        causal=("LlamaForCausalLM",),
         rms_norm={"LlamaRMSNorm": RMS_NORM},
         swiglu={"LlamaMLP": GLU},
     ),
     Family(
         "mllama",
-        causal={"MllamaForCausalLM": _CAUSAL, "MllamaForConditionalGeneration": _CAUSAL},
+        causal=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
         rms_norm={"MllamaTextRMSNorm": RMS_NORM},
         swiglu={"MllamaTextMLP": GLU},
         layer_norm=True,
     ),
     Family(
         "mistral",
-        causal={"MistralForCausalLM": _CAUSAL},
+        causal=("MistralForCausalLM",),
         rms_norm={"MistralRMSNorm": RMS_NORM},
         swiglu={"MistralMLP": GLU},
     ),
     Family(
         "mixtral",
-        causal={"MixtralForCausalLM": _MOE},
+        causal=("MixtralForCausalLM",),
         rms_norm={"MixtralRMSNorm": RMS_NORM},
         swiglu={"MixtralExperts": EXPERTS},
     ),
     Family(
         "gemma",
-        causal={"GemmaForCausalLM": _CAUSAL},
+        causal=("GemmaForCausalLM",),
         rms_norm={"GemmaRMSNorm": RMS_NORM_OFFSET},
         geglu={"GemmaMLP": GLU},
     ),
     Family(
         "gemma2",
-        causal={"Gemma2ForCausalLM": _CAUSAL},
+        causal=("Gemma2ForCausalLM",),
         rms_norm={"Gemma2RMSNorm": RMS_NORM_OFFSET},
         geglu={"Gemma2MLP": GLU},
     ),
     Family(
         "gemma3",
-        causal={"Gemma3ForCausalLM": _CAUSAL, "Gemma3ForConditionalGeneration": "Gemma3CausalLMOutputWithPast"},
+        causal=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         rms_norm={"Gemma3RMSNorm": RMS_NORM_OFFSET},
         geglu={"Gemma3MLP": GLU},
         layer_norm=True,
@@ -124,56 +122,56 @@ FAMILIES = (
     ),
     Family(
         "qwen2",
-        causal={"Qwen2ForCausalLM": _CAUSAL},
+        causal=("Qwen2ForCausalLM",),
         rms_norm={"Qwen2RMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU},
     ),
     Family(
         "qwen2_vl",
-        causal={"Qwen2VLForConditionalGeneration": _CAUSAL},
+        causal=("Qwen2VLForConditionalGeneration",),
         rms_norm={"Qwen2VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU},
         layer_norm=True,
     ),
     Family(
         "qwen2_5_vl",
-        causal={"Qwen2_5_VLForConditionalGeneration": _CAUSAL},
+        causal=("Qwen2_5_VLForConditionalGeneration",),
         rms_norm={"Qwen2_5_VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
     ),
     Family(
         "qwen3",
-        causal={"Qwen3ForCausalLM": _CAUSAL},
+        causal=("Qwen3ForCausalLM",),
         rms_norm={"Qwen3RMSNorm": RMS_NORM},
         swiglu={"Qwen3MLP": GLU},
     ),
     Family(
         "qwen3_moe",
-        causal={"Qwen3MoeForCausalLM": _MOE},
+        causal=("Qwen3MoeForCausalLM",),
         rms_norm={"Qwen3MoeRMSNorm": RMS_NORM},
         swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
     ),
     Family(
         "phi3",
-        causal={"Phi3ForCausalLM": _CAUSAL},
+        causal=("Phi3ForCausalLM",),
         rms_norm={"Phi3RMSNorm": RMS_NORM},
         swiglu={"Phi3MLP": PACKED_GLU},
     ),
     Family(
         "granite",
-        causal={"GraniteForCausalLM": _CAUSAL},
+        causal=("GraniteForCausalLM",),
         rms_norm={"GraniteRMSNorm": RMS_NORM},
         swiglu={"GraniteMLP": GLU},
     ),
     Family(
         "olmo2",
-        causal={"Olmo2ForCausalLM": _CAUSAL},
+        causal=("Olmo2ForCausalLM",),
         rms_norm={"Olmo2RMSNorm": RMS_NORM_FP32},
         swiglu={"Olmo2MLP": GLU},
     ),
     Family(
         "glm4",
-        causal={"Glm4ForCausalLM": _CAUSAL},
+        causal=("Glm4ForCausalLM",),
         rms_norm={"Glm4RMSNorm": RMS_NORM},
         swiglu={"Glm4MLP": PACKED_GLU},
         rope=rotate_pairs,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,12 @@ def _without_logits(model: PreTrainedModel, fused: FusedLoss, token_accuracy: bo
     if metrics is not None:
         result["token_accuracy"] = metrics.token_accuracy
     return result
+
+
+def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
+    """What `forward` returns, by its annotation: the class has changed with the versions of transformers."""
+    returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
+    return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
 def _fused_loss(model: PreTrainedModel) -> FusedLoss | None:

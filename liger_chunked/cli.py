@@ -1,0 +1,153 @@
+"""What a terminal may ask: what runs here, how much memory a loss will take, how fast it is.
+
+python -m liger_chunked env
+python -m liger_chunked memory dpo --vocab-size 128256 --hidden-size 4096 --shape 8 2048 --ref-hidden-size 4096
+python -m liger_chunked bench cross_entropy --only ours
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import liger_chunked as library
+from liger_chunked.kernels.backend import use_triton
+from liger_chunked.memory import Loss
+
+LOSSES: dict[str, Callable[[], Loss]] = {
+    "cross-entropy": library.LigerFusedLinearCrossEntropyLoss,
+    "dpo": library.LigerFusedLinearDPOLoss,
+    "orpo": library.LigerFusedLinearORPOLoss,
+    "cpo": library.LigerFusedLinearCPOLoss,
+    "simpo": library.LigerFusedLinearSimPOLoss,
+    "kto": library.LigerFusedLinearKTOLoss,
+    "bco": library.LigerFusedLinearBCOLoss,
+    "grpo": library.LigerFusedLinearGRPOLoss,
+    "kl": library.LigerFusedLinearKLDivLoss,
+    "jsd": library.LigerFusedLinearJSDLoss,
+    "tvd": library.LigerFusedLinearTVDLoss,
+    "cosine": library.LigerFusedLinearCosineSimilarityLoss,
+    "token-stats": lambda: library.linear_token_stats,  # no class to make one of
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
+REPOSITORY = Path(__file__).parent.parent
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> tuple[torch.device, str]:
+    """The accelerator, or the CPU, and how a person calls it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu"), "cpu"
+    if accelerator.type != "cuda":
+        return accelerator, str(accelerator)
+    properties = torch.cuda.get_device_properties(accelerator)
+    return accelerator, f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def env() -> dict[str, str]:
+    """Versions, the device, which kernels run on it, and which frameworks there are to integrate with."""
+    device, name = _device()
+    return {
+        "liger_chunked": library.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "device": name,
+        "kernels": "Triton" if use_triton(torch.empty(0, device=device)) else "torch",
+        **{package: _version(package) for package in INTEGRATIONS},
+    }
+
+
+def _env(args: argparse.Namespace) -> int:
+    for name, value in env().items():
+        print(f"{name:14s} {value}")
+    return 0
+
+
+def _memory(args: argparse.Namespace) -> int:
+    budget = args.logits_budget
+    estimate = library.estimate_memory(
+        LOSSES[args.loss](),
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        shape=args.shape,
+        valid=args.valid[0] if args.valid and len(args.valid) == 1 else args.valid,
+        dtype=DTYPES[args.dtype],
+        autocast=None if args.autocast is None else DTYPES[args.autocast],
+        bias=args.bias,
+        trainable_head=not args.frozen_head,
+        trainable_input=not args.frozen_input,
+        ref_hidden_size=args.ref_hidden_size,
+        teacher_hidden_size=args.teacher_hidden_size,
+        teacher_top_k=args.teacher_top_k,
+        logits_budget=None if budget is None else int(budget * 2**20),
+    )
+    print(estimate)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if not (REPOSITORY / "benchmarks" / f"{args.family}.py").is_file():
+        there = sorted(path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if path.stem != "__init__")
+        raise ValueError(
+            f"no benchmark {args.family!r} in {REPOSITORY}, expected "
+            + (f"one of {there}" if there else "a clone of the repository: there, `make bench` runs all")
+        )
+    return subprocess.call([sys.executable, "-m", f"benchmarks.{args.family}", *args.arguments], cwd=REPOSITORY)
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser("liger-chunked", description=__doc__.split("\n")[0])
+    parse.add_argument("--version", action="version", version=library.__version__)
+    commands = parse.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("env", help="versions, device, kernels, frameworks")
+    command.set_defaults(run=_env)
+
+    command = commands.add_parser("memory", help="peak memory of a forward and backward above its inputs")
+    command.set_defaults(run=_memory)
+    command.add_argument("loss", choices=LOSSES, help="with its default options; of a teacher's losses, name a teacher")
+    command.add_argument("--vocab-size", type=int, required=True)
+    command.add_argument("--hidden-size", type=int, required=True)
+    command.add_argument("--shape", type=int, nargs="+", required=True, help="of the target: B T, or N")
+    command.add_argument("--valid", type=int, nargs="+", help="tokens with a target: in all, or of each sequence")
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weight and hidden states")
+    command.add_argument("--autocast", choices=DTYPES, help="the dtype of torch.autocast")
+    command.add_argument("--bias", action="store_true", help="the head has one")
+    command.add_argument("--frozen-head", action="store_true", help="as under PEFT")
+    command.add_argument("--frozen-input", action="store_true", help="hidden states need no gradient")
+    command.add_argument("--ref-hidden-size", type=int, help="a reference given as hidden states")
+    command.add_argument("--teacher-hidden-size", type=int, help="a teacher given as hidden states")
+    command.add_argument("--teacher-top-k", type=int, help="a teacher given as log-probabilities")
+    command.add_argument("--logits-budget", type=float, help="MiB; default: automatic")
+
+    command = commands.add_parser("bench", help="run a benchmark of the repository")
+    command.set_defaults(run=_bench)
+    command.add_argument("family", help="cross_entropy, preference, distillation, policy, ...")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own, --help among them")
+    return parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; what it refuses ends the program with its message and a status of 2."""
+    parse = parser()
+    args = parse.parse_args(arguments)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        parse.error(str(error))

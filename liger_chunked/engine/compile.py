@@ -1,0 +1,321 @@
+"""What torch.compile sees of a loss: one operation, without a graph break.
+
+A loss waits for the device to learn how many tokens there are, and its objective is a closure over the batch: nothing
+to trace. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph, and
+the eager loss runs inside of it:
+
+    forward     the eager loss on detached arguments                   what it returns, and what its backward needs
+    backward    where gradients came with the loss (a scalar):         multiplied by the upstream gradient, in the graph
+                where each token has an upstream gradient of its own:  `liger_chunked::backward`, the eager loss again,
+                                                                       then back: one product more than in eager code
+
+Both are pure functions of what the graph shows, and of the loss module, which is found by its name in `_OWNERS`.
+Gradients that nobody needs are not in the call, and not computed. Shapes are symbolic: another length is no
+recompilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_chunked.types import accumulation_dtype
+
+# The arguments that a loss has gradients for; it detaches the others.
+_PARAMETERS = ("weight", "input", "bias")
+# Asked here, as not every tracer can ask.
+_AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
+
+
+class Like(NamedTuple):
+    """One tensor that a loss returns: a value for each `per` of the target, (), (B / 2,) or the target's own shape.
+
+    The dtype "wide" is `accumulation_dtype` of the weight.
+    """
+
+    per: Literal["batch", "pair", "token"] = "batch"
+    dtype: Literal["wide", "float32", "float64", "int64", "bool"] = "wide"
+
+    def empty(self, weight: Tensor, target: Tensor | None) -> Tensor:
+        """Such a tensor, on the device of the weight."""
+        shape: Sequence[int] = ()
+        if self.per != "batch":
+            assert target is not None
+            shape = target.shape if self.per == "token" else (target.shape[0] // 2,)
+        dtype = accumulation_dtype(weight.dtype) if self.dtype == "wide" else getattr(torch, self.dtype)
+        return weight.new_empty(shape, dtype=dtype)
+
+
+class Returns(NamedTuple):
+    """What a loss returns: `build(**tensors)` of tensors like `tensors`, by name, in the order of its fields.
+
+    A first tensor per batch is a loss that brings its gradients along.
+    """
+
+    build: Callable[..., Any]
+    tensors: Mapping[str, Like]
+
+
+def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
+    """A loss, and metrics with these fields, detached."""
+
+    def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
+        return loss, metrics(**{name: x.detach() for name, x in values.items()})
+
+    return Returns(build, {"loss": loss, **fields})
+
+
+_OWNERS: weakref.WeakValueDictionary[str, FusedLoss] = weakref.WeakValueDictionary()
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_count = itertools.count()
+
+
+class FusedLoss(nn.Module):
+    """A loss module that a graph can name. Every instance, a copy too, has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enter()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        self._name_in_graphs = f"{type(self).__name__}-{next(_count)}"
+        _OWNERS[self._name_in_graphs] = self
+
+
+class _Call(NamedTuple):
+    """The arguments of `liger_chunked::forward`: a call of an eager function, spelt for a graph.
+
+    - `tensors`, `ints`, `floats`, `texts`: the values of its arguments `names`, in this order; a text is words with
+      commas between them
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
+    - `needs`: the arguments that gradients are wanted for
+    - `returns`: `Like`s of what it returns, "per dtype" each
+    - `autocast`: the dtype of autocast, "torch.bfloat16", where it is on, else "": inside of a compiled graph it is off
+    """
+
+    tensors: Sequence[Tensor]
+    ints: Sequence[int]
+    floats: Sequence[float]
+    texts: Sequence[str]
+    names: Sequence[str]
+    function: str
+    owner: str
+    needs: Sequence[str]
+    returns: Sequence[str]
+    autocast: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        texts = (tuple(text.split(",")) for text in self.texts)
+        return dict(zip(self.names, (*self.tensors, *self.ints, *self.floats, *texts), strict=True))
+
+    @property
+    def returned(self) -> list[Like]:
+        return [Like(*like.split()) for like in self.returns]  # type: ignore[arg-type]
+
+    @property
+    def brings_gradients(self) -> bool:
+        return bool(self.needs) and self.returned[0].per == "batch"
+
+    def empty_returned(self) -> list[Tensor]:
+        arguments = self.arguments
+        return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
+
+    def empty_gradients(self, unscaled: bool) -> list[Tensor]:
+        """Gradients like the parameters; in float16, `unscaled` ones are held in float32, see `HeadGradients`."""
+        arguments = self.arguments
+        half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
+
+        def dtype(x: Tensor) -> torch.dtype:
+            return torch.float32 if half and unscaled and x.dtype != torch.float64 else x.dtype
+
+        parameters = [arguments[name] for name in self.needs]
+        return [torch.empty(x.shape, dtype=dtype(x), device=x.device) for x in parameters]
+
+    def autocasting(self) -> torch.autocast:
+        dtype = getattr(torch, self.autocast.removeprefix("torch.")) if self.autocast else None
+        return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
+
+    def run(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the eager function returns, flat, and the leaves `needs` of its graph."""
+        arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
+        leaves = [arguments[name].requires_grad_() for name in self.needs]
+        owner = [_OWNERS.get(self.owner)] if self.owner else []
+        if None in owner:
+            raise RuntimeError(f"{self.owner} is gone: a loss must live until the backward of a graph that calls it")
+        with _autograd(), torch.set_grad_enabled(bool(leaves)), self.autocasting():
+            return _flat(_FUNCTIONS[self.function](*owner, **arguments)), leaves
+
+
+def _flat(x: Any) -> list[Tensor]:
+    if x is None:
+        return []
+    return [x] if isinstance(x, Tensor) else [tensor for part in x for tensor in _flat(part)]
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside of an operation, where the dispatcher has put it behind itself."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude - torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
+        yield
+
+
+def _like(x: Tensor, declared: Tensor, name: str) -> Tensor:
+    """A contiguous copy, as a graph expects it."""
+    if x.shape != declared.shape:
+        raise RuntimeError(f"{name} is declared to be {tuple(declared.shape)}, and is {tuple(x.shape)}")
+    return x.detach().to(declared.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+_CALL = (
+    "Tensor[] tensors, SymInt[] ints, float[] floats, str[] texts, str[] names, str function, str owner, "
+    "str[] needs, str[] returns, str autocast"
+)
+# They wait for the device, and how many tokens there are changes from step to step.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
+def _forward(*call: Any) -> list[Tensor]:
+    """What is returned, then, where the loss brings them, the gradients of `needs` for an upstream gradient of 1."""
+    made = _Call(*call)
+    outputs, _ = made.run()
+    declared = made.empty_returned()
+    if len(outputs) != len(declared):
+        raise RuntimeError(f"{made.function} is declared to return {len(declared)} tensors, and returns {len(outputs)}")
+    returned = [_like(*x, made.function) for x in zip(outputs, declared, strict=True)]
+    if not made.brings_gradients:
+        return returned
+    gradients = dict(zip(("input", "weight", "bias"), outputs[0].grad_fn.gradients, strict=True))  # type: ignore[union-attr]
+    needed = zip(made.needs, made.empty_gradients(unscaled=True), strict=True)
+    return [*returned, *(gradients[name].view(like.shape).to(like.dtype) for name, like in needed)]
+
+
+@_forward.register_fake
+def _(*call: Any) -> list[Tensor]:
+    made = _Call(*call)
+    return made.empty_returned() + (made.empty_gradients(unscaled=True) if made.brings_gradients else [])
+
+
+@torch.library.custom_op(
+    "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
+)
+def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
+    """The gradients of `needs`, from an upstream gradient for each floating tensor that is returned."""
+    outputs, leaves = _Call(*call).run()
+    floating = (x for x in outputs if x.is_floating_point())
+    given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
+    with _autograd():
+        return list(torch.autograd.grad(list(given), leaves, list(given.values())))
+
+
+@_backward.register_fake
+def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
+    return _Call(*call).empty_gradients(unscaled=False)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    call = _Call(*inputs)
+    ctx.call = call._replace(tensors=())
+    ctx.dtypes = [call.arguments[name].dtype for name in call.needs]
+    ctx.save_for_backward(*(output[len(call.returns) :] if call.brings_gradients else call.tensors))
+
+
+def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
+    call = ctx.call
+    if call.brings_gradients:
+        wide = [accumulation_dtype(dtype) for dtype in ctx.dtypes]
+        saved = zip(ctx.saved_tensors, ctx.dtypes, wide, strict=True)
+        gradients = [(g.to(wide) * upstream[0]).to(dtype) for g, dtype, wide in saved]
+    else:
+        returned = zip(upstream, call.returned, strict=False)
+        given = [g for g, like in returned if like.dtype not in ("int64", "bool")]
+        gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
+    by_name = dict(zip(call.needs, gradients, strict=True))
+    n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
+    # An empty list counts as one of tensors, which has an empty list of gradients.
+    return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]) -> _Call:
+    """The call of a function with these arguments, as the tracer sees it."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
+    floats = {name: x for name, x in arguments.items() if isinstance(x, float)}
+    texts = {name: (x,) if isinstance(x, str) else x for name, x in arguments.items() if isinstance(x, (str, tuple))}
+    names = [*tensors, *ints, *floats, *texts]
+    if len(names) < len(arguments):
+        unknown = [name for name in arguments if name not in names]
+        raise TypeError(f"under torch.compile, {function} takes tensors and numbers, got others as {unknown}")
+    trainable = [name for name in _PARAMETERS if name in tensors and tensors[name].requires_grad]
+    device = tensors["weight"].device.type
+    autocast = device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+    return _Call(
+        tensors=list(tensors.values()),
+        ints=list(ints.values()),
+        floats=list(floats.values()),
+        texts=[",".join(x) for x in texts.values()],
+        names=names,
+        function=function,
+        owner="" if owner is None else owner._name_in_graphs,
+        needs=trainable if torch.is_grad_enabled() else [],
+        returns=[f"{like.per} {like.dtype}" for like in returns.values()],
+        autocast=str(torch.get_autocast_dtype(device)) if autocast else "",
+    )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
+    """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
+
+    Eagerly the function is what it was. Its arguments are tensors, numbers and tuples of words. A float is a constant
+    of the graph: one that changes from step to step had better be a tensor.
+
+    Args:
+        returns: what the function returns, from its arguments by name, without None; a method's takes `self` first.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        key = function.__qualname__
+        _FUNCTIONS[key] = function
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        is_method = positional[0] == "self"
+
+        @functools.wraps(function)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            if len(args) > len(positional):
+                raise TypeError(f"{key} takes {len(positional)} positional arguments, got {len(args)}")
+            named = {**dict(zip(positional, args, strict=False)), **kwargs}
+            owner = named.pop("self") if is_method else None
+            given = {name: x for name, x in named.items() if x is not None}
+            expected = returns(owner, given) if is_method else returns(given)
+            outputs = _forward(*_spelt(key, owner, given, expected.tensors))
+            result = dict(zip(expected.tensors, outputs, strict=False))
+            return expected.build(**result)
+
+        return cast(_Function, either)
+
+    return decorate

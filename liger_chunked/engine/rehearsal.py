@@ -1,0 +1,237 @@
+"""The steps of the engine on tensors without storage, to know how much memory they will take.
+
+Here stands when each step allocates and frees, in its own order. How much, and in which dtype, is asked of the objects
+that the step itself runs on: the schedule, the layout, the head's pass and its gradients. Kernels and products on a GPU
+allocate nothing but the numbers per token that they return.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_chunked.engine.distill import ByAutograd, Route
+from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.schedule import (
+    Layout,
+    Tile,
+    budget_elements,
+    largest,
+    packs,
+    row_blocks,
+    tiles,
+)
+from liger_chunked.types import Head, LogitOptions, MemoryEstimate
+
+Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
+
+# float32 numbers held for each position of the batch: statistics, their dense copies, gradients by them.
+_NUMBERS = 8
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes alive of what is created under it, by part; `most` is the moment when they were most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = MemoryEstimate()
+        self._alive = dataclasses.asdict(self.most)
+        self._part: Part = "other"
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """What is created in the block is booked under `name`."""
+        saved, self._part = self._part, name
+        try:
+            yield
+        finally:
+            self._part = saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What goes in was there before, and so was what comes out as a view of it.
+        self._known.update(x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage() not in self._known:
+                self._book(x.untyped_storage())
+        return result
+
+    def _book(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage)
+        self._alive[self._part] += storage.nbytes()
+        weakref.finalize(storage, self._free, self._part, storage.nbytes())
+        moment = MemoryEstimate(**self._alive)
+        if moment.peak > self.most.peak:
+            self.most = moment
+
+    def _free(self, part: Part, n_bytes: int) -> None:
+        self._alive[part] -= n_bytes
+
+
+class Projection(NamedTuple):
+    """A head, the hidden states (N, H) that it projects, the dtype of the products, the gradients that are needed."""
+
+    head: Head
+    input: Tensor
+    dtype: torch.dtype
+    needs: Needs
+
+    def open(self, options: LogitOptions) -> HeadPass:
+        weight, bias = self.head
+        return HeadPass(Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype)), options)
+
+    def rows(self, ledger: Ledger, layout: Layout, rows: slice) -> Tensor:
+        with ledger.part("hidden"):
+            return layout.input_rows(self.input, rows).to(self.dtype)
+
+
+class _Gradients:
+    """Those of the hidden states and those of the head, booked apart."""
+
+    def __init__(self, ledger: Ledger, projection: Projection, layout: Layout, n_contributions: int) -> None:
+        self._ledger = ledger
+        self._given = (projection.input, *projection.head)
+        head, input, dtype, needs = projection
+        with ledger.part("input_grad"):
+            needs_input = needs._replace(weight=False, bias=False)
+            self._input = HeadGradients(layout, input, head, dtype, needs_input, n_contributions)
+        with ledger.part("weight_grad"):
+            needs_head = needs._replace(input=False)
+            self._head = HeadGradients(layout, input, head, dtype, needs_head, n_contributions)
+
+    def add(self, x: Tensor, rows: slice, one_slice: bool) -> None:
+        """A pack's share: dX is made, and put in its place."""
+        with self._ledger.part("input_grad"):
+            dx = self._input.open_input(x, rows, one_slice)
+            self._input.close_pack(dx, rows)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        with self._ledger.part("input_grad"):
+            of_input = self._input.finish()
+        with self._ledger.part("weight_grad"):
+            of_head = self._head.finish()
+        return of_input[0], *of_head[1:]
+
+    def hand_over(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """In backward: to the dtypes of what they are gradients of, all of them before any is freed."""
+        scaled = []
+        parts: tuple[Part, ...] = ("input_grad", "weight_grad", "weight_grad")
+        for part, gradient, x in zip(parts, gradients, self._given, strict=True):
+            with self._ledger.part(part):
+                scaled.append(None if gradient is None or x is None else gradient.to(x.dtype))
+
+
+def _reserve(ledger: Ledger, head_pass: HeadPass, elements: int) -> None:
+    with ledger.part("logits"):
+        head_pass.reserve(elements)
+
+
+def _numbers(layout: Layout) -> Tensor:
+    return torch.empty(layout.mask.numel(), _NUMBERS, dtype=torch.float32, device="meta")
+
+
+def rehearse_fused(
+    ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions, whole_batch: bool
+) -> None:
+    """`fused_loss` and its backward."""
+    vocab_size = projection.head.weight.shape[0]
+    elements = budget_elements(options, projection.head.weight.shape, projection.dtype, layout.n_valid)
+    cut = packs(layout, vocab_size, elements, whole_batch)
+    tiles_of = [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut]
+    numbers = _numbers(layout)
+    head_pass = projection.open(options)
+    _reserve(ledger, head_pass, max(largest(t) for t in tiles_of))
+    grads = None
+    if any(projection.needs):
+        grads = _Gradients(ledger, projection, layout, sum(row_blocks(t) for t in tiles_of))
+    for pack, pack_tiles in zip(cut, tiles_of, strict=True):
+        x = projection.rows(ledger, layout, pack.rows)
+        if grads is not None and pack_tiles:
+            grads.add(x, pack.rows, one_slice=len(pack_tiles) == row_blocks(pack_tiles))
+    head_pass.release()
+    if grads is not None:
+        gradients = grads.finish()
+        del x, head_pass, numbers
+        grads.hand_over(gradients)
+
+
+def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions) -> None:
+    """`token_stats`, and its backward where a gradient is needed."""
+    elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
+    cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
+    numbers = _numbers(layout)
+    head_pass = projection.open(options)
+    _reserve(ledger, head_pass, largest(cut))
+    every = slice(0, layout.n_valid)
+    x = projection.rows(ledger, layout, every)
+    del x
+    if any(projection.needs):
+        grads = _Gradients(ledger, projection, layout, row_blocks(cut))
+        x = projection.rows(ledger, layout, every)
+        grads.add(x, every, one_slice=len(cut) == row_blocks(cut))
+        del x, numbers
+        head_pass.release()
+        grads.hand_over(grads.finish())
+
+
+def rehearse_distillation(
+    ledger: Ledger,
+    projection: Projection,
+    teacher: Projection | None,
+    layout: Layout,
+    options: LogitOptions,
+    route: Route,
+    has_target: bool,
+) -> None:
+    """`distillation_loss` and its backward; `teacher` is None where `route` has its log-probabilities."""
+    vocab_size = projection.head.weight.shape[0]
+    per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
+    elements = budget_elements(options, projection.head.weight.shape, projection.dtype, layout.n_valid, per_logit)
+    cut = packs(layout, vocab_size, elements)
+    n_rows = max(pack.rows.stop - pack.rows.start for pack in cut)
+    numbers = _numbers(layout)
+    opened = [(p, p.open(options)) for p in (projection, teacher) if p is not None]
+    for _, head_pass in opened:
+        _reserve(ledger, head_pass, n_rows * vocab_size)
+    grads = None
+    if any(projection.needs):
+        grads = _Gradients(ledger, projection, layout, len(cut) if layout.n_valid else 0)
+    for pack in cut:
+        logits = []
+        for p, head_pass in opened:
+            states = p.rows(ledger, layout, pack.rows)
+            logits.append(head_pass.project(states, Tile(slice(0, states.shape[0]), slice(0, vocab_size))))
+            if p is projection:
+                x = states
+            del states
+        target = layout.target[pack.rows] if has_target else None
+        _measure(route, logits, target, pack.rows, with_gradient=grads is not None)
+        del logits
+        if grads is not None and layout.n_valid:
+            grads.add(x, pack.rows, one_slice=True)
+    for _, head_pass in opened:
+        head_pass.release()
+    if grads is not None:
+        gradients = grads.finish()
+        del x, p, opened, head_pass, numbers
+        grads.hand_over(gradients)
+
+
+def _measure(route: Route, logits: list[Tensor], target: Tensor | None, rows: slice, with_gradient: bool) -> None:
+    if not isinstance(route, ByAutograd):
+        # Kernels sweep the vocabulary and keep nothing of its size: to torch, here, one column stands for all.
+        logits = [z[:, :1] for z in logits]
+    teacher = logits[1] if len(logits) > 1 else None
+    measured = route.measure(logits[0], teacher, target, rows, with_gradient)
+    if with_gradient:
+        g_logps = None if measured.logps is None else torch.empty_like(measured.logps)
+        measured.backward(torch.empty_like(measured.divergence), g_logps)

@@ -1,0 +1,207 @@
+"""How much memory a loss will take, before there is a tensor of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_chunked.engine import Group, Layout, Teacher, TopK, linear_token_stats
+from liger_chunked.engine.distill import Route
+from liger_chunked.engine.passes import Needs
+from liger_chunked.engine.rehearsal import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
+from liger_chunked.losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.types import Head, LogitOptions, MemoryEstimate
+
+Loss = nn.Module | Callable[..., Any]
+
+_PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
+_FUSED = (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase, *_PREFERENCE)
+
+
+def estimate_memory(
+    loss: Loss,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    shape: Sequence[int],
+    valid: int | Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    autocast: torch.dtype | None = None,
+    bias: bool = False,
+    trainable_head: bool = True,
+    trainable_input: bool = True,
+    ref_hidden_size: int | None = None,
+    teacher_hidden_size: int | None = None,
+    teacher_top_k: int | None = None,
+    logits_budget: int | None = None,
+) -> MemoryEstimate:
+    """The most GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
+
+    The engine's own schedule is rehearsed on tensors without storage; nothing is computed, and no GPU is needed. What a
+    first call leaves behind for good, such as cuBLAS's workspace, is not counted, nor what the loss itself makes of a
+    number per token, nor the completions that a KL is estimated on (`kl_input`).
+
+    Args:
+        loss: a loss, a user's own on one of the bases too, or `linear_token_stats`.
+        vocab_size: rows of `weight` (V, H).
+        hidden_size: columns of `weight`.
+        shape: of the target, (B, T) or (N,).
+        valid: tokens that have a target: of the whole batch, or of each of its B sequences. None: all of them.
+        dtype: of weight, bias and hidden states.
+        autocast: the dtype of `torch.autocast`, where the loss runs under it.
+        bias: whether the heads have one.
+        trainable_head, trainable_input: what needs a gradient; neither: a forward alone.
+        ref_hidden_size: of a reference given as hidden states. As log-probabilities it takes nothing.
+        teacher_hidden_size: of a teacher given as hidden states, or
+        teacher_top_k: the entries a token of one given as log-probabilities.
+        logits_budget: in place of the loss's own.
+
+    Returns:
+        Bytes, as a whole and by part.
+
+    Raises:
+        TypeError: something that is not a loss of this library.
+        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs.
+
+    >>> from liger_chunked import LigerFusedLinearDPOLoss
+    >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
+    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
+    3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
+    >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
+    448 MiB: logits 256, input_grad 176, hidden 16
+    """
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
+             "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
+    for argument, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{argument} must be positive, got {size}")
+    group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
+    if logits_budget is not None:
+        options = dataclasses.replace(options, logits_budget=logits_budget)
+    layout = _layout(group, tuple(shape), valid)
+
+    def projection(hidden: int, needs: Needs) -> Projection:
+        head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
+        return Projection(head, _meta(layout.mask.numel(), hidden, dtype=dtype), autocast or dtype, needs)
+
+    no_gradient = Needs(False, False, False)
+    own = projection(hidden_size, Needs(trainable_input, trainable_head, trainable_head and bias))
+    reference, teacher = (
+        None if h is None else projection(h, no_gradient) for h in (ref_hidden_size, teacher_hidden_size)
+    )
+    top_k = None
+    if teacher_top_k is not None:
+        shape_of_top_k = (layout.mask.numel(), teacher_top_k)
+        top_k = _meta(*shape_of_top_k, dtype=torch.float32), _meta(*shape_of_top_k)
+    with torch.no_grad(), Ledger() as ledger:
+        if reference is not None:
+            rehearse_stats(ledger, reference, layout, options)
+        if isinstance(loss, LigerFusedLinearDistillationBase):
+            route = _route(loss, own.head, layout, teacher, top_k)
+            rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
+        elif isinstance(loss, _FUSED) and not _per_token(loss):
+            rehearse_fused(ledger, own, layout, options, loss._whole_batch)
+        else:
+            rehearse_stats(ledger, own, layout, options)
+    return ledger.most
+
+
+def _per_token(loss: nn.Module) -> bool:
+    """Whether its gradients wait for a backward that hands each token its own."""
+    return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _read(
+    loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
+) -> tuple[Group, LogitOptions]:
+    """What the loss cannot split, and its options; checks that it takes this reference and this teacher."""
+    if isinstance(loss, (LigerFusedLinearDistillationBase, *_FUSED)):
+        name, group, options = type(loss).__name__, loss._group, loss.options
+    elif loss is linear_token_stats:
+        name, group, options = "linear_token_stats", "token", LogitOptions()
+    else:
+        expected = ", ".join(base.__name__ for base in (LigerFusedLinearDistillationBase, *_FUSED))
+        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {loss!r}")
+    if ref_hidden_size is not None:
+        refuses = isinstance(loss, _PREFERENCE) and loss.use_ref_model is False
+        if refuses or not isinstance(loss, (LigerFusedLinearPolicyBase, *_PREFERENCE)):
+            raise ValueError(f"{name} takes no reference, got ref_hidden_size={ref_hidden_size}")
+    distils = isinstance(loss, LigerFusedLinearDistillationBase)
+    if (teacher_hidden_size is not None) + (teacher_top_k is not None) != distils:
+        expected = "one of teacher_hidden_size and teacher_top_k" if distils else "no teacher"
+        raise ValueError(
+            f"{name} takes {expected}, got teacher_hidden_size={teacher_hidden_size}, teacher_top_k={teacher_top_k}"
+        )
+    if isinstance(loss, LigerFusedLinearDistillationBase) and teacher_top_k is not None and not loss.of_distributions:
+        raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
+    return group, options
+
+
+def _route(
+    loss: LigerFusedLinearDistillationBase,
+    head: Head,
+    layout: Layout,
+    teacher: Projection | None,
+    top_k: tuple[Tensor, Tensor] | None,
+) -> Route:
+    if teacher is not None:
+        return loss._route(head, layout, Teacher(teacher.head, teacher.input, loss.teacher_options), None, None)
+    assert top_k is not None
+    logps, ids = (layout.input_rows(x, slice(0, layout.n_valid)) for x in top_k)
+    return TopK(loss.divergence, loss.options, logps, ids)
+
+
+def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
+    """As `lay_out` makes it of a target of this shape, but for what the tokens are."""
+    n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
+    if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
+        expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
+        raise ValueError(f"shape must be {expected}, of positive sizes, for this loss, got {shape}")
+    if group == "pair" and n_sequences % 2:
+        raise ValueError(f"shape must stack as many chosen as rejected sequences, got an odd {n_sequences} in {shape}")
+    lengths = _lengths(valid, n_sequences, length)
+    per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
+    n_groups = n_sequences // per_group
+    # A pair's sequences stand n_groups apart.
+    group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
+    n, n_positions = sum(lengths), n_sequences * length
+    slots = None if n == n_positions else _meta(n)
+    dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
+    return Layout(
+        shape=dense,
+        target=_meta(n),
+        rows=_meta(n) if slots is None and group == "pair" and n_groups > 1 else slots,
+        slots=slots,
+        mask=_meta(*dense, dtype=torch.bool),
+        group_lengths=None if group == "token" else group_lengths,
+    )
+
+
+def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
+    """Tokens of each sequence that have a target: a count of the whole batch is spread evenly."""
+    if valid is None:
+        return [length] * n_sequences
+    if isinstance(valid, int):
+        lengths = [valid // n_sequences + (i < valid % n_sequences) for i in range(n_sequences)]
+    else:
+        lengths = list(valid)
+    if len(lengths) != n_sequences or not all(0 <= n <= length for n in lengths):
+        raise ValueError(
+            f"valid must be a count up to {n_sequences * length}, or one up to {length} for each of {n_sequences} "
+            f"sequences, got {valid}"
+        )
+    return lengths

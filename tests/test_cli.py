@@ -1,0 +1,71 @@
+"""The commands, as a terminal gives them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from liger_chunked import LigerFusedLinearJSDLoss, __version__, cli, estimate_memory
+from liger_chunked.kernels.backend import INTERPRETED
+
+SIZES = ["--vocab-size", "32000", "--hidden-size", "512", "--shape", "4", "256"]
+
+
+def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(arguments)
+    return capsys.readouterr().err
+
+
+def test_env(capsys):
+    lines = dict(line.split(maxsplit=1) for line in out(capsys, "env").splitlines())
+    assert lines["liger_chunked"] == __version__
+    if lines["device"] == "cpu":
+        assert lines["kernels"] == ("Triton" if INTERPRETED else "torch")
+    assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
+
+
+def test_memory(capsys):
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "shape": (4, 256)}
+    loss = LigerFusedLinearJSDLoss(logits_budget=32 << 20)
+    estimate = estimate_memory(loss, **sizes, valid=700, teacher_hidden_size=768, trainable_head=False)
+    settings = ["--valid", "700", "--teacher-hidden-size", "768", "--frozen-head", "--logits-budget", "32"]
+    assert out(capsys, "memory", "jsd", *SIZES, *settings) == f"{estimate}\n"
+
+
+@pytest.mark.parametrize("loss", cli.LOSSES)
+def test_memory_of_every_loss(loss, capsys):
+    teacher = ["--teacher-hidden-size", "768"] if loss in ("kl", "jsd", "tvd", "cosine") else []
+    assert " MiB: logits " in out(capsys, "memory", loss, *SIZES, *teacher)
+
+
+def test_memory_refuses_what_makes_no_batch(capsys):
+    assert "takes no reference, got ref_hidden_size=8" in refusal(
+        capsys, "memory", "cross-entropy", *SIZES, "--ref-hidden-size", "8"
+    )
+
+
+def test_bench_runs_what_the_repository_has(capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(subprocess, "call", lambda command, cwd: ran.append((command, cwd)) or 3)
+    assert cli.main(["bench", "cross_entropy", "--only", "ours", "128:32:1024"]) == 3
+    command = [sys.executable, "-m", "benchmarks.cross_entropy", "--only", "ours", "128:32:1024"]
+    assert ran == [(command, cli.REPOSITORY)]
+    assert "no benchmark 'nothing'" in refusal(capsys, "bench", "nothing")
+
+
+def test_bench_without_the_repository(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    assert "expected a clone of the repository" in refusal(capsys, "bench", "policy")
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "liger_chunked", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"{__version__}\n"

@@ -1,0 +1,336 @@
+"""Losses in compiled graphs: one operation each, no graph break, and the numbers of eager code."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import table
+import torch
+from table import ROWS, SMALL, Batch, evaluate, moved, n_valid, pairs, tokens
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from liger_chunked import (
+    Examples,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+    linear_token_stats,
+)
+from liger_chunked.engine import FusedLoss, passes
+
+pytestmark = pytest.mark.ordinary_memory  # the compiler's own memory is not ours to poison
+
+whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def flat(returned: object) -> list[object]:
+    """Tensors and absent fields, in order."""
+    return [x for part in returned for x in flat(part)] if isinstance(returned, tuple) else [returned]
+
+
+def checked(eager: Callable, seen: list) -> Callable:
+    """`eager`, compiled; what it returns, and which of it has gradients, must be the same. `seen` keeps its losses."""
+    compiled = whole(eager)
+
+    def run(*args, **kwargs):
+        seen.append(args)
+        returned, expected = compiled(*args, **kwargs), eager(*args, **kwargs)
+        assert type(returned) is type(expected)
+        for ours, exact in zip(flat(returned), flat(expected), strict=True):
+            assert (ours is None) == (exact is None)
+            if ours is not None and exact is not None:
+                torch.testing.assert_close(ours.detach(), exact.detach(), rtol=1e-12, atol=0)
+                assert ours.requires_grad == exact.requires_grad
+        return returned
+
+    return run
+
+
+# What a loss computes is eager code; a graph sees whose call it is, and which arguments it has.
+CALLS = {(row.id.split("-")[0], row.fused, *row.sample(SMALL, 0)): row for row in reversed(ROWS)}
+
+
+@pytest.mark.parametrize("row", CALLS.values(), ids=repr)
+def test_as_eager(row, device, monkeypatch):
+    batch = moved(row.sample(SMALL, seed=0), device=device)
+    exact = evaluate(row.ours, batch, upstream=0.7)
+    seen: list = []
+    bases = [loss for loss in FusedLoss.__subclasses__() if "forward" in vars(loss)]
+    for loss in bases:
+        monkeypatch.setattr(loss, "forward", checked(loss.forward, seen))
+    monkeypatch.setattr(table, "linear_token_stats", checked(linear_token_stats, seen))
+    ours = evaluate(row.ours, batch, upstream=0.7)
+    assert seen
+    for name, value in exact.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-15, msg=name)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("lse_square_scale", [0.0, 1e-2])
+def test_metrics_of_the_cross_entropy(reduction, lse_square_scale):
+    batch = tokens(SMALL, seed=0)
+    batch["weight"].requires_grad_()
+    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    for drop in (None, *asked):
+        loss = LigerFusedLinearCrossEntropyLoss(
+            reduction=reduction, lse_square_scale=lse_square_scale, **asked | ({drop: False} if drop else {})
+        )
+        checked(loss, [])(**batch)
+
+
+class Hinge(LigerFusedLinearUnpairedPreferenceBase):
+    """A user's loss, who has never heard of a compiler."""
+
+    def preference_loss(self, examples: Examples) -> Tensor:
+        if bool((examples.logratios > 1e9).any()):  # nothing to trace
+            raise ValueError
+        return torch.relu(1 - self.beta * examples.signs * examples.logratios)
+
+
+def test_subclass():
+    loss, batch = Hinge(), table.examples(SMALL, seed=0)
+    exact = evaluate(lambda batch: loss(**batch)[0], batch)
+    ours = evaluate(whole(lambda batch: loss(**batch)[0]), batch)
+    for name, value in exact.items():
+        assert torch.equal(ours[name], value), name
+
+
+# Work
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Multiplications in each product of a head."""
+    done: list[int] = []
+    project, accumulate = passes.HeadPass.project, passes._accumulate
+
+    def projected(self, x, tile):
+        logits = project(self, x, tile)
+        done.append(logits.numel() * x.shape[1])
+        return logits
+
+    def accumulated(out, a, b, first):
+        done.append(a.numel() * b.shape[1])
+        accumulate(out, a, b, first)
+
+    monkeypatch.setattr(passes.HeadPass, "project", projected)
+    monkeypatch.setattr(passes, "_accumulate", accumulated)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("reduction", "trainable", "grad", "expected"),
+    [
+        pytest.param("mean", ("weight", "input", "bias"), True, 3, id="trainable-head"),
+        pytest.param("mean", ("input",), True, 2, id="frozen-head"),
+        pytest.param("mean", ("weight",), True, 2, id="frozen-input"),
+        pytest.param("mean", ("bias",), True, 1, id="only-the-bias"),
+        pytest.param("mean", (), True, 1, id="nothing-trainable"),
+        pytest.param("mean", ("weight", "input"), False, 1, id="no_grad"),
+        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # projected again
+        pytest.param("none", ("input",), True, 3, id="per-token-frozen-head"),
+        pytest.param("none", ("weight", "input"), False, 1, id="per-token-no_grad"),
+    ],
+)
+def test_work(reduction, trainable, grad, expected, products):
+    batch = tokens(SMALL, seed=0)
+    leaves = {name: batch[name].clone().requires_grad_() for name in trainable}
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    with torch.set_grad_enabled(grad):
+        value = whole(loss)(**batch | leaves).sum()
+    assert value.requires_grad == (grad and bool(leaves))
+    if value.requires_grad:
+        value.backward()
+        assert all(leaf.grad is not None for leaf in leaves.values())
+    assert sum(products) == expected * n_valid(batch) * SMALL.hidden * SMALL.vocab
+
+
+# Recompilations
+
+
+class Tiny(nn.Module):
+    """A small model that ends in a loss: embedding, MLP, and the embedding again."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.loss = loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.mlp(self.embedding(tokens[:, :-1]))
+        returned = self.loss(self.embedding.weight, hidden, tokens[:, 1:])
+        return (returned[0] if isinstance(returned, tuple) else returned).mean()
+
+
+class Entropy(nn.Module):
+    """A loss of one's own on the primitive."""
+
+    def forward(self, weight: Tensor, input: Tensor, target: Tensor) -> Tensor:
+        stats = linear_token_stats(weight, input, target, outputs=("entropy", "logps", "argmax"), temperature=0.7)
+        return stats.logps.square() - stats.entropy * (stats.argmax != target)
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], batch: Tensor) -> list[Tensor]:
+    value = call(batch)
+    return [value.detach(), *torch.autograd.grad(value, list(model.parameters()))]
+
+
+LOSSES = {
+    "ce": LigerFusedLinearCrossEntropyLoss,
+    "ce-none-smoothing": partial(LigerFusedLinearCrossEntropyLoss, reduction="none", label_smoothing=0.1),
+    "dpo": LigerFusedLinearDPOLoss,
+    "stats": Entropy,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_at_most_two_recompilations(loss):
+    torch.manual_seed(0)
+    model, counter = Tiny(loss()), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for shape in ((2, 5), (2, 9), (2, 12), (4, 12), (6, 7), (8, 3)):
+        batch = torch.randint(31, shape)
+        for ours, exact in zip(gradients(model, compiled, batch), gradients(model, model, batch), strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-7)
+    assert counter.frame_count <= 3
+
+
+def test_a_changing_count_is_not_a_constant():
+    batch, counter = tokens(SMALL, seed=0), CompileCounterWithBackend("aot_eager")
+    loss = LigerFusedLinearCrossEntropyLoss()
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    for num_items in (37, 41, 43, 47, 53):
+        torch.testing.assert_close(compiled(**batch, num_items=num_items), loss(**batch, num_items=num_items))
+    assert counter.frame_count == 2
+
+
+# Models
+
+
+def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Tensor]) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = call(batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # as torch.utils.mkldnn is imported
+@pytest.mark.parametrize(
+    ("loss", "backend"),
+    [
+        *((loss, "aot_eager") for loss in LOSSES),
+        *(pytest.param(loss, "inductor", marks=CXX) for loss in ("ce", "dpo")),
+    ],
+)
+def test_training(loss, backend):
+    torch.manual_seed(0)
+    model = Tiny(LOSSES[loss]())
+    twin = copy.deepcopy(model)
+    batches = list(torch.randint(31, (6, 4, 9)))
+    ours = trained(twin, torch.compile(twin, backend=backend, fullgraph=True), batches)
+    exact = trained(model, model, batches)
+    assert ours == pytest.approx(exact, rel=1e-5)
+    assert len(set(ours)) == len(ours)
+
+
+# What a graph does not show
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_a_loss_of_its_own(copied):
+    batch = tokens(SMALL, seed=0)
+    loss = LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(SMALL.vocab))
+    other = copied(loss)
+    other.ce_weight = torch.linspace(0, 1, SMALL.vocab)
+    assert torch.equal(whole(loss)(**batch), loss(**batch))
+    assert torch.equal(whole(other)(**batch), other(**batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast(dtype):
+    batch, loss = moved(tokens(SMALL, seed=0), torch.float32), LigerFusedLinearCrossEntropyLoss()
+
+    def ours(call: Callable[..., Tensor], batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return call(**batch)
+
+    exact = evaluate(partial(ours, loss), batch)
+    compiled = evaluate(partial(ours, whole(loss)), batch)
+    full = evaluate(lambda batch: loss(**batch), batch)
+    for name, value in exact.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(value, full[name])
+
+
+def test_scaled_float16_gradients_do_not_underflow():
+    """The loss scaler multiplies before anything is rounded to float16, as in eager code."""
+    batch, loss = moved(tokens(SMALL, seed=0), torch.float16), LigerFusedLinearCrossEntropyLoss()
+
+    def scaled(call: Callable[..., Tensor], batch: Batch) -> Tensor:
+        return call(**batch, num_items=10**7)
+
+    exact = evaluate(partial(scaled, loss), batch, upstream=2.0**16)
+    compiled = evaluate(partial(scaled, whole(loss)), batch, upstream=2.0**16)
+    unscaled = evaluate(partial(scaled, loss), batch)
+    assert (unscaled["weight"] == 0).sum() > (exact["weight"] == 0).sum()
+    for name, value in exact.items():
+        assert torch.equal(compiled[name], value), name
+
+
+def test_backward_twice():
+    batch = pairs(SMALL, seed=0)
+    leaves = [batch[name].requires_grad_() for name in ("weight", "input", "bias")]
+    loss, _ = whole(LigerFusedLinearDPOLoss())(**batch)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0))
+    for once, twice in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("target", torch.full((6, 7), SMALL.vocab), f"target holds {SMALL.vocab}, expected ignore_index"),
+        ("target", torch.zeros(6, 3, dtype=torch.int64), r"target must be \(6, 7\)"),
+        ("input", torch.zeros(6, 7, 5), "must share a dtype outside autocast: input float32"),
+        ("num_item", 3, "unexpected keyword argument 'num_item'"),
+    ],
+)
+def test_errors_are_those_of_eager_code(name, value, error):
+    batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
+    batch["weight"].requires_grad_()
+    for call in (loss, whole(loss)):
+        with pytest.raises((ValueError, TypeError), match=error):
+            call(**batch | {name: value})
+
+
+def test_a_loss_that_is_gone():
+    batch = tokens(SMALL, seed=0)
+    batch["weight"].requires_grad_()
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="none")
+    value = torch.compile(loss.forward, backend="aot_eager", fullgraph=True)(**batch).sum()
+    del loss
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="is gone"):
+        value.backward()

@@ -1,0 +1,290 @@
+"""The estimate of a step's memory, beside what steps of every family were measured to take."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from table import ROWS, Batch, Row, Sizes, moved
+from test_cost import Memory
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from liger_chunked import (
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
+    MemoryEstimate,
+    estimate_memory,
+    linear_token_stats,
+)
+from liger_chunked.kernels import backend
+
+MIB = 1 << 20
+QWEN, LLAMA = 151936, 128256
+
+CrossEntropy, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
+PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # a half of each is prompt
+STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "teacher_hidden_size": 4096, "shape": (8192,)}
+LLAMA_TOKENS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8192,)}
+QWEN_TOKENS = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
+# Peaks in MiB on an H200, bfloat16, from the benchmarks.
+MEASURED = [
+    (3070, CrossEntropy(), LLAMA_TOKENS),
+    (3070, CrossEntropy(logits_budget=1024 * MIB), LLAMA_TOKENS),  # logits and accumulator
+    (3070, CrossEntropy(logits_budget=256 * MIB), LLAMA_TOKENS),  # the accumulator while it is rounded
+    (2844, CrossEntropy(), QWEN_TOKENS),
+    (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS),
+    (1508, CrossEntropy(logits_budget=2048 * QWEN * 2), QWEN_TOKENS),
+    (1360, CrossEntropy(logits_budget=256 * MIB), QWEN_TOKENS),
+    (1763, CrossEntropy(), {"vocab_size": QWEN, "hidden_size": 896, "shape": (32768,)}),
+    (2632, CrossEntropy(), {"vocab_size": QWEN, "hidden_size": 2048, "shape": (65536,)}),
+    (1450, linear_token_stats, LLAMA_TOKENS | {"logits_budget": 256 * MIB}),
+    (773, linear_token_stats, QWEN_TOKENS | {"logits_budget": 256 * MIB}),
+    (3262, DPO(), PAIRS | {"ref_hidden_size": 4096}),
+    (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair outgrows the budget
+    (2163, DPO(), {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384)}),
+    (3262, LigerFusedLinearORPOLoss(), PAIRS),
+    (3262, LigerFusedLinearCPOLoss(), PAIRS),
+    (3262, LigerFusedLinearSimPOLoss(), PAIRS),
+    (3262, LigerFusedLinearKTOLoss(), PAIRS),
+    (3291, LigerFusedLinearJSDLoss(), STUDENT),
+    (2441, LigerFusedLinearGRPOLoss(), {"vocab_size": QWEN, "hidden_size": 2048, "shape": (8, 2048)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mib", "loss", "batch"),
+    MEASURED,
+    ids=[f"{getattr(loss, '__name__', type(loss).__name__)}-{mib}" for mib, loss, _ in MEASURED],
+)
+def test_agrees_with_benchmarks(mib, loss, batch):
+    estimate = estimate_memory(loss, **batch)
+    assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
+
+
+# A row for each way in which the losses use the engine.
+FAMILIES = {
+    "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
+    "kto", "kto-kl-of-mismatched", "bco", "kl", "jsd", "jsd-padded-teacher", "tvd", "cosine", "squared-error",
+    "kl-top-k", "grpo", "grpo-kl", "gspo", "grpo-top-entropy", "stats-all",
+}  # fmt: skip
+ENGINES = {"ce", "dpo-sigmoid", "jsd", "stats-all"}
+TRAINABLE = {
+    "all": {},
+    "frozen-head": {"trainable_head": False},
+    "frozen-input": {"trainable_input": False},
+    "nothing": {"trainable_head": False, "trainable_input": False},
+}
+# The logits that there is room for, as a part of those of all tokens that have a target, and what is trainable.
+CASES = [
+    pytest.param(row, part, trainable, id=f"{row}-{part}-{trainable}")
+    for row in ROWS
+    for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
+    if row.id in (FAMILIES if trainable == "all" else ENGINES)
+]
+
+
+def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> MemoryEstimate:
+    """Of the loss that a row builds, on its batch."""
+    modules: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(lambda module, arguments: modules.append(module))
+    with torch.no_grad():
+        row.ours(batch, logits_budget=budget)
+    hook.remove()
+    vocab_size, hidden_size = batch["weight"].shape
+    hidden = {name: batch[f"{name}_input"].shape[-1] for name in ("ref", "teacher") if f"{name}_input" in batch}
+    return estimate_memory(
+        modules[0] if modules else linear_token_stats,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        shape=batch["target"].shape,
+        valid=(batch["target"] != -100).sum(-1).tolist(),
+        dtype=batch["weight"].dtype,
+        bias="bias" in batch,
+        ref_hidden_size=hidden.get("ref"),
+        teacher_hidden_size=hidden.get("teacher"),
+        teacher_top_k=batch["teacher_logps"].shape[-1] if "teacher_logps" in batch else None,
+        logits_budget=budget,
+        **settings,
+    )
+
+
+def leaves_of(batch: Batch, trainable_head: bool = True, trainable_input: bool = True) -> Batch:
+    """Copies of what is trainable."""
+    names = (["weight", "bias"] if trainable_head else []) + (["input"] if trainable_input else [])
+    return {name: batch[name].clone().requires_grad_() for name in names if name in batch}
+
+
+def step(row: Row, batch: Batch, leaves: Batch, budget: int | None) -> None:
+    loss = row.ours({**batch, **leaves}, logits_budget=budget)
+    if leaves:
+        loss.backward()
+
+
+def budget_of(batch: Batch, part: float) -> int:
+    n_valid = int((batch["target"] != -100).sum())
+    return int(part * n_valid) * batch["weight"].shape[0] * batch["weight"].dtype.itemsize
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(("row", "part", "trainable"), CASES)
+def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
+    """In float32, whose products a CPU accumulates as a GPU does."""
+    sizes = Sizes(sequences=4, length=160, hidden=48, vocab=2053, ref_hidden=64)
+    # A CPU's blocks, a dozen of one row each, are not there on a GPU.
+    monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", sizes.vocab)
+    blocks = 12 * 4 * sizes.vocab
+    batch = moved(row.sample(sizes, seed=0), torch.float32)
+    leaves = leaves_of(batch, **TRAINABLE[trainable])
+    budget = budget_of(batch, part)
+    estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
+    memory = Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        step(row, batch, leaves, budget)
+    assert 0.95 * (memory.peak - blocks) <= estimate.peak <= 1.05 * memory.peak, f"{estimate}, not {memory.peak}"
+
+
+@functools.cache
+def on_gpu(row: Row) -> Batch:
+    """Of 260 MB of logits in bfloat16: the allocator rounds each tensor of a MiB or more up by as much as another."""
+    sizes = Sizes(sequences=8, length=512, hidden=512, vocab=64007, ref_hidden=768)
+    return moved(row.sample(sizes, seed=0), torch.float32, "cuda")
+
+
+def peak_on_gpu(row: Row, batch: Batch, leaves: Batch, budget: int) -> int:
+    step(row, batch, leaves, budget)  # workspaces of cuBLAS, compilation
+    for leaf in leaves.values():
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(row, batch, leaves, budget)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize(("row", "part", "trainable"), CASES)
+def test_agrees_with_the_allocator(row, part, trainable):
+    batch = moved(on_gpu(row), torch.bfloat16)
+    leaves, budget = leaves_of(batch, **TRAINABLE[trainable]), budget_of(batch, part)
+    estimate = predicted(row, batch, budget, **TRAINABLE[trainable])
+    peak = peak_on_gpu(row, batch, leaves, budget)
+    assert estimate.peak == pytest.approx(peak, rel=0.05), (
+        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    )
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("part", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        pytest.param(torch.float16, None, id="fp16"),
+        pytest.param(torch.float32, None, id="fp32"),
+        pytest.param(torch.float32, torch.bfloat16, id="bf16-autocast"),
+        pytest.param(torch.float32, torch.float16, id="fp16-autocast"),
+    ],
+)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.id in ENGINES], ids=repr)
+def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
+    batch = moved(on_gpu(row), dtype)
+    leaves, budget = leaves_of(batch), budget_of(batch, part)
+    with nullcontext() if autocast is None else torch.autocast("cuda", autocast):
+        estimate = predicted(row, batch, budget, autocast=autocast)
+        peak = peak_on_gpu(row, batch, leaves, budget)
+    assert estimate.peak == pytest.approx(peak, rel=0.05), (
+        f"predicted/measured {estimate.peak / peak:.3f}: {peak / MIB:.1f} MiB, not {estimate}"
+    )
+
+
+FIXED = {"vocab_size": 32000, "hidden_size": 512, "shape": (8, 512)}
+
+
+def test_grows_with_the_batch():
+    peaks = [estimate_memory(CrossEntropy(), **FIXED, valid=n).peak for n in range(0, 4097, 256)]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+def test_the_budget_holds():
+    for budget in (1 * MIB, 16 * MIB, 100 * MIB):
+        estimate = estimate_memory(CrossEntropy(logits_budget=budget), **FIXED, trainable_head=False)
+        assert 0.8 * budget < estimate.logits <= budget
+        assert estimate == estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, logits_budget=budget)
+
+
+def test_what_is_frozen_takes_nothing():
+    whole = estimate_memory(CrossEntropy(), **FIXED)
+    frozen = estimate_memory(CrossEntropy(), **FIXED, trainable_head=False)
+    assert whole.weight_grad == 2 * 32000 * 512 and frozen.weight_grad == 0
+    assert whole.peak - frozen.peak == whole.weight_grad
+    forward = estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, trainable_input=False)
+    assert frozen.peak - forward.peak == frozen.input_grad == 2 * 8 * 512 * 512
+
+
+def test_a_batch_may_give_its_lengths():
+    """Two pairs of 600 tokens each do not fit 1000; one of 1100 and one of 100 leave a longer pack."""
+    even = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=1200,
+                           trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
+    uneven = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=[500, 50, 450, 200],
+                             trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
+    assert even.logits == 600 * 64000 and uneven.logits == 950 * 64000
+
+
+def test_a_loss_of_ones_own():
+    class Margin(LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs):
+            return -pairs.logps.diff(dim=-1).squeeze(-1)
+
+    assert estimate_memory(Margin(), **FIXED) == estimate_memory(DPO(), **FIXED)
+
+
+def test_readable():
+    assert str(MemoryEstimate(logits=3 * MIB, hidden=MIB)) == "4 MiB: logits 3, hidden 1"
+    assert MemoryEstimate(1, 2, 3, 4, 5).peak == 15
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "message"),
+    [
+        (CrossEntropy(), {"shape": (8, 0)}, r"shape must be \(B, T\) or \(N,\), .*, got \(8, 0\)"),
+        (DPO(), {"shape": (4096,)}, r"shape must be \(B, T\), .*, got \(4096,\)"),
+        (DPO(), {"shape": (3, 512)}, r"as many chosen as rejected sequences, got an odd 3 in \(3, 512\)"),
+        (CrossEntropy(), {"valid": 4097}, "valid must be a count up to 4096, or .*, got 4097"),
+        (CrossEntropy(), {"valid": [512] * 7}, "one up to 512 for each of 8 sequences, got "),
+        (CrossEntropy(), {"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        (CrossEntropy(), {"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
+        (CrossEntropy(), {"ref_hidden_size": 512}, "CrossEntropyLoss takes no reference, got ref_hidden_size=512"),
+        (DPO(use_ref_model=False), {"ref_hidden_size": 512}, "DPOLoss takes no reference"),
+        (linear_token_stats, {"teacher_top_k": 8}, "linear_token_stats takes no teacher, got .*teacher_top_k=8"),
+        (LigerFusedLinearJSDLoss(), {}, "takes one of teacher_hidden_size and teacher_top_k, got .*None"),
+        (LigerFusedLinearCosineSimilarityLoss(), {"teacher_top_k": 8}, "needs the teacher's logits, got teacher_top_k"),
+    ],
+)  # fmt: skip
+def test_refuses(loss, settings, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(loss, **FIXED | settings)
+
+
+def test_refuses_what_is_no_loss():
+    with pytest.raises(TypeError, match=r"loss must be linear_token_stats or an instance of .*, got CrossEntropyLoss"):
+        estimate_memory(nn.CrossEntropyLoss(), **FIXED)
