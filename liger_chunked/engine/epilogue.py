@@ -129,12 +129,13 @@ class EpiloguePass:
         x = x.contiguous()
         scaled = torch.empty_like(x) if grads.wants_weight else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
+        if scaled is not None:
+            grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
+            grads.add_targets(target, scales.target, x)
+        del scaled  # it makes room for the next product
         dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:
             product = torch.empty_like(x, dtype=torch.float32)
             accumulate(product, exponentials.values, self.head.weight, first=True)
             add_target_rows_of_weight(product, self.head.weight, target, scales, out=dx)
-        if scaled is not None:
-            grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
-            grads.add_targets(target, scales.target, x)
         grads.close_pack(dx, pack_rows)
