@@ -2,6 +2,7 @@
 
 schedule.py   which tokens take part, in which order, in which packs and tiles
 passes.py     a pack through the head: statistics, and back
+epilogue.py   the same without ever reading logits back, where a loss lets it
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
 distill.py    the same for a student and its teacher, whose logits a loss compares
 stats.py      the statistics alone, differentiable: `linear_token_stats`

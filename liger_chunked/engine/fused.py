@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import (
     Layout,
@@ -53,6 +55,7 @@ class _Step:
     tiles: list[list[Tile]]  # of each pack
     objective: Objective
     outputs: tuple[str, ...]
+    differentiates: tuple[str, ...]
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype
@@ -63,12 +66,11 @@ class _Step:
         """The loss, the statistics of every valid token in computing order, and the gradients that are needed."""
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        head_pass = HeadPass(head, self.options, self.class_weight)
-        head_pass.reserve(max(largest(t) for t in self.tiles))
         grads = None
         if any(needs):
             n_contributions = sum(row_blocks(t) for t in self.tiles)
             grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
+        head_pass = self._head_pass(head, grads, self.differentiates)
 
         loss: Tensor | None = None
         all_stats = []
@@ -77,8 +79,14 @@ class _Step:
                 x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
                 target = self.layout.target[pack.rows]
                 partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
-                all_stats.append(stats)
                 share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
+                if not gradients.keys() <= set(head_pass.differentiable):
+                    # It reaches more than was foretold: this pack starts over, and the others follow.
+                    head_pass.release()
+                    head_pass = self._head_pass(head, grads, tuple(gradients))
+                    partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
+                    share, gradients = self._differentiate(stats, pack, with_gradient=True)
+                all_stats.append(stats)
                 # Shares are added before they are rounded.
                 loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
@@ -97,6 +105,18 @@ class _Step:
         assert loss is not None  # even an empty batch is a pack
         loss = loss.to(accumulation_dtype(self.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
+
+    def _head_pass(
+        self, head: Head, grads: HeadGradients | None, differentiates: tuple[str, ...]
+    ) -> HeadPass | EpiloguePass:
+        """The pass that serves this step, with its buffer."""
+        head_pass: HeadPass | EpiloguePass = HeadPass(head, self.options, self.class_weight)
+        if (grads is None or grads.accumulates) and epilogue.serves(
+            head, self.options, self.class_weight, self.outputs, differentiates, self.tiles
+        ):
+            head_pass = EpiloguePass(head, self.options)
+        head_pass.reserve(max(largest(t) for t in self.tiles))
+        return head_pass
 
     def _differentiate(self, stats: TokenStats, pack: Pack, with_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """A pack's share of the loss, and its gradient with respect to each statistic that has one."""
@@ -166,6 +186,7 @@ def fused_loss(
     *,
     outputs: tuple[str, ...],
     options: LogitOptions,
+    differentiates: tuple[str, ...] = DIFFERENTIABLE,
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
@@ -178,6 +199,8 @@ def fused_loss(
         objective: the loss, see `Objective`.
         outputs: the fields of `TokenStats` that the objective, or the caller, reads.
         options: transform and budget.
+        differentiates: those of them that its gradient will reach, as far as is known. Without entropy and mean_logits
+            a step of several packs takes a faster path, and starts a pack over where its gradient does reach them.
         whole_batch: the objective wants all groups at once.
         class_weight: (V,) weighs `mean_logits`, in the accumulation dtype.
 
@@ -194,6 +217,7 @@ def fused_loss(
         tiles=[tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut],
         objective=objective,
         outputs=outputs,
+        differentiates=tuple(name for name in differentiates if name in outputs),
         options=options,
         class_weight=class_weight,
         dtype=dtype,

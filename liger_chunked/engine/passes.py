@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.schedule import Layout, Tile, row_blocks
-from liger_chunked.kernels import LogitsCotangents, PartialStats, finish, logits_grad_, logits_stats, merge
+from liger_chunked.kernels import (
+    LogitsCotangents,
+    PartialStats,
+    add_target_rows_,
+    finish,
+    logits_grad_,
+    logits_stats,
+    merge,
+)
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
@@ -24,7 +32,7 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 _UPCAST_BLOCK = 1 << 20
 
 
-def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """`out = a @ b`, or `out += a @ b` unless `first`, without rounding the product below the dtype of `out`."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
@@ -82,6 +90,7 @@ class HeadPass:
     head: Head
     options: LogitOptions
     class_weight: Tensor | None = None  # (V,) weighs TokenStats.mean_logits
+    differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -155,7 +164,7 @@ class HeadPass:
             )
             if dx is not None:
                 last_slice = tile.vocab.stop == self.vocab_size
-                _accumulate(dx[tile.rows], dz, self.head.weight[tile.vocab], first=last_slice)
+                accumulate(dx[tile.rows], dz, self.head.weight[tile.vocab], first=last_slice)
             grads.add(tile.vocab, dz, x[tile.rows], first=tile.rows.stop == x.shape[0])
         grads.close_pack(dx, pack_rows)
 
@@ -163,7 +172,7 @@ class HeadPass:
         """Add the dX, dW and db of a pack whose gradient `dz` (n, V) of all its logits is known."""
         dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:
-            _accumulate(dx, dz, self.head.weight, first=True)
+            accumulate(dx, dz, self.head.weight, first=True)
         grads.add(slice(0, self.vocab_size), dz, x, first=True)
         grads.close_pack(dx, pack_rows)
 
@@ -229,9 +238,23 @@ class HeadGradients:
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
         """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
         if self._weight is not None:
-            _accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
+            accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
         if self._bias is not None:
             self._bias[vocab] += _column_sums(dz, self._wide)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more may be added to dW after a product: it is held in float32, or not asked for."""
+        return self._weight is None or self._weight.dtype == self._wide
+
+    @property
+    def wants_weight(self) -> bool:
+        return self._weight is not None
+
+    def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None:
+        """`dW[target[n]] += scale[n] * x[n]`, where dW accumulates in float32 and has its pack's product."""
+        if self._weight is not None:
+            add_target_rows_(self._weight, target, scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
         """Put a pack's dX in place; from here on tiles add to what is there."""

@@ -8,14 +8,19 @@ from liger_chunked.kernels.layer_norm import liger_layer_norm
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
+from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
+from liger_chunked.kernels.target_rows import add_target_rows_, add_target_rows_of_weight, scale_rows
 
 __all__ = [
     "DivergenceStats",
+    "Exponentials",
     "LogitsCotangents",
     "PartialStats",
+    "add_target_rows_",
+    "add_target_rows_of_weight",
     "divergence_grad_",
     "divergence_stats",
     "finish",
@@ -31,7 +36,9 @@ __all__ = [
     "logits_grad_",
     "logits_stats",
     "merge",
+    "project_exp",
     "scale_",
+    "scale_rows",
     "tail_grad_",
     "tail_stats",
 ]

@@ -15,9 +15,11 @@ from liger_chunked.types import LogitOptions
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no wheels outside Linux; the torch path serves there
     triton = None
     tl = None
+    TensorDescriptor = None
 
 # Devices whose PyTorch builds come with a Triton backend.
 TRITON_DEVICES = ("cuda", "xpu")
@@ -30,6 +32,9 @@ TORCH_BLOCK_DEFAULT = 1 << 24
 
 
 _MOST_ROWS = 65_535
+
+# Major compute capabilities with descriptors and 227 KiB of shared memory: Hopper, and Blackwell of data centres.
+_WIDE_TILES = (9, 10)
 
 # Whether kernels are compiled to NVIDIA's assembly.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
@@ -49,6 +54,14 @@ def use_triton(x: Tensor) -> bool:
     if triton is None or x.dtype == torch.float64:
         return False
     return x.device.type in TRITON_DEVICES or (INTERPRETED and x.device.type == "cpu")
+
+
+@functools.cache
+def has_wide_tiles(device: torch.device) -> bool:
+    """Whether the device has a tensor memory accelerator, and shared memory for the tiles of `project_exp`."""
+    if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in _WIDE_TILES
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -177,6 +190,15 @@ def exp(x, PRECISE: tl.constexpr):
     else:
         # tl.exp keeps results that are not normal numbers, for three more instructions.
         return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def factor(x):
+    """A factor of `tl.dot`: Triton's interpreter multiplies the bits of bfloat16."""
+    if PTX:
+        return x
+    else:
+        return x.to(tl.float32)
 
 
 @jit

@@ -332,6 +332,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
             layout,
             objective,
             outputs=self._outputs(definition),
+            differentiates=definition.outputs,
             options=self.options,
             whole_batch=self._whole_batch,
             class_weight=self._smoothing_weight(definition),

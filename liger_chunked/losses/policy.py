@@ -276,6 +276,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             layout,
             objective,
             outputs=("logps", "entropy"),
+            differentiates=("logps", "entropy") if self.entropy_coef else ("logps",),
             options=self.options,
             whole_batch=self._whole_batch,
         )

@@ -233,6 +233,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             layout,
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
+            differentiates=("logps", *self.token_outputs),
             options=self.options,
             whole_batch=self._whole_batch,
         )

@@ -239,6 +239,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
             layout,
             objective,
             outputs=("logps", "mean_logits", *self.token_outputs),
+            differentiates=("logps", *self.token_outputs),
             options=self.options,
             whole_batch=self._whole_batch,
         )

@@ -1,0 +1,367 @@
+"""The head's product with the softmax in its epilogue: exponentials are written, and the logits are not.
+
+    z = scale x W^T                                       in registers, float32
+    E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
+    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
+
+A centre `c` near a row's maximum is as good as the maximum: bfloat16 has float32's exponents. It is the largest of the
+target's logit and of a sample of the vocabulary. A row that rises too far above it is rescued: two more launches, which
+return at once where there is no such row, find the row's maximum and write its tiles again. The target stands apart, so
+that `1 - p_y = rest / sum` does not cancel.
+
+FLOPs: 2 N V H. Bytes: E written once, and x and W as a GEMM reads them; 4 (V / 256) N of partial sums a statistic. 4096
+x 151936 x 2048 is 2.55 TFLOP.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import TensorDescriptor, factor, jit, processors, tl, triton
+from liger_chunked.kernels.logits_stats import PartialStats
+
+LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
+LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
+# How large a sum of exponentials may be: its products with weights, and its inverse times a gradient, are still floats.
+LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
+# Columns of the vocabulary that a centre is taken from.
+SAMPLE = 512
+# Row blocks of the product that share a column of weights while it is in the second-level cache.
+_GROUP = 16
+_REDUCED_ROWS = 32
+
+
+class Tiling(NamedTuple):
+    """How the product is cut: blocks of `rows` x `cols` x `inner`, and the stores of a block into `split` parts."""
+
+    rows: int = 128
+    cols: int = 256
+    inner: int = 64
+    stages: int = 3
+    split: int = 2
+    num_warps: int = 8
+
+    @classmethod
+    def of(cls, hidden: int) -> Tiling:
+        """On an H200, at H = 896 whole stores take 0.93 of the time of halves; at 1536, halves 0.96 of whole ones'."""
+        return cls(split=1) if hidden <= 1024 else cls()
+
+
+class Exponentials(NamedTuple):
+    """A pack's softmax before its normalization; `values` (N, V) bfloat16, the others (N,) float32."""
+
+    values: Tensor  # exp(z - centre), 0 at the target
+    rest: Tensor  # sum of exp(z - centre) over all but the target
+    target_exp: Tensor  # exp(z - centre) at the target
+    stats: PartialStats  # over the whole vocabulary, `max` being the centre
+
+
+@jit
+def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
+    """A block of x W^T; zeros beyond the edges."""
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for k in range(tl.cdiv(hidden, INNER)):
+        x = x_desc.load([row_block * ROWS, k * INNER])
+        w = w_desc.load([col_block * COLS, k * INNER])
+        acc = tl.dot(factor(x), factor(w).T, acc)
+    return acc
+
+
+@jit
+def _write_part(
+    z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
+):  # fmt: skip
+    """Write the exponentials of some columns of a block: their sums, and the sums of `e log2 e`, a row."""
+    centred = tl.fma(z, scale, -centre[:, None])
+    e = tl.exp2(centred)
+    if MASKED:
+        e = tl.where((cols[None, :] != target[:, None]) & (cols < n_cols)[None, :], e, 0.0)
+    exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
+    moment = centre
+    if MOMENT:
+        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        moment = tl.sum(tl.where(e == 0.0, 0.0, e * centred), axis=1)
+    return tl.sum(e, axis=1), moment
+
+
+@jit
+def _write_parts(
+    acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
+):  # fmt: skip
+    """`_write_part` of a whole block, in halves where it is to be split."""
+    width: tl.constexpr = COLS // SPLIT
+    cols = first_col + tl.arange(0, width)
+    if SPLIT == 1:
+        return _write_part(acc, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED, MOMENT)
+    else:
+        z, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, width)), (0, 2, 1)))
+        rest, moment = _write_part(
+            z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED, MOMENT
+        )
+        first_col += width
+        more_rest, more_moment = _write_part(
+            right, cols + width, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED, MOMENT
+        )
+        return rest + more_rest, moment + more_moment
+
+
+@jit
+def _write_block(
+    acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr,
+    n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a block: its exponentials, and its share of each row's sums. In powers of 2."""
+    first_row = row_block * ROWS
+    first_col = col_block * COLS
+    rows = first_row + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    part = col_block * n_rows + rows  # there are 256 times fewer of them than logits: 32 bits are enough
+    if sum_z_ptr is not None:
+        # Beyond the last column the product is zero.
+        tl.store(sum_z_ptr + part, tl.sum(acc, axis=1), mask=inside)
+    target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
+    centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
+    scale = scale * LOG2_E
+    # Few blocks hold a target or the edge: the others are spared comparisons at each element.
+    targets = tl.max(((target >= first_col) & (target < first_col + COLS)).to(tl.int32), axis=0)
+    if (targets != 0) | (first_col + COLS > n_cols):
+        rest, moment = _write_parts(
+            acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
+            ROWS, COLS, SPLIT, True, moment_ptr is not None,
+        )  # fmt: skip
+    else:
+        rest, moment = _write_parts(
+            acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
+            ROWS, COLS, SPLIT, False, moment_ptr is not None,
+        )  # fmt: skip
+    tl.store(rest_ptr + part, rest, mask=inside)
+    if moment_ptr is not None:
+        tl.store(moment_ptr + part, moment, mask=inside)
+
+
+@jit
+def _project_kernel(
+    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr, n_rows, n_cols, hidden, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    # Blocks of a group of rows follow one another along the vocabulary.
+    row_blocks = tl.cdiv(n_rows, ROWS)
+    col_blocks = tl.cdiv(n_cols, COLS)
+    group_size = GROUP * col_blocks
+    for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS):
+        first = block // group_size * GROUP
+        height = min(row_blocks - first, GROUP)
+        row_block = first + block % group_size % height
+        col_block = block % group_size // height
+        acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
+        _write_block(
+            acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr,
+            n_rows, n_cols, scale, ROWS, COLS, SPLIT,
+        )  # fmt: skip
+
+
+@jit
+def _out_of_reach(sum_exp_ptr, rows, n_rows):
+    """Which rows rose too far above their centre: infinity, and NaN, count."""
+    sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
+    return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
+
+
+@jit
+def _rescue_kernel(
+    x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr, n_rows, n_cols, hidden, scale,
+    sum_exp_ptr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, RAISE: tl.constexpr,
+):  # fmt: skip
+    # RAISE the centres of a row block to their rows' maxima, or write the row block again.
+    row_block = tl.program_id(0)
+    rows = row_block * ROWS + tl.arange(0, ROWS)
+    lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
+    if tl.max(lost, axis=0) == 0:
+        return
+    for col_block in tl.range(tl.program_id(1), tl.cdiv(n_cols, COLS), tl.num_programs(1)):
+        acc = _product(x_desc, w_desc, row_block, col_block, hidden, ROWS, COLS, INNER)
+        if RAISE:
+            cols = col_block * COLS + tl.arange(0, COLS)
+            top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
+            # The largest of numbers, in whatever order: repeatable.
+            tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
+        else:
+            _write_block(
+                acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr, sum_z_ptr,
+                n_rows, n_cols, scale, ROWS, COLS, SPLIT,
+            )  # fmt: skip
+
+
+@jit
+def _centre_kernel(
+    x_ptr, x_stride, w_ptr, w_stride, sample_ptr, target_ptr, target_logit_ptr, centre_ptr, hidden, n_sample, scale,
+    SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per row: the target's logit as a dot product, and the larger of it and of the sample.
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + target * w_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+        dot += x * w
+    target_logit = tl.sum(dot, axis=0) * scale
+    sampled = tl.arange(0, SAMPLE)
+    sample = tl.load(sample_ptr + row * n_sample + sampled, mask=sampled < n_sample, other=0.0) * scale
+    highest = tl.max(tl.where(sampled < n_sample, sample, -float("inf")), axis=0)
+    tl.store(target_logit_ptr + row, target_logit)
+    tl.store(centre_ptr + row, tl.maximum(highest, target_logit))
+
+
+@jit
+def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Sums over the blocks of columns, always in the same order."""
+    total = tl.zeros((PARTS, ROWS), tl.float32)
+    for start in range(0, n_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        mask = (part < n_parts)[:, None] & (rows < n_rows)[None, :]
+        total += tl.load(part_ptr + part[:, None] * n_rows + rows[None, :], mask=mask, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@jit
+def _reduce_kernel(
+    rest_part_ptr, moment_part_ptr, sum_z_part_ptr, centre_ptr, target_logit_ptr,
+    rest_ptr, target_exp_ptr, sum_exp_ptr, sum_exp_z_ptr, sum_z_ptr, n_rows, n_parts, scale,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    # AGAIN: after the rescue.
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    if AGAIN:
+        if tl.max(_out_of_reach(sum_exp_ptr, rows, n_rows), axis=0) == 0:
+            return
+    centre = tl.load(centre_ptr + rows, mask=inside, other=0.0)
+    centred = (tl.load(target_logit_ptr + rows, mask=inside, other=0.0) - centre) * LOG2_E
+    e = tl.exp2(centred)
+    rest = _sum_parts(rest_part_ptr, rows, n_rows, n_parts, ROWS, PARTS)
+    tl.store(rest_ptr + rows, rest, mask=inside)
+    tl.store(target_exp_ptr + rows, e, mask=inside)
+    tl.store(sum_exp_ptr + rows, rest + e, mask=inside)
+    if sum_exp_z_ptr is not None:
+        moment = _sum_parts(moment_part_ptr, rows, n_rows, n_parts, ROWS, PARTS)
+        moment += tl.where(e == 0.0, 0.0, e * centred)
+        tl.store(sum_exp_z_ptr + rows, moment * LOG_2, mask=inside)
+    if sum_z_ptr is not None:
+        sum_z = _sum_parts(sum_z_part_ptr, rows, n_rows, n_parts, ROWS, PARTS) * scale
+        tl.store(sum_z_ptr + rows, sum_z, mask=inside)
+
+
+def project_exp(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    sample: Tensor,
+    out: Tensor,
+    scale: float,
+    outputs: tuple[str, ...],
+    tiling: Tiling | None = None,
+) -> Exponentials:
+    """The exponentials of a pack's logits `scale * x @ weight.T`, and the statistics that `outputs` needs.
+
+    Args:
+        x: (N, H) bfloat16, contiguous and aligned to 16 bytes, as `weight`; H a multiple of 8.
+        weight: (V, H) bfloat16.
+        target: (N,) int64 index into the vocabulary.
+        sample: (N, C) float32 `x @ weight.T` of at most `SAMPLE` columns, contiguous.
+        out: (N, V) bfloat16, its rows a multiple of 8 elements apart.
+        scale: of the logits; not zero.
+        outputs: among "logps", "lse", "entropy", "mean_logits".
+        tiling: None for the one that suits H.
+    """
+    n, hidden = x.shape
+    vocab_size = weight.shape[0]
+    tiling = tiling or Tiling.of(hidden)
+    n_parts = triton.cdiv(vocab_size, tiling.cols)
+
+    def buffer(*shape: int, wanted: bool = True) -> Tensor | None:
+        return torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
+
+    moment, mean = "entropy" in outputs, "mean_logits" in outputs
+    stats = PartialStats(
+        max=buffer(n),  # type: ignore[arg-type]
+        sum_exp=buffer(n),  # type: ignore[arg-type]
+        target_logit=buffer(n),  # type: ignore[arg-type]
+        sum_exp_z=buffer(n, wanted=moment),
+        sum_z=buffer(n, wanted=mean),
+    )
+    result = Exponentials(out, rest=buffer(n), target_exp=buffer(n), stats=stats)  # type: ignore[arg-type]
+    parts = {
+        "rest": buffer(n_parts, n),
+        "moment": buffer(n_parts, n, wanted=moment),
+        "sum_z": buffer(n_parts, n, wanted=mean),
+    }
+    _centre_kernel[(n,)](
+        x_ptr=x,
+        x_stride=x.stride(0),
+        w_ptr=weight,
+        w_stride=weight.stride(0),
+        sample_ptr=sample,
+        target_ptr=target,
+        target_logit_ptr=stats.target_logit,
+        centre_ptr=stats.max,
+        hidden=hidden,
+        n_sample=sample.shape[1],
+        scale=scale,
+        SAMPLE=SAMPLE,
+        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+    )
+    product = {
+        "x_desc": TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
+        "w_desc": TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
+        "exp_desc": TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // tiling.split]),
+        "target_ptr": target,
+        "centre_ptr": stats.max,
+        **{f"{name}_ptr": part for name, part in parts.items()},
+        "n_rows": n,
+        "n_cols": vocab_size,
+        "hidden": hidden,
+        "scale": scale,
+        "ROWS": tiling.rows,
+        "COLS": tiling.cols,
+        "INNER": tiling.inner,
+        "SPLIT": tiling.split,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.stages,
+    }
+
+    def reduce(again: bool) -> None:
+        _reduce_kernel[(triton.cdiv(n, _REDUCED_ROWS),)](
+            **{f"{name}_part_ptr": part for name, part in parts.items()},
+            centre_ptr=stats.max,
+            target_logit_ptr=stats.target_logit,
+            rest_ptr=result.rest,
+            target_exp_ptr=result.target_exp,
+            sum_exp_ptr=stats.sum_exp,
+            sum_exp_z_ptr=stats.sum_exp_z,
+            sum_z_ptr=stats.sum_z,
+            n_rows=n,
+            n_parts=n_parts,
+            scale=scale,
+            ROWS=_REDUCED_ROWS,
+            PARTS=32,
+            AGAIN=again,
+        )
+
+    row_blocks = triton.cdiv(n, tiling.rows)
+    programs = min(processors(x.device), row_blocks * n_parts)
+    _project_kernel[(programs,)](**product, GROUP=_GROUP, PROGRAMS=programs)
+    reduce(again=False)
+    # One wave: there seldom is a row block in need of it.
+    rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
+    for raise_centres in (True, False):
+        _rescue_kernel[(row_blocks, rescuers)](**product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres)
+    reduce(again=True)
+    return result

@@ -1,0 +1,193 @@
+"""The target's part of the head's gradients, beside products with the exponentials of `project_exp`.
+
+With `E` zero at the target, and cotangents of `logps` and `lse` alone,
+
+    dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
+    s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
+    dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
+
+Bytes, all small beside the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W
+and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the rows of dW that are targets, at most
+10 N H.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels.backend import grid_of_rows, grid_row, jit, tl, triton
+from liger_chunked.kernels.projection import Exponentials
+
+_RUN = 16  # tokens of one target that are added at a time
+
+
+class RowScales(NamedTuple):
+    """The gradient of a row of logits, as its exponentials know it; (N,) float32."""
+
+    others: Tensor  # s, times E
+    target: Tensor  # a, at the target
+
+
+@jit
+def _scale_rows_kernel(
+    x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
+    hidden, scale, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per row; a null pointer stands for a cotangent that is absent, or a frozen head.
+    row = tl.program_id(0).to(tl.int64)
+    unit = scale / tl.load(sum_exp_ptr + row)
+    others = 0.0
+    target = 0.0
+    if logps_ptr is not None:
+        g = tl.load(logps_ptr + row) * unit
+        others -= g
+        target += g * tl.load(rest_ptr + row)
+    if lse_ptr is not None:
+        g = tl.load(lse_ptr + row) * unit
+        others += g
+        target += g * tl.load(target_exp_ptr + row)
+    tl.store(others_ptr + row, others)
+    tl.store(target_ptr + row, target)
+    if scaled_ptr is not None:
+        for start in range(0, hidden, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < hidden).to(tl.float32)
+            tl.store(scaled_ptr + row * hidden + cols, (x * others).to(scaled_ptr.dtype.element_ty), mask=cols < hidden)
+
+
+def scale_rows(
+    x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
+) -> RowScales:
+    """The scales of each row's gradient, and `s x`, rounded once, in `scaled` if it is given.
+
+    Args:
+        x: (N, H), rows contiguous.
+        exponentials: of the same rows.
+        logps, lse: (N,) float32 gradients of the loss with respect to these statistics, None for zeros.
+        scale: of the logits.
+        scaled: (N, H), contiguous; None where no gradient of the weight is asked for.
+    """
+    n, hidden = x.shape
+    scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
+    _scale_rows_kernel[(n,)](
+        x_ptr=x,
+        x_stride=x.stride(0),
+        scaled_ptr=scaled,
+        logps_ptr=logps,
+        lse_ptr=lse,
+        rest_ptr=exponentials.rest,
+        target_exp_ptr=exponentials.target_exp,
+        sum_exp_ptr=exponentials.stats.sum_exp,
+        others_ptr=scales.others,
+        target_ptr=scales.target,
+        hidden=hidden,
+        scale=scale,
+        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+    )
+    return scales
+
+
+@jit
+def _input_kernel(
+    product_ptr, w_ptr, w_stride, target_ptr, others_scale_ptr, target_scale_ptr, out_ptr, out_stride, hidden,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per row.
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    others_scale = tl.load(others_scale_ptr + row)
+    target_scale = tl.load(target_scale_ptr + row)
+    for start in range(0, hidden, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < hidden
+        product = tl.load(product_ptr + row * hidden + cols, mask=inside)
+        w = tl.load(w_ptr + target * w_stride + cols, mask=inside).to(tl.float32)
+        dx = others_scale * product + target_scale * w
+        tl.store(out_ptr + row * out_stride + cols, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
+    """`out = s * product + a * weight[target]`, rounded once.
+
+    Args:
+        product: (N, H) float32, E W, contiguous.
+        weight: (V, H), rows contiguous.
+        target: (N,) int64.
+        scales: of the rows.
+        out: (N, H), rows contiguous.
+    """
+    n, hidden = product.shape
+    _input_kernel[(n,)](
+        product_ptr=product,
+        w_ptr=weight,
+        w_stride=weight.stride(0),
+        target_ptr=target,
+        others_scale_ptr=scales.others,
+        target_scale_ptr=scales.target,
+        out_ptr=out,
+        out_stride=out.stride(0),
+        hidden=hidden,
+        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+    )
+
+
+@jit
+def _target_rows_kernel(
+    grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, sorted_ptr, order_ptr, n_rows, hidden,
+    RUN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per position of the sorted targets and block of columns: the first of a run of equal ones adds it all.
+    first = grid_row()
+    if first >= n_rows:
+        return
+    target = tl.load(sorted_ptr + first)
+    if first > 0:
+        if tl.load(sorted_ptr + first - 1) == target:
+            return
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < hidden
+    total = tl.zeros([RUN, BLOCK], tl.float32)
+    start = first
+    while start < n_rows:
+        position = start + tl.arange(0, RUN)
+        mine = tl.load(sorted_ptr + position, mask=position < n_rows, other=-1) == target
+        row = tl.load(order_ptr + position, mask=mine, other=0)
+        scale = tl.load(scale_ptr + row, mask=mine, other=0.0)
+        x = tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+        total += scale[:, None] * x.to(tl.float32)
+        # A run that ends here is done.
+        start = tl.where(tl.min(mine.to(tl.int32), axis=0) == 0, n_rows, start + RUN)
+    place = grad_ptr + target * grad_stride + cols
+    tl.store(place, tl.load(place, mask=inside) + tl.sum(total, axis=0), mask=inside)
+
+
+def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    """`grad[target[n]] += scale[n] * x[n]` for every n, in a fixed order; returns `grad`.
+
+    Args:
+        grad: (V, H) float32, rows contiguous.
+        target: (N,) int64.
+        scale: (N,) float32.
+        x: (N, H), rows contiguous.
+    """
+    n, hidden = x.shape
+    ordered, order = torch.sort(target, stable=True)
+    block = min(128, triton.next_power_of_2(hidden))
+    _target_rows_kernel[grid_of_rows(n, triton.cdiv(hidden, block))](
+        grad_ptr=grad,
+        grad_stride=grad.stride(0),
+        x_ptr=x,
+        x_stride=x.stride(0),
+        scale_ptr=scale,
+        sorted_ptr=ordered,
+        order_ptr=order,
+        n_rows=n,
+        hidden=hidden,
+        RUN=_RUN,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return grad

@@ -1,0 +1,365 @@
+"""Steps whose exponentials come out of the projection's epilogue: values, gradients, and when that path is taken."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from table import Batch, evaluate, moved, relative_error
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearPreferenceBase,
+    LogitOptions,
+    TokenStats,
+    reference,
+)
+from liger_chunked.engine import epilogue, schedule
+from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp
+from liger_chunked.kernels.projection import SAMPLE, Tiling
+from liger_chunked.types import Head
+
+OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
+# As in test_values.py. Triton's interpreter truncates to bfloat16, which is off by twice as much, and twice: a sum of
+# exponentials that are all but 1 or 0 is then rounded beside its result.
+FACTOR = 1.1 * (8**0.5 if backend.INTERPRETED else 1)
+HIDDEN, VOCAB = 72, 603  # a ragged last block of either, and rows of the buffer that need padding
+BUDGET = 13 * VOCAB * 2  # 13 tokens a pack
+
+
+@pytest.fixture
+def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each pack that went by the epilogue, on a device that has one or in the interpreter."""
+    if device == "cpu" and not backend.INTERPRETED:
+        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
+    if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
+        pytest.skip("no tensor memory accelerator")
+    rows = []
+    statistics = EpiloguePass.statistics
+
+    def watch(self, x, *args):
+        rows.append(x.shape[0])
+        return statistics(self, x, *args)
+
+    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(EpiloguePass, "statistics", watch)
+    return rows
+
+
+def tokens(seed: int = 0, n: int = 36, vocab: int = VOCAB) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    weight = 2 * HIDDEN**-0.5 * torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64)
+    input = torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64)
+    return {"weight": weight, "input": input, "target": torch.randint(vocab, (n,), generator=generator)}
+
+
+def ignored(batch: Batch) -> Batch:
+    batch["target"][::5] = -100
+    return batch
+
+
+def repeated(batch: Batch) -> Batch:
+    batch["target"][:] = 7
+    return batch
+
+
+def alternating(batch: Batch) -> Batch:
+    batch["target"][::2], batch["target"][1::2] = 600, 7
+    return batch
+
+
+def certain(batch: Batch) -> Batch:
+    """Every target's probability is near 1."""
+    rows = batch["weight"][batch["target"]]
+    batch["input"] = 0.1 * batch["input"] + 16 * rows / rows.norm(dim=1, keepdim=True)
+    return batch
+
+
+def lost(batch: Batch) -> Batch:
+    """Logits hundreds above those of the sampled columns, which are the even ones, and of the targets."""
+    batch["weight"][[1, 301, 601]] *= 100
+    batch["target"] = batch["target"] // 2 * 2
+    return batch
+
+
+BATCHES = {"plain": lambda batch: batch} | {f.__name__: f for f in (ignored, repeated, alternating, certain, lost)}
+
+
+def assert_error_is_that_of_eager_code(ours, oracle, batch: Batch, device: str, **kwargs) -> None:
+    batch = moved(batch, torch.bfloat16, device)
+    exact = evaluate(oracle, moved(batch, torch.float64), **kwargs)
+    eager, value = evaluate(oracle, batch, **kwargs), evaluate(ours, batch, **kwargs)
+    assert value.keys() == exact.keys()
+    for name in exact:
+        # A loss is a single error, and luck: a unit in the last place of what it sums.
+        floor = 2**-8 / 3 if name == "loss" else 0.0
+        error, bound = (relative_error(x[name], exact[name]) for x in (value, eager))
+        assert error <= max(FACTOR * bound, floor), f"{name}: {error:.2e} against {bound:.2e}"
+
+
+def cross_entropy(batch: Batch, settings: dict, ours: bool) -> Tensor:
+    if not ours:
+        return reference.cross_entropy(**batch, **settings)
+    return LigerFusedLinearCrossEntropyLoss(**settings, logits_budget=BUDGET)(**batch)
+
+
+def compare_cross_entropy(batch: Batch, device: str, settings: dict | None = None, **kwargs) -> None:
+    ours, oracle = (partial(cross_entropy, settings=settings or {}, ours=which) for which in (True, False))
+    assert_error_is_that_of_eager_code(ours, oracle, batch, device, **kwargs)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", BATCHES)
+def test_cross_entropy(kind, device, passes):
+    compare_cross_entropy(BATCHES[kind](tokens()), device)
+    assert len(passes) >= 3 and max(passes) == 13
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"temperature": 1.7, "logit_scale": -0.6, "lse_square_scale": 1e-2}, id="transform-and-z-loss"),
+        pytest.param({"focal_gamma": 2.0, "reduction": "sum"}, id="focal"),
+    ],
+)
+def test_settings(settings, device, passes):
+    compare_cross_entropy(tokens(1), device, settings)
+    assert passes
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("trainable", ["weight", "input"])
+def test_frozen(trainable, device, passes):
+    compare_cross_entropy(tokens(2), device, trainable=(trainable,))
+    assert passes
+
+
+@pytest.mark.triton
+def test_one_pack(device, passes):
+    """Where dW is written once, in bfloat16, the target's part has no place to be added; a frozen head has none."""
+    batch = moved(tokens(2), torch.bfloat16, device)
+    loss = LigerFusedLinearCrossEntropyLoss()
+    evaluate(lambda batch: loss(**batch), batch)
+    assert not passes
+    evaluate(lambda batch: loss(**batch), batch, trainable=("input",))
+    assert passes == [36]
+
+
+@pytest.mark.triton
+def test_strided_inputs(device, passes):
+    batch = moved(tokens(3), torch.bfloat16, device)
+    apart = {**batch, "input": torch.stack([batch["input"]] * 2, 1)[:, 1]}
+    assert apart["input"].stride(0) == 2 * HIDDEN
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
+    together = evaluate(lambda batch: loss(**batch), batch)
+    weight, input = batch["weight"].requires_grad_(), apart["input"].requires_grad_()
+    value = loss(weight, input, batch["target"])
+    gradients = dict(zip(("weight", "input"), torch.autograd.grad(value, (weight, input)), strict=True))
+    for name, x in {"loss": value.detach(), **gradients}.items():
+        assert torch.equal(x, together[name]), name
+    assert passes
+
+
+@pytest.mark.triton
+def test_bitwise_repeatable(device, passes):
+    batch = moved(lost(alternating(tokens(4))), torch.bfloat16, device)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
+    first, second = (evaluate(lambda batch: loss(**batch), batch) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
+    batch = ignored(tokens(seed, n * length))
+    return {**batch, **{name: batch[name].unflatten(0, (n, length)) for name in ("input", "target")}}
+
+
+@pytest.mark.triton
+def test_dpo(device, passes):
+    batch = sequences(5)
+    batch["ref_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
+    budget = 20 * VOCAB * 2  # a pair, of 16 valid tokens
+    assert_error_is_that_of_eager_code(
+        lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
+        lambda batch: reference.dpo(**batch)[0],
+        batch,
+        device,
+    )
+    assert len(passes) == 2
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_grpo(entropy_coef, device, passes):
+    """The entropy is a metric, or else a loss that wants the logits."""
+    batch = sequences(6)
+    batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+    batch["old_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
+    ours = LigerFusedLinearGRPOLoss(logits_budget=BUDGET, entropy_coef=entropy_coef)
+    assert_error_is_that_of_eager_code(
+        lambda batch: ours(**batch)[0],
+        lambda batch: reference.grpo(**batch, entropy_coef=entropy_coef)[0],
+        batch,
+        device,
+    )
+    assert bool(passes) == (not entropy_coef)
+    exact = reference.grpo(**moved(batch, torch.bfloat16, device), entropy_coef=entropy_coef)[1]
+    metrics = ours(**moved(batch, torch.bfloat16, device))[1]
+    assert float(metrics.entropy) == pytest.approx(float(exact["entropy"]), rel=2**-8)
+
+
+class Shifted(LigerFusedLinearPreferenceBase):
+    """Reaches a statistic that preference losses only report."""
+
+    def preference_loss(self, pairs):
+        return pairs.token_stats.mean_logits.sum((1, 2)) - pairs.token_logps.sum((1, 2))
+
+
+@pytest.mark.triton
+def test_a_gradient_that_was_not_foretold_starts_the_pack_over(device, passes):
+    def oracle(batch):
+        stats = reference.token_stats(**batch, outputs=("logps", "mean_logits"))
+        return (stats["mean_logits"] - stats["logps"]).sum() / 2
+
+    loss = Shifted(logits_budget=20 * VOCAB * 2, use_ref_model=False)
+    assert_error_is_that_of_eager_code(lambda batch: loss(**batch)[0], oracle, sequences(7), device)
+    assert len(passes) == 1
+
+
+# Which steps
+
+
+def served(change: dict) -> bool:
+    arguments = {
+        "head": Head(torch.zeros(16, 8, dtype=torch.bfloat16)),
+        "options": LogitOptions(temperature=0.7),
+        "class_weight": None,
+        "outputs": OUTPUTS,
+        "differentiates": ("logps", "lse"),
+        "packs": [schedule.tiles(3, 16, 64)] * 2,
+    }
+    return epilogue.serves(**(arguments | change))
+
+
+REFUSED = {
+    "float32": {"head": Head(torch.zeros(16, 8))},
+    "bias": {"head": Head(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
+    "wide": {"head": Head(torch.zeros(16, 2048, dtype=torch.bfloat16))},
+    "odd-width": {"head": Head(torch.zeros(16, 12, dtype=torch.bfloat16))},
+    "transposed": {"head": Head(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
+    "unaligned": {"head": Head(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},
+    "softcap": {"options": LogitOptions(softcap=30.0)},
+    "constant-logits": {"options": LogitOptions(logit_scale=0.0)},
+    "class-weight": {"class_weight": torch.ones(16)},
+    "argmax": {"outputs": ("logps", "argmax")},
+    "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
+    "slices": {"packs": [schedule.tiles(3, 16, 8)]},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_serves_not(change, monkeypatch):
+    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+    assert served({})
+    assert not served(change)
+
+
+def test_serves_no_other_machine():
+    assert not served({})
+
+
+# The kernels
+
+
+def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
+    vocab = weight.shape[0]
+    sample = x.float() @ weight[:: -(-vocab // SAMPLE)].float().t()
+    out = x.new_empty(x.shape[0], -(-vocab // 8) * 8)[:, :vocab]
+    return project_exp(x, weight, target, sample, out, scale, OUTPUTS, **kwargs)
+
+
+def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
+    z = scale * x.double() @ weight.double().t()
+    log_p = z.log_softmax(-1)
+    exact = TokenStats(
+        logps=log_p.gather(1, target[:, None])[:, 0],
+        lse=z.logsumexp(-1),
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        mean_logits=z.mean(-1),
+    )
+    stats = finish(ours.stats, target, weight.shape[0], OUTPUTS)
+    for name in OUTPUTS:
+        # Sums in float32 of logits that are themselves sums in float32.
+        torch.testing.assert_close(getattr(stats, name).double(), getattr(exact, name), rtol=1e-5, atol=2e-5, msg=name)
+    e = (z - ours.stats.max.double()[:, None]).exp().scatter(1, target[:, None], 0)
+    ulp = 2**-7 if backend.INTERPRETED else 2**-8
+    torch.testing.assert_close(ours.values.double(), e, rtol=1.01 * ulp, atol=1e-30)
+    torch.testing.assert_close(ours.rest.double(), e.sum(1), rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tiling", [Tiling(split=1), Tiling()], ids=["whole", "halves"])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "vocab"),
+    [
+        (1, 8, 1),  # a vocabulary of one
+        (3, 8, 257),  # one column in the second block
+        (129, 72, 511),  # one row in the second block
+    ],
+)
+def test_projection(rows, hidden, vocab, tiling, device, passes):
+    batch = moved(tokens(8, rows, vocab), torch.bfloat16, device)
+    x, weight = batch["input"][:, :hidden].contiguous(), batch["weight"][:, :hidden].contiguous()
+    ours = project(x, weight, batch["target"], 1.3, tiling=tiling)
+    assert_matches_formulas(ours, x, weight, batch["target"], 1.3)
+
+
+@pytest.mark.triton
+def test_rescue(device, passes):
+    """Only the rows that need it move their centres."""
+    batch = moved(lost(tokens(9, 130)), torch.bfloat16, device)
+    x, weight, target = batch["input"], batch["weight"], batch["target"]
+    x[64:] *= 1e-3
+    ours = project(x, weight, target, 1.0)
+    assert_matches_formulas(ours, x, weight, target, 1.0)
+    z = x.double() @ weight.double().t()
+    centre = torch.maximum(z[:, ::2].amax(1), z.gather(1, target[:, None])[:, 0])
+    above = z.amax(1) - centre
+    assert (above > 200).sum() > 8 and (above < 40).sum() > 64
+    expected = torch.where(above > 60, z.amax(1), torch.where(above < 40, centre, ours.stats.max.double()))
+    torch.testing.assert_close(ours.stats.max.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_weights_that_are_not_finite(value, device, passes):
+    """NaN where eager code gives it, and nowhere else."""
+    batch = moved(tokens(10, 4, 40), torch.bfloat16, device)
+    x, weight, target = batch["input"], batch["weight"], batch["target"]
+    weight[3, 5] = value
+    stats = finish(project(x, weight, target, 1.0).stats, target, 40, OUTPUTS)
+    z = (x @ weight.t()).float()
+    exact = z.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    assert torch.equal(stats.logps.isnan(), exact.isnan())
+    torch.testing.assert_close(stats.logps, exact, rtol=0.05, atol=0.05, equal_nan=True)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("targets", [1, 2, 5, 64])
+def test_target_rows(targets, device, passes):
+    generator = torch.Generator().manual_seed(0)
+    n, hidden = 61, 136  # runs past a block of tokens, and columns past one
+    x = torch.randn(n, hidden, generator=generator).bfloat16().to(device)
+    scale, grad = (torch.randn(*s, generator=generator).to(device) for s in ((n,), (64, hidden)))
+    target = torch.randint(targets, (n,), generator=generator).to(device)
+    expected = grad.double()
+    for row, t in enumerate(target.tolist()):
+        expected[t] += scale[row].double() * x[row].double()
+    torch.testing.assert_close(add_target_rows_(grad, target, scale, x).double(), expected, rtol=1e-5, atol=1e-5)
