@@ -24,7 +24,10 @@ from liger_chunked import (
 )
 from liger_chunked.engine import FusedLoss, passes
 
-pytestmark = pytest.mark.ordinary_memory  # the compiler's own memory is not ours to poison
+pytestmark = [
+    pytest.mark.ordinary_memory,  # the compiler's own memory is not ours to poison
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # on its import
+]
 
 whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
 

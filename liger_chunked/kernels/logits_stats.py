@@ -135,7 +135,11 @@ def _logits_stats_kernel(
 
     # From the reference to the maximum, which every slice of the vocabulary knows alike.
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - reference)
-    rescale = exp(-distance, PRECISE)
+    if PRECISE:
+        # One number for the whole row: the hardware's error in it would not average out, as it does in a sum.
+        rescale = tl.exp(-distance.to(tl.float64))
+    else:
+        rescale = exp(-distance, False)
     tl.store(max_ptr + row, row_max)
     tl.store(sum_exp_ptr + row, rescale * row_sum_exp)
     if sum_exp_z_ptr is not None:
