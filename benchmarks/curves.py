@@ -12,6 +12,7 @@ from typing import Any
 STOCK, FUSED, NUDGED = "stock", "fused", "stock, nudged"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 BOUND = 1e-3  # nats, on every step in float32
+NAMES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "mixtral": "Mixtral"}
 LAST = 20  # steps whose mean is the final loss
 
 
@@ -102,12 +103,14 @@ def markdown(run: Convergence) -> str:
     """A row a family: differences in float32, final losses in bfloat16."""
     lines = [
         "| family | float32: fused − stock | nudged − stock | bfloat16: final loss, stock | fused | fused − stock "
-        "| spread of seeds, stock | fused |",
-        "|---|" + "---|" * 7,
+        "| nudged − stock | spread of seeds, stock | fused |",
+        "|---|" + "---|" * 8,
     ]
     for family in run.families:
         stock, fused = run.finals(family, STOCK), run.finals(family, FUSED)
         apart = max((f - s for f, s in zip(fused, stock, strict=True)), key=abs)
+        first = run.seeds(family, BFLOAT16)[0]
+        nudged = run.curve(family, BFLOAT16, NUDGED, first).final - stock[0]
         cells = [
             NAMES[family],
             f"{run.largest(family, FUSED):.1e}",
@@ -115,11 +118,9 @@ def markdown(run: Convergence) -> str:
             f"{statistics.fmean(stock):.4f}",
             f"{statistics.fmean(fused):.4f}",
             f"{apart:+.4f}".replace("-", "−"),
+            f"{nudged:+.4f}".replace("-", "−"),
             f"{spread(stock):.4f}",
             f"{spread(fused):.4f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{run.title}, commit {run.environment['commit'][:12]}"])
-
-
-NAMES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "mixtral": "Mixtral"}
