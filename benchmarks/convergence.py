@@ -1,6 +1,6 @@
 """Training with the kernels against training without: same weights, same batches, same optimizer; two loss curves.
 
-python -m benchmarks.convergence                                   four families; under ten minutes on one core
+python -m benchmarks.convergence                                   four families; about ten minutes on one core
 python -m benchmarks.convergence --families llama --steps 20
 
 Small models with random weights learn English for 200 steps: AdamW, warm-up and decay, gradients clipped. Variants:

@@ -102,8 +102,8 @@ def spread(values: Sequence[float]) -> float:
 def markdown(run: Convergence) -> str:
     """A row a family: differences in float32, final losses in bfloat16."""
     lines = [
-        "| family | float32: fused − stock | nudged − stock | bfloat16: final loss, stock | fused | fused − stock "
-        "| nudged − stock | spread of seeds, stock | fused |",
+        "| family | float32: fused | nudged | bfloat16: final loss of stock | of fused | fused − stock "
+        "| nudged − stock | spread of stock | spread of fused |",
         "|---|" + "---|" * 8,
     ]
     for family in run.families:
