@@ -35,7 +35,7 @@ bench:
 
 # Needs matplotlib.
 figures:
-	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md
+	$(PYTHON) -m benchmarks.figures --table docs/benchmarks.md --convergence docs/convergence.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

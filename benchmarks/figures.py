@@ -1,12 +1,14 @@
 """The figures of docs/, and the table, from the kept runs.
 
 python -m benchmarks.figures                                draws docs/*.svg
-python -m benchmarks.figures --table docs/benchmarks.md     and writes what is between that page's markers
+python -m benchmarks.figures --table docs/benchmarks.md     and writes what is between that page's markers;
+                             --convergence docs/convergence.md   the same for the loss curves
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -19,14 +21,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from benchmarks import curves
+from benchmarks.curves import BFLOAT16, BOUND, FLOAT32, FUSED, NUDGED, STOCK, Convergence
 from benchmarks.harness import OURS, RESULTS
-from benchmarks.report import FAMILIES, Run, markdown, name_and_shape, newest
+from benchmarks.report import FAMILIES, Run, markdown, name_and_shape, newest, newest_file
 
 DOCS = Path(__file__).parent.parent / "docs"
-FLOOR, SCALING = "benchmarks-floor.svg", "benchmarks-scaling.svg"
+FLOOR, SCALING, CONVERGENCE = "benchmarks-floor.svg", "benchmarks-scaling.svg", "convergence.svg"
 ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
+    CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 WIDTH = 8.6  # inches, at 100 pixels each a little more than a README's column
@@ -297,7 +302,71 @@ def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, s
         )
 
 
-# ---- the page
+# ---- loss curves, fused and stock
+
+_STOCK, _BFLOAT16 = "#E69F00", "#AA4488"
+_SMALLEST = 1e-7  # nats: rounding of a loss in float32; less, such as nothing at all, is drawn there
+
+
+def draw_convergence(run: Convergence) -> Figure:
+    """A column a family: the two curves in float32, and below them how far apart curves are."""
+    figure = Figure(figsize=(WIDTH, 4.8))
+    grid: dict[str, Any] = {"left": 0.1, "right": 0.985, "top": 0.82, "bottom": 0.095, "hspace": 0.14, "wspace": 0.12}
+    panels = figure.subplots(2, len(run.families), sharex=True, sharey="row", squeeze=False, gridspec_kw=grid)
+    for (above, below), family in zip(panels.T, run.families, strict=True):
+        _draw_curves(above, run, family)
+        _draw_differences(below, run, family)
+        above.set_title(curves.NAMES[family], fontweight="bold")
+        below.set_xlabel("step")
+        for axes in (above, below):
+            axes.grid(color=GRID, linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("loss in float32, nats")
+    panels[1, 0].set_ylabel("largest difference\nfrom stock so far, nats")
+    _name_lines(panels[0, 0], panels[1, 0])
+    figure.text(0.012, 0.985, "Trained with the kernels, and without", **TITLE)
+    figure.text(0.012, 0.935, run.title, color=SECOND, va="top")
+    return figure
+
+
+def _draw_curves(axes: Axes, run: Convergence, family: str) -> None:
+    """Stock as a broad line, fused as a thin one on it."""
+    seed = run.seeds(family, FLOAT32)[0]
+    stock, fused = (run.curve(family, FLOAT32, variant, seed).losses for variant in (STOCK, FUSED))
+    axes.plot(stock, color=_STOCK, linewidth=3.6, solid_capstyle="round")
+    axes.plot(fused, color=LOOKS[OURS].colour, linewidth=0.9)
+
+
+def _draw_differences(axes: Axes, run: Convergence, family: str) -> None:
+    """Fused and nudged stock, in both dtypes, and the bound of float32, on a logarithmic scale."""
+    seed = run.seeds(family, FLOAT32)[0]
+    axes.set(yscale="log", ylim=(_SMALLEST, 1))
+    axes.axhline(BOUND, color=INK, linewidth=0.8, linestyle=(0, (4, 2)))
+    for dtype, variant, colour, width in (
+        (BFLOAT16, NUDGED, FAINT, 2.2),
+        (BFLOAT16, FUSED, _BFLOAT16, 1.3),
+        (FLOAT32, NUDGED, FAINT, 2.2),
+        (FLOAT32, FUSED, LOOKS[OURS].colour, 1.3),
+    ):
+        so_far = itertools.accumulate(run.differences(family, dtype, variant, seed), max)
+        axes.plot([max(value, _SMALLEST) for value in so_far], color=colour, linewidth=width)
+
+
+def _name_lines(above: Axes, below: Axes) -> None:
+    """What the lines of a column are, in its upper panel's upper right corner and by the lines of its lower one."""
+    for axes, text, y, colour in (
+        (above, "stock", 0.93, _STOCK),
+        (above, "fused, on it", 0.83, LOOKS[OURS].colour),
+        (below, "fused, bfloat16", 0.86, _BFLOAT16),
+        (below, "bound, float32", 0.595, INK),
+        (below, "fused, float32", 0.36, LOOKS[OURS].colour),
+        (below, "stock, weights nudged", 0.27, SECOND),
+    ):
+        axes.text(0.98, y, text, transform=axes.transAxes, ha="right", color=colour, fontsize=_LABEL)
+
+
+# ---- the pages
 
 
 def write_between(path: Path, text: str) -> None:
@@ -323,24 +392,34 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parse.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
     parse.add_argument("--out", type=Path, default=DOCS, help="folder for the figures")
     parse.add_argument("--table", type=Path, help="page to write table and figures into, between its markers")
+    parse.add_argument("--convergence", type=Path, help="the same for the loss curves")
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
     sweep = newest(args.results, "sweep")
+    path = newest_file(args.results, "convergence")
+    convergence = curves.load(path) if path else None
     figures = {}
     with matplotlib.rc_context(STYLE):
         if runs:
             figures[FLOOR] = draw_floor(runs)
         if sweep:
             figures[SCALING] = draw_scaling(sweep)
+        if convergence:
+            figures[CONVERGENCE] = draw_convergence(convergence)
         for name, figure in figures.items():
             figure.savefig(args.out / name, facecolor="white", metadata={"Date": None})
             print(f"drew {args.out / name}")
-    drawn = [args.out / name for name in figures]
+    drawn = {name: args.out / name for name in figures}
+    measured = [path for name, path in drawn.items() if name != CONVERGENCE]
     if args.table:
-        write_between(args.table, "\n\n".join([*drawn_as_markdown(drawn, args.table.parent), markdown(runs)]))
+        write_between(args.table, "\n\n".join([*drawn_as_markdown(measured, args.table.parent), markdown(runs)]))
         print(f"wrote {args.table}")
-    return drawn
+    if args.convergence and convergence:
+        shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)
+        write_between(args.convergence, "\n\n".join([*shown, curves.markdown(convergence)]))
+        print(f"wrote {args.convergence}")
+    return list(drawn.values())
 
 
 if __name__ == "__main__":

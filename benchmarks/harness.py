@@ -169,7 +169,7 @@ def copy_tb_per_s() -> float:
     return 2 * n_bytes / median_ms(lambda: target.copy_(source)) / 1e9
 
 
-def environment() -> dict[str, object]:
+def environment(device: str = DEVICE) -> dict[str, object]:
     """Hardware, versions, commit and date, as far as they can be told; `BENCH_COMMIT` where git cannot say."""
 
     def installed(name: str) -> str | None:
@@ -184,10 +184,8 @@ def environment() -> dict[str, object]:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
     packages = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
     return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
-        "device_type": DEVICE,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "copy_tb_per_s": round(copy_tb_per_s(), 3),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device_type": device,
         "versions": {name: found for name in packages if (found := installed(name))},
         "python": platform.python_version(),
         "commit": commit,
@@ -240,12 +238,13 @@ class Table:
         """`whole`: at the default shapes; unless `args` filters, figures then take this run."""
         self.family, self.args = family, args
         self.whole = whole and not (args.only or args.task)
-        self.environment = environment()
+        scale = {"dtype": str(DTYPE).removeprefix("torch."), "copy_tb_per_s": round(copy_tb_per_s(), 3)}
+        self.environment = {**environment(), **scale}
         self.tasks: dict[str, dict[str, object]] = {}
         self.rows: list[Row] = []
         self.peer_seconds = 0.0
         kind = "" if DEVICE == "cuda" else "cpu-"
-        self.path = _new_file(args.out, f"{family}-{kind}{self.environment['date']}")
+        self.path = new_file(args.out, f"{family}-{kind}{self.environment['date']}")
         print(json.dumps(self.environment, indent=1), flush=True)
         if DEVICE == "cpu":
             print("no GPU: small shapes in float32, which say nothing about a GPU")
@@ -371,7 +370,7 @@ class Table:
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _new_file(folder: Path, stem: str) -> Path:
+def new_file(folder: Path, stem: str) -> Path:
     """`<stem>.json`, or with a number behind it where a run has that name: none overwrites another's."""
     path, n = folder / f"{stem}.json", 1
     while path.exists():

@@ -54,15 +54,21 @@ def load(path: Path) -> Run:
     return Run(content["environment"], content["tasks"], cells)
 
 
-def newest(folder: Path, family: str) -> Run | None:
-    """The last whole run of a family, one on a GPU if there is any."""
+def newest_file(folder: Path, family: str) -> Path | None:
+    """That of the last whole run of a family, one on a GPU if there is any."""
 
     def age(path: Path) -> tuple[bool, str, int, str]:
         content = json.loads(path.read_text())["environment"]
         return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
 
     files = [path for path in folder.glob(f"{family}-*.json") if json.loads(path.read_text())["whole"]]
-    return load(max(files, key=age)) if files else None
+    return max(files, key=age, default=None)
+
+
+def newest(folder: Path, family: str) -> Run | None:
+    """The run in `newest_file`."""
+    path = newest_file(folder, family)
+    return load(path) if path else None
 
 
 def over_eager(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> float | None:

@@ -1,0 +1,124 @@
+"""The convergence benchmark for three steps: it trains what it says, and what it writes can be drawn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+import torch
+
+from benchmarks import convergence, curves, figures, report
+from benchmarks.curves import BFLOAT16, BOUND, FLOAT32, FUSED, NUDGED, STOCK, Convergence
+from benchmarks.harness import RESULTS
+
+FAMILIES = ("gemma2", "mixtral")  # tied with softcaps; experts with an auxiliary loss
+STEPS, SEEDS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ["--families", *FAMILIES, "--steps", str(STEPS), "--seeds", str(SEEDS), "--lr", "2e-3", "--device", "cpu"]
+    return convergence.main([*sizes, "--out", str(tmp_path_factory.mktemp("results"))])
+
+
+@pytest.fixture(scope="module")
+def run(written: Path) -> Convergence:
+    return curves.load(written)
+
+
+def test_every_variant_is_trained(run: Convergence) -> None:
+    trained = [(c.family, c.dtype, c.variant, c.seed) for c in run.curves]
+    in_float32 = [(f, FLOAT32, v, 0) for f in FAMILIES for v in (STOCK, FUSED, NUDGED)]
+    in_bfloat16 = [(f, BFLOAT16, v, s) for f in FAMILIES for v in (STOCK, FUSED) for s in range(SEEDS)]
+    nudged = [(f, BFLOAT16, NUDGED, 0) for f in FAMILIES]
+    assert sorted(trained) == sorted(in_float32 + in_bfloat16 + nudged)
+    for curve in run.curves:
+        assert len(curve.losses) == STEPS
+        assert curve.losses[-1] < curve.losses[0] - 0.1, curve
+    assert {"device", "versions", "commit", "date"} <= run.environment.keys()
+    assert run.settings["optimizer"]["lr"] == 2e-3 and not run.whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_steps_agree(run: Convergence, family: str) -> None:
+    assert run.largest(family, FUSED) < 1e-5
+    assert run.largest(family, NUDGED) < 1e-5
+    for seed in range(SEEDS):
+        assert 0 < max(run.differences(family, BFLOAT16, FUSED, seed)) < 0.01
+    # Another seed is another model.
+    assert curves.spread(run.finals(family, STOCK)) > 1e-4
+
+
+def test_fused_is_fused_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied, chunks = [], []
+
+    def apply(model, **options):
+        applied.append(apply_liger_kernel(model, **options))
+        return applied[-1]
+
+    def statistics(logits, *args, **kwargs):
+        chunks.append(logits.shape[0])
+        return logits_stats_torch(logits, *args, **kwargs)
+
+    apply_liger_kernel = convergence.apply_liger_kernel
+    monkeypatch.setattr(convergence, "apply_liger_kernel", apply)
+    kernel = importlib.import_module("liger_chunked.kernels.logits_stats")
+    logits_stats_torch = kernel._logits_stats_torch
+    monkeypatch.setattr(kernel, "_logits_stats_torch", statistics)
+    batches = convergence.english_batches(1, "cpu")
+    for variant in (STOCK, NUDGED):
+        convergence.trained("gemma2", FLOAT32, variant, 0, batches)
+    assert not applied and not chunks
+    convergence.trained("gemma2", FLOAT32, FUSED, 0, batches)
+    (kernels,) = applied
+    assert kernels.replaced.keys() == {"rope", "rms_norm", "geglu", "fused_linear_cross_entropy"}
+    assert len(chunks) >= 5 and max(chunks) == 32
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_nudge_is_to_the_next_number(dtype: str) -> None:
+    model = convergence.build("qwen3", dtype, 0, "cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    convergence.nudge(model)
+    moved = 0
+    for p, old in zip(model.parameters(), before, strict=True):
+        changed = p != old
+        moved += int(changed.sum())
+        assert torch.nextafter(p, old)[changed].equal(old[changed])
+    assert moved == (1 if dtype == BFLOAT16 else model.num_parameters())
+
+
+def test_figure_and_table(written: Path, run: Convergence, tmp_path: Path) -> None:
+    # Figures take whole runs.
+    content = json.loads(written.read_text())
+    (tmp_path / written.name).write_text(json.dumps({**content, "whole": True}))
+    assert report.newest_file(written.parent, "convergence") is None
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
+    (drawn,) = figures.main(["--results", str(tmp_path), "--out", str(tmp_path / "drawn"), "--convergence", str(page)])
+    assert drawn.name == figures.CONVERGENCE
+    text = page.read_text()
+    assert "](drawn/convergence.svg)" in text and "\nold\n" not in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(tables) == 2 + len(FAMILIES)
+    assert len({line.count("|") for line in tables}) == 1
+    assert f"{run.largest('gemma2', FUSED):.1e}" in text
+
+
+def test_the_kept_run_is_within_its_bounds() -> None:
+    """In float32 at every step; in bfloat16 no farther from stock than the seeds are from each other."""
+    path = report.newest_file(RESULTS, "convergence")
+    assert path is not None
+    kept = curves.load(path)
+    assert kept.families == list(convergence.FAMILIES)
+    for family in kept.families:
+        assert kept.largest(family, FUSED) < BOUND
+        stock, fused = kept.finals(family, STOCK), kept.finals(family, FUSED)
+        apart = max(abs(f - s) for f, s in zip(fused, stock, strict=True))
+        assert apart <= min(curves.spread(stock), curves.spread(fused)), family
