@@ -118,7 +118,7 @@ def test_subclass():
 def products(monkeypatch) -> list[int]:
     """Multiplications in each product of a head."""
     done: list[int] = []
-    project, accumulate = passes.HeadPass.project, passes._accumulate
+    project, accumulate = passes.HeadPass.project, passes.accumulate
 
     def projected(self, x, tile):
         logits = project(self, x, tile)
@@ -130,7 +130,7 @@ def products(monkeypatch) -> list[int]:
         accumulate(out, a, b, first)
 
     monkeypatch.setattr(passes.HeadPass, "project", projected)
-    monkeypatch.setattr(passes, "_accumulate", accumulated)
+    monkeypatch.setattr(passes, "accumulate", accumulated)
     return done
 
 
