@@ -59,7 +59,8 @@ class Layout:
     rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all of them, in order
     slots: Tensor | None  # (n_valid,) position of each valid token in the flattened dense layout; None: likewise
     mask: Tensor  # dense, True at the valid tokens
-    group_lengths: Sequence[int] | None  # valid tokens of each group; None where every token is its own
+    lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None where every token is a group
+    group_lengths: Sequence[int] | None  # their sum over each group, as the host knows it; None likewise
 
     @property
     def n_valid(self) -> int:
@@ -145,20 +146,20 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         dense = target.reshape(shape).contiguous()
 
     mask = dense != ignore_index
+    lengths = mask.sum(-1)
     flat, flat_mask = dense.view(-1), mask.view(-1)
     if flat.numel() == 0:
-        return Layout(shape, flat, None, None, mask, None if group == "token" else [0] * shape[0])
+        return Layout(shape, flat, None, None, mask, *((None, None) if group == "token" else (lengths, [0] * shape[0])))
 
-    lengths = flat_mask.sum()[None] if group == "token" else mask.view(shape[0], -1).sum(1)
     lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
-    *group_lengths, low, high = torch.cat([lengths, lowest[None], highest[None]]).tolist()
+    *counts, low, high = torch.cat([lengths.view(-1), lowest[None], highest[None]]).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
             f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
         )
 
-    n_valid = sum(group_lengths)
+    n_valid = sum(counts)
     if n_valid == flat.numel():
         slots, valid = None, flat
     else:
@@ -169,7 +170,12 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
         rows = torch.arange(flat.numel(), device=target.device).view(2, *shape[::2]).transpose(0, 1).reshape(-1)
         rows = rows if slots is None else rows[slots]
-    return Layout(shape, valid, rows, slots, mask, None if group == "token" else group_lengths)
+    if group == "token":
+        return Layout(shape, valid, rows, slots, mask, None, None)
+    group_lengths = (
+        counts if group == "sequence" else [sum(pair) for pair in zip(counts[::2], counts[1::2], strict=True)]
+    )
+    return Layout(shape, valid, rows, slots, mask, lengths, group_lengths)
 
 
 def budget_elements(

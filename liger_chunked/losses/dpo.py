@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -320,11 +321,11 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"loss_type 'exo_pair' needs label_smoothing in (0, 1), got {smoothing}")
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        losses = [
-            weight * (kind(pairs) if callable(kind) else LOSS_TYPES[kind].loss(pairs, self.settings))
-            for kind, weight in zip(self.loss_types, self.loss_weights, strict=True)
-        ]
-        loss = torch.stack(losses).sum(0)
+        losses = (
+            kind(pairs) if callable(kind) else LOSS_TYPES[kind].loss(pairs, self.settings) for kind in self.loss_types
+        )
+        weighted = (x if w == 1 else w * x for x, w in zip(losses, self.loss_weights, strict=True))
+        loss = functools.reduce(torch.add, weighted)
         return loss * _wpo_weights(pairs) if self.use_weighting else loss
 
     def extra_repr(self) -> str:

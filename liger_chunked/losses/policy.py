@@ -335,7 +335,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             weights=arrange(per_token),
             advantages=arranged_advantages,
             old_logps=arrange.side("old_logps", old_logps, 0.0),
-            ref_logps=None if ref_logps is None else rows(torch.where(arrange.layout.mask, ref_logps, 0.0)),
+            ref_logps=None if ref_logps is None else rows(ref_logps),
             importance_weights=arrange.side("importance_weights", importance_weights, 1.0, per_sequence=True),
             importance_level=self.importance_level,
             batch_size=mask.shape[0],

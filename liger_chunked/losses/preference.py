@@ -44,34 +44,45 @@ class _Batch:
     """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
-    lengths: Tensor  # (n, 2)
+    lengths: Tensor  # (n, 2), at least 1
+    batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
-    token_weights: Tensor | None  # (n, 2, T) what each token counts in the sums; None for one each
     average_log_prob: bool
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None without an NLL term
+    token_weights: Tensor | None  # (n, 2, T) what each token counts in the sums; None for one each
+    has_tokens: Tensor | None  # (n,); None where every pair has some
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None where it is theirs in `mask`
+    nll_only: Tensor | None  # (n, 2, T) True at tokens that have statistics for the NLL alone; None without such
+
+    def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
+        """Statistics of the tokens of `mask`, zero elsewhere."""
+        return values if self.nll_only is None else values.masked_fill(self.nll_only[index], 0.0)
 
     def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
         """(n, 2) log-probability of each sequence from that of its tokens, of the policy or of the reference."""
-        weighted = token_logps if self.token_weights is None else token_logps * self.token_weights[index]
-        return sequence_logps(weighted, self.mask[index], self.lengths[index], self.average_log_prob)
+        token_logps = self.own(token_logps, index)
+        if self.token_weights is not None:
+            token_logps = token_logps * self.token_weights[index]
+        return sequence_logps(token_logps, self.lengths[index], self.average_log_prob)
 
     def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
         assert stats.logps is not None
         return Pairs(
             logps=self.sequence_logps(stats.logps, index),
             ref_logps=self.ref_logps[index],
-            lengths=self.lengths[index].clamp(min=1),
+            lengths=self.lengths[index],
             mask=self.mask[index],
             token_stats=DeclaredStats(*stats),
             batch_size=self.mask.shape[0],
-            batch_lengths=self.lengths.sum(0).clamp(min=1),
+            batch_lengths=self.batch_lengths,
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         """These pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
-        assert stats.logps is not None and self.nll_mask is not None
-        chosen = torch.where(self.nll_mask[index], stats.logps[:, 0], 0.0)
-        return -chosen.sum() / self.nll_mask.sum().clamp(min=1)
+        assert stats.logps is not None
+        chosen = stats.logps[:, 0]
+        if self.nll_mask is None:
+            return -chosen.sum() / self.batch_lengths[0]
+        return -torch.where(self.nll_mask[index], chosen, 0.0).sum() / self.nll_mask.sum().clamp(min=1)
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
@@ -221,8 +232,9 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                     f"preference_loss must return one value for each of {pairs.logps.shape[0]} pairs, "
                     f"got {tuple(losses.shape)}"
                 )
-            has_tokens = batch.lengths[index].sum(-1) > 0
-            loss = torch.where(has_tokens, losses, 0.0).sum() / n_pairs
+            if batch.has_tokens is not None:
+                losses = torch.where(batch.has_tokens[index], losses, 0.0)
+            loss = losses.sum() / n_pairs
             if self.compute_nll_loss:
                 loss = loss + self.alpha * batch.nll(stats, index)
             return loss
@@ -259,20 +271,24 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     ) -> _Batch:
         ignore_index = self.options.ignore_index
-        mask, nll_mask = layout.mask, None
+        dtype = accumulation_dtype(weight.dtype)
+        mask, lengths, nll_mask, nll_only = layout.mask, layout.lengths, None, None
+        assert lengths is not None and layout.group_lengths is not None
         if nll_target is not None:
             mask = layout.arrange(target != ignore_index)
-        if self.compute_nll_loss:
-            nll_mask = (mask if nll_target is None else layout.arrange(nll_target != ignore_index))[:, 0]
-        lengths = mask.sum(-1)
-        dtype = accumulation_dtype(weight.dtype)
+            lengths = mask.sum(-1)
+            nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
+            nll_only = layout.mask & ~mask
         batch = _Batch(
             mask=mask,
-            lengths=lengths,
-            ref_logps=torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device),
-            token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
+            lengths=lengths.clamp(min=1),
+            batch_lengths=lengths.sum(0).clamp(min=1),
+            ref_logps=torch.zeros((), dtype=torch.float64, device=mask.device).expand(lengths.shape),
             average_log_prob=self.average_log_prob,
+            token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
+            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,
+            nll_only=nll_only,
         )
         ref_logps = reference_logps(
             type(self).__name__, self.use_ref_model, weight, target, layout, self.options, *reference
@@ -292,7 +308,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
         assert stats.mean_logits is not None
         pairs = batch.pairs(stats, slice(None))
-        logits_mean = torch.where(pairs.mask, stats.mean_logits, 0.0).sum((0, 2)) / pairs.batch_lengths
+        logits_mean = batch.own(stats.mean_logits, slice(None)).sum((0, 2)) / pairs.batch_lengths
         nll = batch.nll(stats, slice(None)) if self.compute_nll_loss else logits_mean.new_zeros(())
         logps, rewards = (x.to(stats.mean_logits.dtype) for x in (pairs.logps, self.reward(pairs.logratios)))
         return PreferenceMetrics(

@@ -28,7 +28,8 @@ def reference_logps(
     `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
 
     Returns:
-        The dense layout, one value a token, or one value a sequence where `ref_logps` came so.
+        The dense layout, one value a token and zero at those without a target, or one value a sequence where
+        `ref_logps` came so.
 
     Raises:
         ValueError: a reference that is missing, incomplete, given twice, refused, or does not fit.
@@ -73,7 +74,10 @@ def reference_logps(
             f"one a sequence, got {got}"
         )
     _check_device(logps_name, ref_logps, target_name, target)
-    return layout.arrange(ref_logps.detach().to(accumulation_dtype(weight.dtype)))
+    per_token = ref_logps.shape == target.shape
+    ref_logps = layout.arrange(ref_logps.detach().to(accumulation_dtype(weight.dtype)))
+    # Padding may hold anything.
+    return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 
 
 def _check_device(name: str, x: Tensor, target_name: str, target: Tensor) -> None:

@@ -90,8 +90,8 @@ def mismatched_kl(
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
     layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
-    mask = layout.mask[:, 0]
-    lengths = mask.sum(-1)
+    assert layout.lengths is not None
+    lengths = layout.lengths[:, 0].clamp(min=1)
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
     reference = reference_logps(
         loss, True, head.weight, target, layout, options, ref_kl_input, ref_weight, ref_bias, ref_kl_logps, infix="kl_"
@@ -99,10 +99,10 @@ def mismatched_kl(
     assert reference is not None
     reference = reference.squeeze(1)
     if reference.ndim == 2:
-        reference = sequence_logps(reference, mask, lengths, average_log_prob)
+        reference = sequence_logps(reference, lengths, average_log_prob)
     token_logps = token_stats(head, kl_input, layout, ("logps",), options).logps
     assert token_logps is not None
-    logratios = sequence_logps(token_logps[:, 0], mask, lengths, average_log_prob) - reference
+    logratios = sequence_logps(token_logps[:, 0], lengths, average_log_prob) - reference
     return (logratios.sum() / max(1, logratios.shape[0])).clamp(min=0)
 
 

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 
-def sequence_logps(token_logps: Tensor, mask: Tensor, lengths: Tensor, average: bool) -> Tensor:
+def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
     """(...) log-probability of each sequence in nats: the sum over its valid tokens, or their mean.
 
     In float64: losses look at differences of such sums, and thousands of nats leave float32 few digits for them.
 
     Args:
-        token_logps: (..., T) log-probability of each token.
-        mask: (..., T), True at the valid tokens.
-        lengths: (...) how many they are.
+        token_logps: (..., T) log-probability of each token, zero at those that are not valid.
+        lengths: (...) how many are, at least 1.
         average: divide by it.
     """
-    logps = torch.where(mask, token_logps, 0.0).sum(-1, dtype=torch.float64)
-    return logps / lengths.clamp(min=1) if average else logps
+    logps = token_logps.sum(-1, dtype=torch.float64)
+    return logps / lengths if average else logps
 
 
 def check_beta(beta: float) -> None:

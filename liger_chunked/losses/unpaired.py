@@ -44,20 +44,18 @@ class _Batch:
     """What the objective knows of the whole batch before any logits exist; axis 0 runs over the sequences."""
 
     mask: Tensor  # (n, T)
-    lengths: Tensor  # (n,)
+    lengths: Tensor  # (n,), at least 1
+    tokens: Tensor  # (n,), 0 where there are none
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
     weights: Tensor | None  # (n,) what each counts in the mean; None for one each
     reference_point: Tensor  # ()
     average_log_prob: bool
-
-    @property
-    def sides(self) -> Tensor:
-        """(2, n): which sequences are desirable, and which are not."""
-        return torch.stack([self.desirable, ~self.desirable])
+    sides: Tensor  # (2, n): which sequences are desirable, and which are not
+    counts: Tensor  # (2,) how many are
 
     def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        return sequence_logps(token_logps, self.mask[index], self.lengths[index], self.average_log_prob)
+        return sequence_logps(token_logps, self.lengths[index], self.average_log_prob)
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
         # The dense layout has an axis for the sequences of a group, and here a group is one.
@@ -67,12 +65,12 @@ class _Batch:
             logps=self.sequence_logps(stats.logps, index),
             ref_logps=self.ref_logps[index],
             desirable=self.desirable[index],
-            lengths=self.lengths[index].clamp(min=1),
+            lengths=self.lengths[index],
             reference_point=self.reference_point,
             mask=self.mask[index],
             token_stats=DeclaredStats(*stats),
             batch_size=self.mask.shape[0],
-            batch_counts=self.sides.sum(1).clamp(min=1),
+            batch_counts=self.counts.clamp(min=1),
         )
 
 
@@ -219,6 +217,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
             ),
         )
         n = max(1, target.shape[0])
+        some_are_empty = 0 in (layout.group_lengths or ())
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
@@ -228,7 +227,8 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
                     f"preference_loss must return one value for each of {examples.logps.shape[0]} sequences, "
                     f"got {tuple(losses.shape)}"
                 )
-            losses = torch.where(batch.lengths[index] > 0, losses, 0.0)
+            if some_are_empty:
+                losses = torch.where(batch.tokens[index] > 0, losses, 0.0)
             if batch.weights is not None:
                 losses = losses * batch.weights[index]
             return losses.sum() / n
@@ -253,13 +253,17 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         reference_point: Tensor,
         ref_logps: Tensor | None,
     ) -> _Batch:
-        mask = layout.mask.squeeze(1)
-        lengths = mask.sum(-1)
+        assert layout.lengths is not None
+        tokens = layout.lengths.squeeze(1)
+        sides = torch.stack([desirable, ~desirable])
         batch = _Batch(
-            mask=mask,
-            lengths=lengths,
+            mask=layout.mask.squeeze(1),
+            lengths=tokens.clamp(min=1),
+            tokens=tokens,
             desirable=desirable,
-            ref_logps=torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device),
+            sides=sides,
+            counts=sides.sum(1),
+            ref_logps=torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape),
             weights=None if weights is None else weights.detach().to(torch.float64),
             reference_point=reference_point,
             average_log_prob=self.average_log_prob,
@@ -275,16 +279,14 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
     def _metrics(self, batch: _Batch, stats: TokenStats) -> UnpairedPreferenceMetrics:
         examples = batch.examples(stats, slice(None))
         assert examples.token_stats.mean_logits is not None
-        sides = batch.sides
 
         def by_side(values: Tensor) -> Tensor:
-            return torch.where(sides, values, 0).sum(1)
+            return torch.where(batch.sides, values, 0).sum(1)
 
-        counts, tokens = sides.sum(1), by_side(batch.lengths)
+        counts, tokens = batch.counts, by_side(batch.tokens)
         logps = by_side(examples.logps) / counts.clamp(min=1)
         rewards = by_side(self.beta * examples.logratios) / counts.clamp(min=1)
-        logits = torch.where(batch.mask, examples.token_stats.mean_logits, 0.0).sum(-1)
-        logits_mean = by_side(logits) / tokens.clamp(min=1)
+        logits_mean = by_side(examples.token_stats.mean_logits.sum(-1)) / tokens.clamp(min=1)
         dtype = examples.token_stats.mean_logits.dtype
         logps, rewards = logps.to(dtype), rewards.to(dtype)
         return UnpairedPreferenceMetrics(
