@@ -184,11 +184,12 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     return Layout(
         shape=dense,
         target=_meta(n),
-        rows=_meta(n) if slots is None and group == "pair" and n_groups > 1 else slots,
+        rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),
         lengths=None if group == "token" else _meta(n_groups, per_group),
         group_lengths=None if group == "token" else group_lengths,
+        stacked=group == "pair" and n_groups > 1,
     )
 
 

@@ -26,6 +26,7 @@ from liger_chunked.engine.schedule import (
     Layout,
     Pack,
     Tile,
+    along,
     budget_elements,
     largest,
     packs,
@@ -77,7 +78,7 @@ class _Step:
         with gemms(input.device):
             for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
                 x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
-                target = self.layout.target[pack.rows]
+                target = along(self.layout.target, pack.rows)
                 partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
                 share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
@@ -211,6 +212,8 @@ def fused_loss(
     vocab_size = head.weight.shape[0]
     elements = budget_elements(options, head.weight.shape, dtype, layout.n_valid)
     cut = packs(layout, vocab_size, elements, whole_batch)
+    if len(cut) > 1:
+        layout = layout.by_group()
     step = _Step(
         layout=layout,
         packs=cut,

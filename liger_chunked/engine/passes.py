@@ -8,14 +8,14 @@ backward     for each tile, last first: project again unless it is still there, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.schedule import Layout, Tile, row_blocks
+from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
@@ -64,9 +64,10 @@ def gemms(device: torch.device) -> Iterator[None]:
     """
     matmul = torch.backends.cuda.matmul
     saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             yield
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = saved
@@ -110,14 +111,14 @@ class HeadPass:
     def project(self, x: Tensor, tile: Tile) -> Tensor:
         """Logits (rows, columns) of a tile of `x` (n, H), before the transform, in the buffer."""
         assert self._buffer is not None
-        x, weight = x[tile.rows], self.head.weight[tile.vocab]
-        logits = self._buffer[: x.shape[0] * weight.shape[0]].view(x.shape[0], weight.shape[0])
+        x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
+        logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
         if self.head.bias is None:
             return torch.mm(x, weight.t(), out=logits)
-        return torch.addmm(self.head.bias[tile.vocab], x, weight.t(), out=logits)
+        return torch.addmm(along(self.head.bias, tile.vocab), x, weight.t(), out=logits)
 
     def _class_weight(self, tile: Tile) -> Tensor | None:
-        return None if self.class_weight is None else self.class_weight[tile.vocab]
+        return None if self.class_weight is None else along(self.class_weight, tile.vocab)
 
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
@@ -128,7 +129,7 @@ class HeadPass:
             self._held = self.project(x, tile)
             part = logits_stats(
                 logits=self._held,
-                target=target[tile.rows],
+                target=along(target, tile.rows),
                 options=self.options,
                 outputs=outputs,
                 vocab_start=tile.vocab.start,
@@ -155,8 +156,8 @@ class HeadPass:
             self._held = None
             dz = logits_grad_(
                 logits=logits,
-                target=target[tile.rows],
-                cotangents=cotangents.at(tile.rows),
+                target=along(target, tile.rows),
+                cotangents=cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows),
                 options=self.options,
                 vocab_size=self.vocab_size,
                 vocab_start=tile.vocab.start,
@@ -164,8 +165,8 @@ class HeadPass:
             )
             if dx is not None:
                 last_slice = tile.vocab.stop == self.vocab_size
-                accumulate(dx[tile.rows], dz, self.head.weight[tile.vocab], first=last_slice)
-            grads.add(tile.vocab, dz, x[tile.rows], first=tile.rows.stop == x.shape[0])
+                accumulate(along(dx, tile.rows), dz, along(self.head.weight, tile.vocab), first=last_slice)
+            grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
         grads.close_pack(dx, pack_rows)
 
     def backward_from(self, x: Tensor, dz: Tensor, grads: HeadGradients, pack_rows: slice) -> None:
@@ -205,7 +206,7 @@ class HeadGradients:
         self._input = self._weight = self._bias = None
         if needs.input:
             # Every row is written exactly once, but for the ignored ones.
-            create = torch.empty if layout.rows is None and n_contributions else torch.zeros
+            create = torch.empty if layout.n_valid == input.shape[0] and n_contributions else torch.zeros
             self._input = create(input.shape, dtype=wide if self._half else input.dtype, device=input.device)
         if needs.weight:
             direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
@@ -232,15 +233,15 @@ class HeadGradients:
             return None
         dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
         if self._layout.rows is None and dtype == self._input.dtype:
-            return self._input[pack_rows]
+            return along(self._input, pack_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
         """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
         if self._weight is not None:
-            accumulate(self._weight[vocab], dz.t(), x, first=first and self._nothing_yet)
+            accumulate(along(self._weight, vocab), dz.t(), x, first=first and self._nothing_yet)
         if self._bias is not None:
-            self._bias[vocab] += _column_sums(dz, self._wide)
+            along(self._bias, vocab).add_(_column_sums(dz, self._wide))
 
     @property
     def accumulates(self) -> bool:
@@ -262,7 +263,7 @@ class HeadGradients:
         if self._input is None or dx is None:
             return
         if self._layout.rows is not None:
-            self._input.index_copy_(0, self._layout.rows[pack_rows], dx.to(self._input.dtype))
+            self._input.index_copy_(0, along(self._layout.rows, pack_rows), dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
             self._input[pack_rows] = dx
 

@@ -146,6 +146,8 @@ def rehearse_fused(
     vocab_size = projection.head.weight.shape[0]
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype, layout.n_valid)
     cut = packs(layout, vocab_size, elements, whole_batch)
+    if len(cut) > 1:
+        layout = layout.by_group()
     tiles_of = [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut]
     numbers = _numbers(layout)
     head_pass = projection.open(options)

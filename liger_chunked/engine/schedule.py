@@ -11,6 +11,7 @@ the vocabulary first: then each slice of the weight gradient is one product, wri
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -39,6 +40,11 @@ class Tile(NamedTuple):
     vocab: slice
 
 
+def along(x: Tensor, part: slice) -> Tensor:
+    """`x[part]`; `x` itself where that is all of it, as a view takes the host longer than some kernels run."""
+    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
+
+
 class Pack(NamedTuple):
     """Consecutive groups that the objective sees together; `rows` counts the batch's tokens in computing order."""
 
@@ -51,16 +57,18 @@ class Layout:
     """Where each token of a batch stands.
 
     Dense tensors of one value a token are laid out group first: (N,) for tokens, (B, 1, T) for sequences, (n, 2, T) for
-    pairs, axis 1 being chosen and rejected. Computation goes over the valid tokens of that order.
+    pairs, axis 1 being chosen and rejected. Computation goes over the valid tokens in the order of the input, or of the
+    groups: a batch of several packs needs the latter (`by_group`), which are the same but where pairs are stacked.
     """
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,) int64
     rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all of them, in order
-    slots: Tensor | None  # (n_valid,) position of each valid token in the flattened dense layout; None: likewise
+    slots: Tensor | None  # (n_valid,) its position in the flattened dense layout, in computing order; None: likewise
     mask: Tensor  # dense, True at the valid tokens
     lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None where every token is a group
     group_lengths: Sequence[int] | None  # their sum over each group, as the host knows it; None likewise
+    stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
 
     @property
     def n_valid(self) -> int:
@@ -76,7 +84,7 @@ class Layout:
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
         """The hidden states (len, H) of `rows`, from the flattened input (N, H)."""
-        return input[rows] if self.rows is None else input.index_select(0, self.rows[rows])
+        return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def dense(self, values: Tensor, pack: Pack) -> Tensor:
         """One value a token of `pack`, in computing order, to the dense layout of its groups; zero elsewhere.
@@ -87,20 +95,38 @@ class Layout:
         if self.group_lengths is None:
             return values
         n_groups = pack.groups.stop - pack.groups.start
-        size = n_groups * self.tokens_per_group
-        shape = (n_groups, *self.shape[1:])
         if self.slots is None:
-            return values.view(shape)
-        slots = self.slots[pack.rows]
+            return self._unflatten(values, n_groups)
+        slots = along(self.slots, pack.rows)
         if pack.groups.start:
             slots = slots - pack.groups.start * self.tokens_per_group
-        return values.new_zeros(size).scatter(0, slots, values).view(shape)
+        return self._unflatten(values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values), n_groups)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """One value for every valid token to the dense layout of the whole batch, `fill` elsewhere."""
-        if self.slots is None:
-            return values.view(self.shape)
-        return values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values).view(self.shape)
+        if self.slots is not None:
+            values = values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values)
+        return self._unflatten(values, self.shape[0])
+
+    def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
+        """The groups of a flattened dense tensor: (n_groups, ...)."""
+        if self.stacked:
+            return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
+        return flat.view(n_groups, *self.shape[1:])
+
+    def by_group(self) -> Layout:
+        """The same batch with the tokens of each group beside one another."""
+        if not self.stacked:
+            return self
+        n_positions = self.mask.numel()
+        # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
+        rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
+        slots, target = None, self.target
+        if self.slots is not None:
+            slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
+            rows = rows[slots]
+            target = target.new_zeros(n_positions).scatter(0, self.slots, target)
+        return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
         """The statistics of every valid token to the dense layout, an argmax of -1 and zeros elsewhere."""
@@ -133,49 +159,38 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     Raises:
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
     """
-    if group == "pair":
-        # Chosen sequences, then rejected ones, to (pair, chosen or rejected, T).
-        n_pairs = target.shape[0] // 2
-        shape: tuple[int, ...] = (n_pairs, 2, target.shape[1])
-        dense = target.reshape(2, *shape[::2]).transpose(0, 1).contiguous()
-    elif group == "sequence":
-        shape = (target.shape[0], 1, target.shape[1])
-        dense = target.reshape(shape).contiguous()
+    flat = target.reshape(-1)
+    flat_mask = flat != ignore_index
+    if group == "token":
+        mask, lengths = flat_mask, flat_mask.sum()
     else:
-        shape = (target.numel(),)
-        dense = target.reshape(shape).contiguous()
+        per_group = 2 if group == "pair" else 1
+        sequences = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1])
+        mask, lengths = sequences.transpose(0, 1), sequences.sum(-1)
 
-    mask = dense != ignore_index
-    lengths = mask.sum(-1)
-    flat, flat_mask = dense.view(-1), mask.view(-1)
-    if flat.numel() == 0:
-        return Layout(shape, flat, None, None, mask, *((None, None) if group == "token" else (lengths, [0] * shape[0])))
-
-    lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
-    *counts, low, high = torch.cat([lengths.view(-1), lowest[None], highest[None]]).tolist()
+    counts, low, high = [0] * lengths.numel(), 0, 0
+    if flat.numel():
+        lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
+        *counts, low, high = torch.cat([lengths.view(-1), lowest[None], highest[None]]).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
             f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
         )
 
-    n_valid = sum(counts)
-    if n_valid == flat.numel():
-        slots, valid = None, flat
-    else:
-        slots = torch.nonzero_static(flat_mask, size=n_valid).view(-1)
-        valid = flat[slots]
-    rows = slots
-    if group == "pair" and shape[0] > 1:
-        # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
-        rows = torch.arange(flat.numel(), device=target.device).view(2, *shape[::2]).transpose(0, 1).reshape(-1)
-        rows = rows if slots is None else rows[slots]
-    if group == "token":
-        return Layout(shape, valid, rows, slots, mask, None, None)
-    group_lengths = (
-        counts if group == "sequence" else [sum(pair) for pair in zip(counts[::2], counts[1::2], strict=True)]
+    n_valid, n_groups = sum(counts), mask.shape[0]
+    slots = None if n_valid == flat.numel() else torch.nonzero_static(flat_mask, size=n_valid).view(-1)
+    return Layout(
+        shape=mask.shape,
+        target=flat if slots is None else flat[slots],
+        rows=slots,
+        slots=slots,
+        mask=mask,
+        lengths=None if group == "token" else lengths.t(),
+        # Of a pair the two sequences stand n_groups apart.
+        group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
+        stacked=group == "pair" and n_groups > 1,
     )
-    return Layout(shape, valid, rows, slots, mask, lengths, group_lengths)
 
 
 def budget_elements(
