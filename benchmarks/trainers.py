@@ -107,7 +107,7 @@ def labelled(data: Completions, policy: PreTrainedModel) -> Batch:
     return {**batch, **{f"KL_{name}": x for name, x in batch.items()}, "KL_input_ids": mismatched, "label": label}
 
 
-def apart(data: Completions, policy: PreTrainedModel) -> Batch:
+def sides(data: Completions, policy: PreTrainedModel) -> Batch:
     """For ORPO and CPO: chosen and rejected in tensors of their own."""
     fields = {"input_ids": data.ids, "attention_mask": data.everywhere, "labels": data.labels}
     halves = {name: x.chunk(2) for name, x in fields.items()}
@@ -119,9 +119,9 @@ def messages(data: Completions, policy: PreTrainedModel) -> Batch:
 
 
 def rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
-    sides = {"prompt": slice(data.n_prompt), "completion": slice(data.n_prompt, None)}
-    ids = {f"{name}_ids": data.ids[:, side] for name, side in sides.items()}
-    masks = {f"{name}_mask": data.everywhere[:, side] for name, side in sides.items()}
+    halves = {"prompt": slice(data.n_prompt), "completion": slice(data.n_prompt, None)}
+    ids = {f"{name}_ids": data.ids[:, half] for name, half in halves.items()}
+    masks = {f"{name}_mask": data.everywhere[:, half] for name, half in halves.items()}
     return {**ids, **masks, "num_items_in_batch": data.mask.sum()}
 
 
@@ -199,12 +199,12 @@ KINDS = {
         _LABELLED,
         reference,
     ),
-    "ORPO": Kind(ORPOTrainer, integration.LigerORPOTrainer, ORPOConfig, apart, _PAIRS, settings=_KEEP),
+    "ORPO": Kind(ORPOTrainer, integration.LigerORPOTrainer, ORPOConfig, sides, _PAIRS, settings=_KEEP),
     "SimPO": Kind(
         CPOTrainer,
         integration.LigerCPOTrainer,
         CPOConfig,
-        apart,
+        sides,
         _PAIRS,
         settings={**_KEEP, "loss_type": "simpo", "cpo_alpha": 0.0},
     ),
@@ -240,7 +240,7 @@ KINDS = {
     ),
 }
 SHAPES = [f"{name}:{model}:{kind.sequences}:2048" for model in MODELS for name, kind in KINDS.items()]
-LONGEST = [f"{name}:{model}:2:2048" for model in MODELS for name in KINDS]
+LONGEST = [f"{name}:{MODELS[0]}:2:2048" for name in KINDS]
 SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "tiny-qwen2"] * len(KINDS), strict=False)]
 
 # The class of a kind that a contender trains with, and who puts kernels into its models.
