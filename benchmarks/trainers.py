@@ -29,6 +29,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO, CPO and GKD: the
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, disable_progress_bars
+from datasets.table import InMemoryTable
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
@@ -261,6 +262,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_, chat_template=chat, **special)
 
 
+def dataset(rows: list[Batch]) -> Dataset:
+    # With a fingerprint: to compute one takes pyarrow apart, and fails, where it is not installed but on PYTHONPATH.
+    return Dataset(InMemoryTable.from_pylist(rows), fingerprint="benchmark")
+
+
 def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batch, folder: str, n: int) -> Any:
     """A trainer, ready to step as after `train()` has begun."""
     batch_size = {"per_device_train_batch_size": n}
@@ -281,7 +287,7 @@ def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batc
             **kind.settings,
         ),
         processing_class=tokenizer(),
-        train_dataset=Dataset.from_list((kind.rows * n)[:n]),
+        train_dataset=dataset((kind.rows * n)[:n]),
         **others,
     )
     trainer._prepare_inputs = lambda inputs: inputs  # they are, where others would be generated
