@@ -213,7 +213,8 @@ def _step_cell(row: dict[str, Any] | None) -> str:
 def _longest_cell(row: dict[str, Any] | None) -> str:
     if row is None or row["failure"]:
         return _absent_cell(row)
-    return f"{row['length']}{'' if row['too_long'] else ' or more'}"
+    beyond = f", about {row['extrapolated']} expected" if row["extrapolated"] else ""
+    return f"{row['length']}" if row["too_long"] else f"{row['length']} or more{beyond}"
 
 
 def peak_gib(row: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,10 +98,12 @@ class LongestRow(Row):
 
     - `length`: of each sequence of the batch, in tokens; 0: none fits
     - `too_long`: None where the time was over before one did not fit
+    - `extrapolated`: then, where the line through the last two peaks reaches the card's memory
     """
 
     length: int | None = None
     too_long: int | None = None
+    extrapolated: int | None = None
 
     def fill(self, step_of: Callable[[int], TrainingStep], start: int, grid: int, seconds: float) -> None:
         """Search; `step_of(n)` is a step on sequences of n tokens.
@@ -120,10 +122,18 @@ class LongestRow(Row):
             print(f"    {n}: {note}, {time.perf_counter() - begin:.1f} s", flush=True)
             return peak
 
-        self.length, self.too_long, self.mib = longest(peak_at, start, grid, capacity, seconds)
+        peak_at(start)  # compiles kernels, which says nothing about the time of the next
+        found = longest(peak_at, start, grid, capacity, seconds)
+        self.length, self.too_long = found.fits, found.too_long
+        if found.peaks:
+            self.mib = found.peaks[-1][1]
+        if found.too_long is None and (limit := length_at(found.peaks, capacity)):
+            self.extrapolated = int(limit) // grid * grid
 
     def measured(self, first: LongestRow) -> str:
         end = "the time was over" if self.too_long is None else f"{self.too_long} does not fit"
+        if self.extrapolated is not None:
+            end += f"; the line through its peaks ends at {self.extrapolated}"
         peak = "" if self.mib is None else f" at {self.mib / 1024:.1f} GiB"
         return f"{self.length} tokens{peak}; {end}"
 
@@ -144,10 +154,19 @@ def peak_of(step: TrainingStep) -> float | None:
     return peak
 
 
-def longest(
-    peak_at: Callable[[int], float | None], start: int, grid: int, capacity: float, seconds: float
-) -> tuple[int, int | None, float | None]:
-    """The largest multiple of `grid` that fits, the smallest that is known not to, and the peak at the former.
+Peaks = list[tuple[int, float]]
+
+
+class Search(NamedTuple):
+    """The largest length that fits, the smallest known not to, and the peaks of those that fit, as they came."""
+
+    fits: int
+    too_long: int | None
+    peaks: Peaks
+
+
+def longest(peak_at: Callable[[int], float | None], start: int, grid: int, capacity: float, seconds: float) -> Search:
+    """Search the largest multiple of `grid` that fits.
 
     Doubles until one does not fit, then divides what is between; where the line through the last two peaks meets
     `capacity` in there, it tries that instead: memory is almost linear in the tokens.
@@ -155,15 +174,15 @@ def longest(
     Args:
         peak_at: the peak at a length; None where it does not fit.
         start: the first length, a multiple of `grid`.
-        seconds: after which no trial is begun; one is taken to be quadratic in its length.
+        seconds: after which no trial is begun; one is taken to grow as its length to the power of 1.5, as attention is
+            quadratic in it and the rest linear.
 
-    >>> longest(lambda n: 10 + 2 * n if n <= 45 else None, start=4, grid=4, capacity=100, seconds=60)
-    (44, 48, 98)
+    >>> longest(lambda n: 10 + 2 * n if n <= 45 else None, start=4, grid=4, capacity=100, seconds=60)[:2]
+    (44, 48)
     """
     end = time.perf_counter() + seconds
-    fits, too_long = 0, None
-    peaks: list[tuple[int, float]] = []
-    n = start
+    fits, too_long, n = 0, None, start
+    peaks: Peaks = []
     while True:
         begin = time.perf_counter()
         peak = peak_at(n)
@@ -175,22 +194,26 @@ def longest(
             peaks.append((n, peak))
         if too_long is not None and too_long - fits <= grid:
             break
-        last, n = n, _next(fits, too_long, grid, peaks, capacity)
-        if now + (now - begin) * (n / last) ** 2 > end:
+        last, n = n, _next(fits, too_long, grid, length_at(peaks, capacity))
+        if now + (now - begin) * (n / last) ** 1.5 > end:
             break
-    return fits, too_long, peaks[-1][1] if peaks else None
+    return Search(fits, too_long, peaks)
 
 
-def _next(fits: int, too_long: int | None, grid: int, peaks: list[tuple[int, float]], capacity: float) -> int:
-    """A length above `fits`, and below `too_long` if there is one."""
-    at_capacity = None
-    if len(peaks) > 1 and peaks[-1][1] > peaks[-2][1]:
-        (n0, y0), (n1, y1) = peaks[-2:]
-        at_capacity = n1 + (capacity - y1) * (n1 - n0) / (y1 - y0)
+def length_at(peaks: Peaks, capacity: float) -> float | None:
+    """Where the line through the last two peaks meets `capacity`; None where there is no such line."""
+    if len(peaks) < 2 or peaks[-1][1] <= peaks[-2][1]:
+        return None
+    (n0, y0), (n1, y1) = peaks[-2:]
+    return n1 + (capacity - y1) * (n1 - n0) / (y1 - y0)
+
+
+def _next(fits: int, too_long: int | None, grid: int, limit: float | None) -> int:
+    """A length above `fits`, and below `too_long` if there is one: near `limit` if that is in between."""
     upper = 2 * fits if too_long is None else too_long - grid
-    guess = (fits + too_long) / 2 if too_long is not None else upper
-    if at_capacity is not None and fits - grid < at_capacity < upper + grid:
-        guess = at_capacity
+    guess: float = upper if too_long is None else (fits + too_long) / 2
+    if limit is not None and fits - grid < limit < upper + grid:
+        guess = limit
     return min(max(int(guess) // grid * grid, fits + grid), upper)
 
 

@@ -241,14 +241,15 @@ def test_longest(limit: int, capacity: float) -> None:
         tried.append(n)
         return 10 + 2 * n if n <= limit else None
 
-    fits, too_long, peak = steps.longest(peak_at, 8, 4, capacity, seconds=60)
+    fits, too_long, peaks = steps.longest(peak_at, 8, 4, capacity, seconds=60)
     assert (fits, too_long) == (limit // 4 * 4, limit // 4 * 4 + 4)
-    assert peak == (10 + 2 * fits if fits else None)
-    assert len(tried) == len(set(tried)) <= 18
+    assert peaks[-1:] == ([(fits, 10 + 2 * fits)] if fits else [])
+    assert len(tried) == len(set(tried)) <= 20, "none twice, and not many more than doubling and halving take"
 
 
 def test_longest_stops_in_time() -> None:
-    assert steps.longest(lambda n: float(n), 8, 4, 1e9, seconds=0.0) == (8, None, 8.0)
+    assert steps.longest(lambda n: 2.0 * n, 8, 4, 1e9, seconds=0.0) == (8, None, [(8, 16.0)])
+    assert steps.length_at([(4, 8.0), (8, 16.0)], 40.0) == 20.0
 
 
 def test_out_of_memory_is_a_row(tmp_path: Path) -> None:
