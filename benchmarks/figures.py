@@ -352,7 +352,7 @@ def draw_steps(run: Run, title: str) -> Figure:
                 memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
     speed.set_yticks(range(len(tasks)), [task.rpartition(" ")[0] + "\n" + task.rpartition(" ")[2] for task in tasks])
     speed.invert_yaxis()
-    for axes, what in ((speed, "tokens a second"), (memory, "peak memory, GiB; pale: between steps")):
+    for axes, what in ((speed, "tokens a second; bars: of the fastest"), (memory, "peak memory, GiB; pale: between steps")):
         axes.set_title(what)
         axes.set_xticks([])
         axes.margins(x=0.16, y=0.01)
