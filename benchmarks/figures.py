@@ -352,8 +352,9 @@ def draw_steps(run: Run, title: str) -> Figure:
                 memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
     speed.set_yticks(range(len(tasks)), [task.rpartition(" ")[0] + "\n" + task.rpartition(" ")[2] for task in tasks])
     speed.invert_yaxis()
-    for axes, what in ((speed, "tokens a second; bars: of the fastest"), (memory, "peak memory, GiB; pale: between steps")):
-        axes.set_title(what)
+    speed.set_title("tokens a second; bars: of the fastest")
+    memory.set_title("peak memory, GiB; pale: between steps")
+    for axes in (speed, memory):
         axes.set_xticks([])
         axes.margins(x=0.16, y=0.01)
         axes.tick_params(length=0)

@@ -257,7 +257,7 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
 
 
 class Table:
-    """The rows of one benchmark, printed as they come and written as JSON task by task."""
+    """The rows of one benchmark, printed and written as JSON as they come."""
 
     def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
         """`whole`: at the default shapes; unless `args` filters, figures then take this run."""

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.harness import DEVICE, DTYPE, Skipped
 from liger_chunked import apply_liger_kernel, revert_liger_kernel
 
-# transformers has another name for it since 5.20; both know the old one.
+# transformers has got another name for it, but every version we run on knows the old one.
 warnings.filterwarnings("ignore", r".*gradient_checkpointing.* is deprecated and will be removed in v6", FutureWarning)
 
 _LLAMA_3: dict[str, Any] = {
