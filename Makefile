@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test lint demo bench figures gpu clean
+.PHONY: test lint demo bench bench-models figures gpu clean
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not gpu"
@@ -32,6 +32,11 @@ bench:
 	$(PYTHON) -m benchmarks.distillation $(BENCH)
 	$(PYTHON) -m benchmarks.policy $(BENCH)
 	$(PYTHON) -m benchmarks.base_kernels $(BENCH)
+
+# Whole training steps; needs transformers and trl.
+bench-models:
+	$(PYTHON) -m benchmarks.sft $(BENCH)
+	$(PYTHON) -m benchmarks.trainers $(BENCH)
 
 # Needs matplotlib.
 figures:

@@ -24,13 +24,27 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from benchmarks import curves
 from benchmarks.curves import BFLOAT16, BOUND, FLOAT32, FUSED, NUDGED, STOCK, Convergence
 from benchmarks.harness import OURS, RESULTS
-from benchmarks.report import FAMILIES, Run, markdown, name_and_shape, newest, newest_file
+from benchmarks.report import (
+    FAMILIES,
+    STEPS,
+    Run,
+    contenders,
+    longest_markdown,
+    markdown,
+    name_and_shape,
+    newest,
+    newest_file,
+    peak_gib,
+    steps_markdown,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLOOR, SCALING, CONVERGENCE = "benchmarks-floor.svg", "benchmarks-scaling.svg", "convergence.svg"
+STEP_FIGURES = {family: f"benchmarks-{family}.svg" for family in STEPS}
 ALTERNATIVES = {
     FLOOR: "Time of every task over the time of its matrix products",
     SCALING: "Time and memory of the cross entropy against tokens and vocabulary",
+    **{STEP_FIGURES[family]: f"{title}: tokens a second, and memory" for family, title in STEPS.items()},
     CONVERGENCE: "Loss of fused and of stock training, step by step, and their difference, for four families",
 }
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -65,6 +79,8 @@ class Look:
 
 LOOKS = {
     "liger_chunked": Look("liger_chunked", "#0072B2", "o"),
+    "stock": Look("stock", "#555555", "s"),
+    "liger-kernel layers": Look("stock, Liger's layers", "#D55E00", "^"),
     "liger_chunked, 2048-token chunks": Look("2048-token chunks", "#0072B2", "o", filled=False),
     "liger_chunked.linear_token_stats, 256 MiB": Look("token stats", "#0072B2", "o", filled=False),
     "eager": Look("eager", "#555555", "s"),
@@ -302,6 +318,58 @@ def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, s
         )
 
 
+# ---- whole training steps
+
+_BAR = 0.8  # of the lane of a task, shared by its contenders
+
+
+def draw_steps(run: Run, title: str) -> Figure:
+    """A lane a task, a bar a contender: speed over that of the task's fastest, and the peak."""
+    names, tasks = contenders(run), list(run.tasks)
+    height = 1.1 + 0.2 * len(tasks) * (len(names) + 1)
+    figure = Figure(figsize=(WIDTH, height))
+    edges = {"left": 0.27, "right": 0.95, "top": 1 - 0.75 / height, "bottom": 0.15 / height, "wspace": 0.28}
+    speed, memory = figure.subplots(1, 2, sharey=True, gridspec_kw=edges)
+    thick = _BAR / len(names)
+    for lane, task in enumerate(tasks):
+        measured = run.measured(task)
+        fastest = max((row["tokens_per_s"] for row in measured.values()), default=None)
+        for i, name in enumerate(names):
+            y, look = lane - _BAR / 2 + (i + 0.5) * thick, LOOKS[name]
+            row = measured.get(name)
+            if row is None:
+                failure = run.cells[task][name]["failure"] if name in run.cells[task] else ""
+                speed.annotate(failure.partition(":")[0], (0, y), (3, 0), **_IN_POINTS, color=look.colour)
+                continue
+            bar: dict[str, Any] = {"height": 0.9 * thick, "color": look.colour}
+            share = row["tokens_per_s"] / fastest
+            speed.barh(y, share, **bar)
+            speed.annotate(f"{row['tokens_per_s']:.0f}", (share, y), (3, 0), **_IN_POINTS)
+            if row["mib"] is not None:
+                resident, peak = row["resident_mib"] / 1024, peak_gib(row)
+                memory.barh(y, resident, alpha=0.35, **bar)
+                memory.barh(y, peak - resident, left=resident, **bar)
+                memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
+    speed.set_yticks(range(len(tasks)), [task.rpartition(" ")[0] + "\n" + task.rpartition(" ")[2] for task in tasks])
+    speed.invert_yaxis()
+    speed.set_title("tokens a second; bars: of the fastest")
+    memory.set_title("peak memory, GiB; pale: between steps")
+    for axes in (speed, memory):
+        axes.set_xticks([])
+        axes.margins(x=0.16, y=0.01)
+        axes.tick_params(length=0)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.text(0.012, 1 - 0.1 / height, title, **TITLE)
+    figure.text(0.012, 1 - 0.34 / height, run.title, color=SECOND, va="top")
+    for i, name in enumerate(reversed(names)):
+        place = (0.95 - 0.19 * i, 1 - 0.34 / height)
+        figure.text(*place, LOOKS[name].label, color=LOOKS[name].colour, ha="right", va="top", weight="bold")
+    return figure
+
+
+_IN_POINTS: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+
+
 # ---- loss curves, fused and stock
 
 _STOCK, _BFLOAT16 = "#E69F00", "#AA4488"
@@ -368,6 +436,11 @@ def _name_lines(above: Axes, below: Axes) -> None:
 
 # ---- the pages
 
+STEP_NOTE = (
+    "Forward, backward and AdamW. A cell is *tokens a second · peak GiB · GiB above what is there between steps*; "
+    "*over* another is the ratio of speeds, more is better, and of the memory above, less is better."
+)
+
 
 def write_between(path: Path, text: str) -> None:
     """Replace what is between the markers of a page.
@@ -396,6 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     args = parse.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = {family: run for family in FAMILIES if (run := newest(args.results, family))}
+    steps = {family: run for family in STEPS if (run := newest(args.results, family))}
     sweep = newest(args.results, "sweep")
     path = newest_file(args.results, "convergence")
     convergence = curves.load(path) if path else None
@@ -405,15 +479,23 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             figures[FLOOR] = draw_floor(runs)
         if sweep:
             figures[SCALING] = draw_scaling(sweep)
+        for family, run in steps.items():
+            figures[STEP_FIGURES[family]] = draw_steps(run, STEPS[family])
         if convergence:
             figures[CONVERGENCE] = draw_convergence(convergence)
         for name, figure in figures.items():
             figure.savefig(args.out / name, facecolor="white", metadata={"Date": None})
             print(f"drew {args.out / name}")
     drawn = {name: args.out / name for name in figures}
-    measured = [path for name, path in drawn.items() if name != CONVERGENCE]
     if args.table:
-        write_between(args.table, "\n\n".join([*drawn_as_markdown(measured, args.table.parent), markdown(runs)]))
+        losses = [drawn[name] for name in (FLOOR, SCALING) if name in drawn]
+        parts = [*drawn_as_markdown(losses, args.table.parent), markdown(runs)]
+        for family, run in steps.items():
+            figure = drawn_as_markdown([drawn[STEP_FIGURES[family]]], args.table.parent)
+            parts += [f"## {STEPS[family]}", STEP_NOTE, *figure, steps_markdown(run)]
+            if longest := newest(args.results, f"{family}_longest"):
+                parts += ["The longest sequences that fit, in tokens:", longest_markdown(longest)]
+        write_between(args.table, "\n\n".join(parts))
         print(f"wrote {args.table}")
     if args.convergence and convergence:
         shown = drawn_as_markdown([drawn[CONVERGENCE]], args.convergence.parent)

@@ -1,6 +1,6 @@
 """What every benchmark shares: a clock, a scale for memory, the GEMM floor, float64 error, and a table kept as JSON.
 
-A row is one contender at one task, forward and backward:
+A row is one contender at one task. Of a loss or a kernel, forward and backward:
 
     ms        median of CUDA-event times after warm-up
     x floor   ms over the time that the task's matrix products alone take, through cuBLAS, one after the other for a
@@ -8,8 +8,8 @@ A row is one contender at one task, forward and backward:
     MiB       most memory above the inputs, gradients included
     err       norm of the difference to float64 over the norm of float64, of each gradient
 
-A task starts with eager code, whose errors the others' are compared with. Ratios count within one run; absolute times
-drift with the card's clocks.
+A task starts with eager code, whose errors the others' are compared with. `steps.py` has the rows of whole training
+steps. Ratios count within one run; absolute times drift with the card's clocks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 RESULTS = Path(__file__).parent / "results"
 OURS = "liger_chunked"
 BASELINE = "eager"
+STOCK = "stock"  # a model or a trainer as its library builds it
 
 Loss = Callable[..., Tensor]
 # A contender imports what it needs when its turn comes, so that a peer may be missing.
@@ -43,6 +45,13 @@ Contenders = Mapping[str, Callable[[], Loss]]
 
 class Skipped(Exception):
     """Why a contender is not measured here."""
+
+
+def is_out_of_memory(failure: Exception) -> bool:
+    """Whether the device had no room: torch, cuBLAS and Triton each say so in their own way."""
+    return isinstance(failure, torch.OutOfMemoryError) or (
+        isinstance(failure, RuntimeError) and ("out of memory" in str(failure) or "ALLOC_FAILED" in str(failure))
+    )
 
 
 def synchronize() -> None:
@@ -195,27 +204,43 @@ def environment(device: str = DEVICE) -> dict[str, object]:
 
 @dataclass
 class Row:
-    """One contender's measurements at one task; `failure` says why there are none, `seconds` what it all took."""
+    """One contender at one task; `failure` says why there are no measurements, `seconds` what it all took.
+
+    - `ms`: median time
+    - `mib`: most memory above what was there before; None on a CPU
+    """
 
     task: str
     name: str
     ms: float | None = None
-    times_floor: float | None = None
     mib: float | None = None
-    errors: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
     seconds: float = 0.0
 
-    def line(self, baseline: Mapping[str, float]) -> str:
-        """For the screen; `baseline` has the errors of eager code."""
-        if self.failure:
-            return f"  {self.name:42s} {self.failure}"
+    def line(self, first: Row) -> str:
+        """For the screen; `first` is the first of the task that was measured, of the same kind."""
+        return f"  {self.name:42s} " + (self.failure or self.measured(first))
+
+    def measured(self, first: Any) -> str:
+        """The measurements."""
+        raise NotImplementedError
+
+
+@dataclass
+class LossRow(Row):
+    """Forward and backward of a loss or a kernel, over its floor; `errors` of the gradients."""
+
+    times_floor: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def measured(self, first: LossRow) -> str:
+        baseline = first.errors if first.name == BASELINE else {}
         errors = "".join(
             f"  {name} {value:.2e}" + (f" ({value / baseline[name]:.2f} x eager)" if name in baseline else "")
             for name, value in self.errors.items()
         )
         memory = "" if self.mib is None else f"  {self.mib:8.0f} MiB"
-        return f"  {self.name:42s} {self.ms:9.3f} ms  x{self.times_floor:.3f}{memory}{errors}"
+        return f"{self.ms:9.3f} ms  x{self.times_floor:.3f}{memory}{errors}"
 
 
 def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
@@ -232,7 +257,7 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
 
 
 class Table:
-    """The rows of one benchmark, printed as they come and written as JSON task by task."""
+    """The rows of one benchmark, printed and written as JSON as they come."""
 
     def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
         """`whole`: at the default shapes; unless `args` filters, figures then take this run."""
@@ -272,65 +297,71 @@ class Table:
             expected: computes the gradients in float64; None where nobody asks for them.
             graph: time the step as a CUDA graph, without its launches.
         """
-        wanted = {name: build for name, build in contenders.items() if self._wants(name)}
-        if not wanted or self.args.task not in task:
+        if not self._wanted(task, contenders):
             return
-        self.tasks[task] = {"floor_ms": floor_ms, **shape}
-        print(f"\n{task}: floor {floor_ms:.2f} ms", flush=True)
         gradients = None if expected is None or self.args.no_errors else expected()
-        baseline: dict[str, float] = {}
-        for name, build in wanted.items():
-            row = self._row(Row(task, name), build, floor_ms, inputs, leaves, gradients, graph)
-            if name == BASELINE:
-                baseline = row.errors
-            self.rows.append(row)
-            print(row.line(baseline), flush=True)
-        self.save()
 
-    def _wants(self, name: str) -> bool:
-        return name.startswith(OURS) if self.args.only == "ours" else self.args.only in name
+        def filled_by(build: Callable[[], Loss]) -> Callable[[LossRow], None]:
+            return lambda row: _fill(row, build, floor_ms, inputs, leaves, gradients, graph)
 
-    def _row(
+        fills = {name: filled_by(build) for name, build in contenders.items()}
+        self.compare(task, {"floor_ms": floor_ms, **shape}, fills, LossRow, f"floor {floor_ms:.2f} ms")
+
+    def compare(
         self,
-        row: Row,
-        build: Callable[[], Loss],
-        floor_ms: float,
-        inputs: Sequence[Tensor],
-        leaves: Mapping[str, Tensor],
-        expected: Mapping[str, Tensor] | None,
-        graph: bool,
-    ) -> Row:
-        is_peer = not row.name.startswith((OURS, BASELINE))
+        task: str,
+        facts: Mapping[str, float | str],
+        fills: Mapping[str, Callable[[Any], None]],
+        kind: type[Row],
+        note: str = "",
+    ) -> None:
+        """A row for every contender that is wanted.
+
+        Args:
+            task: what is done.
+            facts: what whoever draws must know of it.
+            fills: by contender, in the order of running, what measures it and writes into its row; an exception is
+                the row's failure.
+            kind: of the rows.
+            note: for the screen.
+        """
+        wanted = self._wanted(task, fills)
+        if not wanted:
+            return
+        self.tasks[task] = dict(facts)
+        print(f"\n{task}{note and ': '}{note}", flush=True)
+        first = None
+        for name in wanted:
+            row = kind(task, name)
+            self._measure(row, fills[name])
+            if first is None and row.failure is None:
+                first = row
+            self.rows.append(row)
+            print(row.line(first or row), flush=True)
+            self.save()
+
+    def _wanted(self, task: str, names: Iterable[str]) -> list[str]:
+        """Those of the contenders that the command line asks for."""
+        only = self.args.only
+        names = [name for name in names if (name.startswith(OURS) if only == "ours" else only in name)]
+        return names if self.args.task in task else []
+
+    def _measure(self, row: Row, fill: Callable[[Any], None]) -> None:
+        is_peer = not row.name.startswith((OURS, BASELINE, STOCK))
         begin = time.perf_counter()
         try:
             if is_peer and self.peer_seconds > self.args.peer_seconds:
                 raise Skipped(f"the peers' {self.args.peer_seconds:g} seconds are over")
-            loss = build()
-
-            def run() -> None:
-                for leaf in leaves.values():
-                    leaf.grad = None
-                loss(*inputs).backward()
-
-            run()
-            synchronize()
-            if expected is not None:
-                row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
-            row.mib = peak_mib(run, list(leaves.values()))
-            row.ms = round(step_ms(graphed(run) if graph else run), 4)
-            row.times_floor = round(row.ms / floor_ms, 4)
+            fill(row)
         except Skipped as skipped:
             row.failure = f"skipped: {skipped}"
         except Exception as failure:
-            reason = str(failure).strip().split("\n")[0][:160]
-            row.failure = f"failed: {type(failure).__name__}: {reason}"
-        for leaf in leaves.values():
-            leaf.grad = None
+            reason = f"failed: {type(failure).__name__}: {str(failure).strip().split(chr(10))[0][:160]}"
+            row.failure = "out of memory" if is_out_of_memory(failure) else reason
         self._clean_up(row)
         row.seconds = round(time.perf_counter() - begin, 2)
         if is_peer:
             self.peer_seconds += row.seconds
-        return row
 
     def _clean_up(self, row: Row) -> None:
         """Memory, and what torch.compile learnt: it would take the next shape for a dynamic one."""
@@ -368,6 +399,38 @@ class Table:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _fill(
+    row: LossRow,
+    build: Callable[[], Loss],
+    floor_ms: float,
+    inputs: Sequence[Tensor],
+    leaves: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor] | None,
+    graph: bool,
+) -> None:
+    """Measure one loss, see `Table.measure`."""
+
+    def forget() -> None:
+        for leaf in leaves.values():
+            leaf.grad = None
+
+    def run() -> None:
+        forget()
+        loss(*inputs).backward()
+
+    try:
+        loss = build()
+        run()
+        synchronize()
+        if expected is not None:
+            row.errors = {key: error(leaf.grad, expected[key]) for key, leaf in leaves.items()}
+        row.mib = peak_mib(run, list(leaves.values()))
+        row.ms = round(step_ms(graphed(run) if graph else run), 4)
+        row.times_floor = round(row.ms / floor_ms, 4)
+    finally:
+        forget()
 
 
 def new_file(folder: Path, stem: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BASELINE, OURS
+from benchmarks.harness import BASELINE, OURS, STOCK
 
 FAMILIES = {
     "cross_entropy": "Cross entropy",
@@ -16,6 +16,7 @@ FAMILIES = {
     "distillation": "Distillation",
     "policy": "Policy",
 }
+STEPS = {"sft": "SFT steps of Hugging Face models", "trainers": "Steps of TRL's trainers"}
 
 
 @dataclass(frozen=True)
@@ -148,3 +149,88 @@ def _cell(row: dict[str, Any] | None) -> str:
 def _error(row: dict[str, Any] | None, rows: dict[str, dict[str, Any]]) -> str:
     ratio = None if row is None or row["failure"] else over_eager(row, rows)
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+_STEP_COLUMNS = {
+    STOCK: "stock",
+    OURS: "liger_chunked",
+    "liger-kernel": "Liger-Kernel",
+    "liger-kernel layers": "stock, Liger-Kernel's layers",
+}
+
+
+def contenders(run: Run) -> list[str]:
+    """Those of whole steps that a run has, in the order of the columns."""
+    return [name for name in _STEP_COLUMNS if any(name in rows for rows in run.cells.values())]
+
+
+def steps_markdown(run: Run) -> str:
+    """A row a task: the steps of every contender, then ours over each of the others, and how far it is from stock."""
+    names = contenders(run)
+    others = [name for name in names if name != OURS]
+    columns = [_STEP_COLUMNS[name] for name in names] + [f"over {_STEP_COLUMNS[name]}" for name in others]
+    lines = [f"| task | {' | '.join(columns)} | loss, gradient apart |", "|---|" + "---|" * (len(columns) + 1)]
+    for task, rows in run.cells.items():
+        measured = run.measured(task)
+        cells = [_step_cell(rows.get(name)) for name in names]
+        cells += [_over(measured.get(OURS), measured.get(name)) for name in others]
+        cells.append(_apart(measured.get(OURS), measured.get(STOCK)))
+        lines.append(f"| {_spaced(task)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+
+
+def longest_markdown(run: Run) -> str:
+    """A row a task, a column a contender: tokens of the longest sequences that fit."""
+    names = contenders(run)
+    lines = [f"| task | {' | '.join(_STEP_COLUMNS[name] for name in names)} |", "|---|" + "---|" * len(names)]
+    for task, rows in run.cells.items():
+        lines.append(f"| {task} | {' | '.join(_longest_cell(rows.get(name)) for name in names)} |")
+    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+
+
+def _spaced(task: str) -> str:
+    """
+    >>> _spaced("DPO llama-3.2-1b 8x2048")
+    'DPO llama-3.2-1b 8 × 2048'
+    """
+    return re.sub(r"(?<=\d)x(?=\d+$)", " × ", task)
+
+
+def _absent_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return "out of memory" if row["failure"] == "out of memory" else "–"
+
+
+def _step_cell(row: dict[str, Any] | None) -> str:
+    """Tokens a second, peak, and what of it is there in a step alone, in GiB."""
+    if row is None or row["failure"]:
+        return _absent_cell(row)
+    memory = "" if row["mib"] is None else f" · {peak_gib(row):.1f} · {row['mib'] / 1024:.1f}"
+    return f"{row['tokens_per_s']:.0f}{memory}"
+
+
+def _longest_cell(row: dict[str, Any] | None) -> str:
+    if row is None or row["failure"]:
+        return _absent_cell(row)
+    beyond = f", about {row['extrapolated']} expected" if row["extrapolated"] else ""
+    return f"{row['length']}" if row["too_long"] else f"{row['length']} or more{beyond}"
+
+
+def peak_gib(row: dict[str, Any]) -> float:
+    return (row["mib"] + row["resident_mib"]) / 1024
+
+
+def _over(ours: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    """Ratio of speeds, and of memory that is there in a step alone."""
+    if ours is None or other is None:
+        return ""
+    memory = "" if ours["mib"] is None else f" · {ours['mib'] / other['mib']:.2f}"
+    return f"{ours['tokens_per_s'] / other['tokens_per_s']:.2f}{memory}"
+
+
+def _apart(row: dict[str, Any] | None, stock: dict[str, Any] | None) -> str:
+    """Relative differences of first losses and of the norms of their gradients."""
+    if row is None or stock is None:
+        return ""
+    return ", ".join(f"{abs(row[key] - stock[key]) / abs(stock[key]):.0e}" for key in ("loss", "grad_norm"))

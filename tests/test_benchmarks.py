@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, sweep
+from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, steps, sweep
 
 FAMILIES = {
     "cross_entropy": cross_entropy,
@@ -22,7 +22,12 @@ FAMILIES = {
     "sweep": sweep,
 }
 # Compiling takes seconds, and what a peer does here says nothing about us.
-pytestmark = [pytest.mark.ordinary_memory, pytest.mark.skipif(harness.DEVICE != "cpu", reason="measured by make bench")]
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    pytest.mark.skipif(harness.DEVICE != "cpu", reason="measured by make bench"),
+    # TRL and transformers on transformers.
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
 
 
 def run(family: str, out: Path, *arguments: str) -> dict:
@@ -163,7 +168,119 @@ def test_labels_do_not_overlap() -> None:
             assert heights[i] > heights[j] or starts[i] + widths[i] < starts[j], (i, j)
 
 
-@pytest.mark.parametrize("module", [figures, report])
+STEPS = {"sft": ["tiny-llama:1:16", "tiny-qwen2:1:16"], "trainers": ["KTO:tiny-qwen2:2:16", "GRPO:tiny-llama:2:16"]}
+
+
+@pytest.fixture(scope="module")
+def whole_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("trl")
+    from benchmarks import sft, trainers
+
+    folder = tmp_path_factory.mktemp("steps")
+    for module, shapes in ((sft, STEPS["sft"]), (trainers, STEPS["trainers"])):
+        module.main([*shapes, "--repeats", "1", "--out", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("family", STEPS)
+def test_steps_of_models(whole_steps: Path, family: str) -> None:
+    (path,) = whole_steps.glob(f"{family}-cpu-*.json")
+    content = json.loads(path.read_text())
+    assert len(content["tasks"]) == len(STEPS[family])
+    for task in content["tasks"]:
+        stock, ours, liger = (row for row in content["rows"] if row["task"] == task)
+        assert [stock["name"], ours["name"]] == [harness.STOCK, harness.OURS]
+        assert liger["failure"] == "skipped: Triton kernels on a GPU alone"
+        assert stock["failure"] is None and ours["failure"] is None, (stock, ours)
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+        for row in (stock, ours):
+            assert row["tokens_per_s"] == pytest.approx(1e3 * tokens(task) / row["ms"], rel=1e-2)
+
+
+def tokens(task: str) -> int:
+    n, length = task.rpartition(" ")[2].split("x")
+    return int(n) * int(length)
+
+
+def test_the_shapes_are_those_of_the_models() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import models
+
+    billions = {"llama-3-8b": 8.03, "llama-3.2-1b": 1.236, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544}
+    for name, expected in billions.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "DEVICE", "meta")
+            model = models.build(name, checkpointing=False)
+        assert model.num_parameters() / 1e9 == pytest.approx(expected, rel=1e-3), name
+
+
+def test_a_step_leaves_the_weights() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    before = weight.detach().clone()
+
+    def backward() -> torch.Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    step = steps.TrainingStep(backward, torch.optim.AdamW([weight], lr=0.0))
+    loss, norm = step.first()
+    step()
+    assert loss == pytest.approx(before.square().sum().item())
+    assert norm == pytest.approx(2 * before.norm().item())
+    assert torch.equal(weight, before) and weight.grad is None
+
+
+@pytest.mark.parametrize("limit", [0, 5, 12, 83, 84, 1000])
+@pytest.mark.parametrize("capacity", [50.0, 180.0, 900.0])  # also far from what really fits
+def test_longest(limit: int, capacity: float) -> None:
+    tried = []
+
+    def peak_at(n: int) -> float | None:
+        tried.append(n)
+        return 10 + 2 * n if n <= limit else None
+
+    fits, too_long, peaks = steps.longest(peak_at, 8, 4, capacity, seconds=60)
+    assert (fits, too_long) == (limit // 4 * 4, limit // 4 * 4 + 4)
+    assert peaks[-1:] == ([(fits, 10 + 2 * fits)] if fits else [])
+    assert len(tried) == len(set(tried)) <= 20, "none twice, and not many more than doubling and halving take"
+
+
+def test_longest_stops_in_time() -> None:
+    assert steps.longest(lambda n: 2.0 * n, 8, 4, 1e9, seconds=0.0) == (8, None, [(8, 16.0)])
+    assert steps.length_at([(4, 8.0), (8, 16.0)], 40.0) == 20.0
+
+
+def test_out_of_memory_is_a_row(tmp_path: Path) -> None:
+    def full(row: harness.Row) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    table = harness.Table("sft", steps.steps_parser("", "", 1, 1.0).parse_args(["--out", str(tmp_path)]))
+    table.compare("task", {}, {"stock": full}, steps.StepRow)
+    (row,) = json.loads(table.path.read_text())["rows"]
+    assert row["failure"] == "out of memory"
+
+
+def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
+    for path in whole_steps.glob("*.json"):
+        content = json.loads(path.read_text())
+        memory = {"mib": 2048.0, "resident_mib": 1024.0}
+        rows = [{**row, **memory} for row in content["rows"]]
+        (tmp_path / path.name).write_text(json.dumps({**content, "whole": True, "rows": rows}))
+    (tmp_path / "page.md").write_text(f"{figures.BEGIN}\n{figures.END}\n")
+    drawn = figures.main(
+        ["--results", str(tmp_path), "--out", str(tmp_path / "drawn"), "--table", str(tmp_path / "page.md")]
+    )
+    assert [path.name for path in drawn] == list(figures.STEP_FIGURES.values())
+    text = (tmp_path / "page.md").read_text()
+    assert "| tiny-llama 1 × 16 |" in text and "| KTO tiny-qwen2 2 × 16 |" in text
+    assert " · 3.0 · 2.0 |" in text
+    tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
+    assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1]
+
+
+@pytest.mark.parametrize("module", [figures, report, steps])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 

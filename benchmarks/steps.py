@@ -1,0 +1,236 @@
+"""Whole training steps: what is measured of one, and the longest sequences that it fits.
+
+The learning rate is 0: a step does all of its work, and the next one, of any contender, is at the same weights.
+
+    tok/s        tokens of a step over the median of its times
+    peak         most memory that was allocated in a step, everything in it
+    above        the part of it that is not there between steps: not weights and not moments of the optimizer
+    loss, norm   of the first step and of its gradient; contenders must agree
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import DEVICE, Row, Skipped, is_out_of_memory, median_ms, parser, peak_mib
+
+HEADROOM_MIB = 2048.0  # of the card's memory, for its context and for what no tensor can use
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """Forward and backward, which return the loss, then `optimizer`, of torch or of accelerate."""
+
+    backward: Callable[[], Tensor]
+    optimizer: Any
+
+    def __call__(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def first(self) -> tuple[float, float]:
+        """A step, with its loss and the norm of its gradient; compiles kernels, and makes the optimizer's moments."""
+        loss = self.backward()
+        gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+        norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).norm()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+
+def allocated_mib() -> float:
+    return torch.cuda.memory_allocated() / 2**20 if DEVICE == "cuda" else 0.0
+
+
+@dataclass
+class StepRow(Row):
+    """A training step; `mib` is what it takes above `resident_mib`, which is there between steps."""
+
+    tokens_per_s: float | None = None
+    resident_mib: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    def fill(self, step: TrainingStep, tokens: int, repeats: int, before_mib: float) -> None:
+        """Measure a step.
+
+        Args:
+            step: not yet run.
+            tokens: in one step.
+            repeats: that are timed.
+            before_mib: memory that was allocated before the model was.
+        """
+        self.loss, self.grad_norm = step.first()
+        self.mib = peak_mib(step, ())
+        if self.mib is not None:
+            self.resident_mib = round(allocated_mib() - before_mib, 1)
+        self.ms = round(median_ms(step, repeats, warmup=0), 3)
+        self.tokens_per_s = round(tokens / self.ms * 1e3, 1)
+
+    def measured(self, first: StepRow) -> str:
+        memory = ""
+        if self.mib is not None and self.resident_mib is not None:
+            memory = f"  peak {(self.mib + self.resident_mib) / 1024:6.1f} GiB, {self.mib / 1024:6.2f} above"
+        same = f"  loss {self.loss:.5f}  norm {self.grad_norm:.4g}"
+        if first is not self:
+            same += f"  apart {apart(self.loss, first.loss):.1e}, {apart(self.grad_norm, first.grad_norm):.1e}"
+            same += f"  x{self.tokens_per_s / first.tokens_per_s:.3f} {first.name}"
+        return f"{self.tokens_per_s:9.0f} tok/s  {self.ms:9.1f} ms{memory}{same}"
+
+
+def apart(value: float, expected: float) -> float:
+    """Relative difference."""
+    return abs(value - expected) / max(abs(expected), 1e-12)
+
+
+@dataclass
+class LongestRow(Row):
+    """The longest sequence whose step fits, `mib` at its peak, and the next on the grid that does not.
+
+    - `length`: of each sequence of the batch, in tokens; 0: none fits
+    - `too_long`: None where the time was over before one did not fit
+    - `extrapolated`: then, where the line through the last two peaks reaches the card's memory
+    """
+
+    length: int | None = None
+    too_long: int | None = None
+    extrapolated: int | None = None
+
+    def fill(self, step_of: Callable[[int], TrainingStep], start: int, grid: int, seconds: float) -> None:
+        """Search; `step_of(n)` is a step on sequences of n tokens.
+
+        Raises:
+            Skipped: there is no GPU.
+        """
+        if DEVICE == "cpu":
+            raise Skipped("memory is counted on a GPU alone")
+        capacity = torch.cuda.mem_get_info()[1] / 2**20 - HEADROOM_MIB
+
+        def peak_at(n: int) -> float | None:
+            begin = time.perf_counter()
+            peak = peak_of(step_of(n))
+            note = "does not fit" if peak is None else f"{peak / 1024:.1f} GiB"
+            print(f"    {n}: {note}, {time.perf_counter() - begin:.1f} s", flush=True)
+            return peak
+
+        peak_at(start)  # compiles kernels, which says nothing about the time of the next
+        found = longest(peak_at, start, grid, capacity, seconds)
+        self.length, self.too_long = found.fits, found.too_long
+        if found.peaks:
+            self.mib = found.peaks[-1][1]
+        if found.too_long is None and (limit := length_at(found.peaks, capacity)):
+            self.extrapolated = int(limit) // grid * grid
+
+    def measured(self, first: LongestRow) -> str:
+        end = "the time was over" if self.too_long is None else f"{self.too_long} does not fit"
+        if self.extrapolated is not None:
+            end += f"; the line through its peaks ends at {self.extrapolated}"
+        peak = "" if self.mib is None else f" at {self.mib / 1024:.1f} GiB"
+        return f"{self.length} tokens{peak}; {end}"
+
+
+def peak_of(step: TrainingStep) -> float | None:
+    """Most memory in a step, in MiB; None where it does not fit."""
+    try:
+        peak_mib(step, ())
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    except RuntimeError as failure:
+        if not is_out_of_memory(failure):
+            raise
+        peak = None
+    # Only here, where the exception and with it the frames that hold the activations are gone.
+    step.optimizer.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
+
+
+Peaks = list[tuple[int, float]]
+
+
+class Search(NamedTuple):
+    """The largest length that fits, the smallest known not to, and the peaks of those that fit, as they came."""
+
+    fits: int
+    too_long: int | None
+    peaks: Peaks
+
+
+def longest(peak_at: Callable[[int], float | None], start: int, grid: int, capacity: float, seconds: float) -> Search:
+    """Search the largest multiple of `grid` that fits.
+
+    Doubles until one does not fit, then divides what is between; where the line through the last two peaks meets
+    `capacity` in there, it tries that instead: memory is almost linear in the tokens.
+
+    Args:
+        peak_at: the peak at a length; None where it does not fit.
+        start: the first length, a multiple of `grid`.
+        seconds: after which no trial is begun; one is taken to grow as its length to the power of 1.5, as attention is
+            quadratic in it and the rest linear.
+
+    >>> longest(lambda n: 10 + 2 * n if n <= 45 else None, start=4, grid=4, capacity=100, seconds=60)[:2]
+    (44, 48)
+    """
+    end = time.perf_counter() + seconds
+    fits, too_long, n = 0, None, start
+    peaks: Peaks = []
+    while True:
+        begin = time.perf_counter()
+        peak = peak_at(n)
+        now = time.perf_counter()
+        if peak is None:
+            too_long = n
+        else:
+            fits = n
+            peaks.append((n, peak))
+        if too_long is not None and too_long - fits <= grid:
+            break
+        last, n = n, _next(fits, too_long, grid, length_at(peaks, capacity))
+        if now + (now - begin) * (n / last) ** 1.5 > end:
+            break
+    return Search(fits, too_long, peaks)
+
+
+def length_at(peaks: Peaks, capacity: float) -> float | None:
+    """Where the line through the last two peaks meets `capacity`; None where there is no such line."""
+    if len(peaks) < 2 or peaks[-1][1] <= peaks[-2][1]:
+        return None
+    (n0, y0), (n1, y1) = peaks[-2:]
+    return n1 + (capacity - y1) * (n1 - n0) / (y1 - y0)
+
+
+def _next(fits: int, too_long: int | None, grid: int, limit: float | None) -> int:
+    """A length above `fits`, and below `too_long` if there is one: near `limit` if that is in between."""
+    upper = 2 * fits if too_long is None else too_long - grid
+    guess: float = upper if too_long is None else (fits + too_long) / 2
+    if limit is not None and fits - grid < limit < upper + grid:
+        guess = limit
+    return min(max(int(guess) // grid * grid, fits + grid), upper)
+
+
+def steps_parser(description: str, shapes: str, repeats: int, seconds: float) -> argparse.ArgumentParser:
+    """The options of benchmarks of whole steps."""
+    parse = parser(description, peer_seconds=1800)
+    parse.add_argument("shapes", nargs="*", help=shapes)
+    parse.add_argument("--repeats", type=int, default=repeats, help="steps that are timed (%(default)s)")
+    parse.add_argument("--no-checkpointing", action="store_true", help="keep the activations of every layer")
+    parse.add_argument("--longest", action="store_true", help="search the longest sequence that fits instead")
+    parse.add_argument("--seconds", type=float, default=seconds, help="of such a search (%(default)s)")
+    return parse
+
+
+def parts(shape: str) -> Iterable[Any]:
+    """
+    >>> list(parts("llama-3-8b:4:4096"))
+    ['llama-3-8b', 4, 4096]
+    """
+    return (int(part) if part.isdigit() else part for part in shape.split(":"))

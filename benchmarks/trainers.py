@@ -1,0 +1,349 @@
+"""Training steps of TRL's trainers: stock, stock on Liger-Kernel's layer kernels, and ours.
+
+python -m benchmarks.trainers                               every trainer, Llama-3.2-1B and Qwen2.5-0.5B
+python -m benchmarks.trainers DPO:qwen2.5-0.5b:8:4096       trainer:model:sequences:length
+python -m benchmarks.trainers --longest --task SimPO        the longest sequences that fit, two at a time
+
+A step is `training_step`, then AdamW, on one batch that is prepared already: nothing is generated, tokenized or loaded.
+Weights are random, drawn anew for each contender from one seed, and bfloat16 under TRL's default of mixed precision.
+Checkpointing of every layer, attention through SDPA, no padding. Liger-Kernel's layer kernels, and ours, are in every
+model of a trainer; its own fused losses are not, as TRL has no place for them.
+
+References are Gaussian steps away from the policy. The teacher of Qwen2.5-0.5B has the shape of Qwen2.5-1.5B, that of
+Llama-3.2-1B its student's; the divergence is the symmetric one, beta 0.5. DPO, KTO, ORPO and SimPO train on the second
+half of each sequence, the others on the last three quarters.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO, CPO and GKD: their interface may change
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, disable_progress_bars
+from datasets.table import InMemoryTable
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from benchmarks import models
+from benchmarks.harness import DEVICE, OURS, STOCK, Table
+from benchmarks.steps import LongestRow, StepRow, TrainingStep, allocated_mib, parts, steps_parser
+from liger_chunked.integrations import trl as integration
+
+MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
+LAYERS = "liger-kernel layers"
+GRID = 1024  # tokens, of the longest sequences
+TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # otherwise the student's shape
+REFERENCE_NOISE = 0.1  # of the standard deviation of the policy's weights
+IGNORE_INDEX = -100
+
+disable_progress_bars()
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Sequences (n, T) without padding, the first `n_prompt` tokens of each its prompt; those of a pair share one."""
+
+    ids: Tensor
+    n_prompt: int
+
+    @classmethod
+    def random(cls, n: int, length: int, n_prompt: int, vocabulary: int) -> Completions:
+        torch.manual_seed(1)
+        ids = torch.randint(3, vocabulary, (n, length), device=DEVICE)
+        ids[n // 2 :, :n_prompt] = ids[: n // 2, :n_prompt]
+        return cls(ids, n_prompt)
+
+    @property
+    def everywhere(self) -> Tensor:
+        return torch.ones_like(self.ids)
+
+    @property
+    def mask(self) -> Tensor:
+        """(n, T) 1 on completions."""
+        mask = self.everywhere
+        mask[:, : self.n_prompt] = 0
+        return mask
+
+    @property
+    def labels(self) -> Tensor:
+        return self.ids.masked_fill(self.mask == 0, IGNORE_INDEX)
+
+
+Batch = dict[str, Any]
+
+
+def pairs(data: Completions, policy: PreTrainedModel) -> Batch:
+    return {"input_ids": data.ids, "attention_mask": data.everywhere, "completion_mask": data.mask}
+
+
+def labelled(data: Completions, policy: PreTrainedModel) -> Batch:
+    """For KTO: and each prompt with the completion of its neighbour."""
+    mismatched = torch.cat([data.ids[:, : data.n_prompt], data.ids[:, data.n_prompt :].roll(1, 0)], dim=1)
+    batch = pairs(data, policy)
+    label = torch.arange(len(data.ids), device=DEVICE) % 2 == 0
+    return {**batch, **{f"KL_{name}": x for name, x in batch.items()}, "KL_input_ids": mismatched, "label": label}
+
+
+def sides(data: Completions, policy: PreTrainedModel) -> Batch:
+    """For ORPO and CPO: chosen and rejected in tensors of their own."""
+    fields = {"input_ids": data.ids, "attention_mask": data.everywhere, "labels": data.labels}
+    halves = {name: x.chunk(2) for name, x in fields.items()}
+    return {f"{side}_{name}": x[i] for i, side in enumerate(("chosen", "rejected")) for name, x in halves.items()}
+
+
+def messages(data: Completions, policy: PreTrainedModel) -> Batch:
+    return {"input_ids": data.ids, "attention_mask": data.everywhere, "labels": data.labels}
+
+
+def rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
+    halves = {"prompt": slice(data.n_prompt), "completion": slice(data.n_prompt, None)}
+    ids = {f"{name}_ids": data.ids[:, half] for name, half in halves.items()}
+    masks = {f"{name}_mask": data.everywhere[:, half] for name, half in halves.items()}
+    return {**ids, **masks, "num_items_in_batch": data.mask.sum()}
+
+
+@torch.no_grad()
+def scored_rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
+    """For GRPO: and advantages, and log-probabilities a little beside the policy's."""
+    logps = []
+    for row in data.ids:
+        hidden = policy.base_model(row[None], use_cache=False).last_hidden_state[0, data.n_prompt - 1 : -1]
+        blocks = zip(hidden.split(1024), row[data.n_prompt :].split(1024), strict=True)  # for the room logits take
+        logps.append(torch.cat([-F.cross_entropy(policy.lm_head(h).float(), t, reduction="none") for h, t in blocks]))
+    old_logps = torch.stack(logps)
+    torch.manual_seed(2)
+    old_logps += 0.1 * torch.randn_like(old_logps)
+    advantages = torch.randn(len(old_logps), device=DEVICE)
+    return {**rollouts(data, policy), "advantages": advantages, "old_per_token_logps": old_logps}
+
+
+def reference(name: str) -> Batch:
+    """A policy not far from its reference: margins of far ones saturate the loss."""
+    model = models.build(name, checkpointing=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(REFERENCE_NOISE * p.std() * torch.randn_like(p))
+    return {"ref_model": model}
+
+
+def teacher(name: str) -> Batch:
+    return {"teacher_model": models.build(TEACHERS.get(name, name), seed=1, checkpointing=False)}
+
+
+def reward(name: str) -> Batch:
+    return {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+
+
+def nothing(name: str) -> Batch:
+    return {}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trainer of TRL and ours over it.
+
+    - `batch`: what its `compute_loss` takes
+    - `rows`: of a dataset that it is built with, and never reads
+    - `others`: its arguments beside the policy, of the policy's shape
+    - `settings`: of its config
+    - `prompt`: share of a sequence that it does not train on
+    - `sequences`: in a batch
+    """
+
+    stock: type
+    ours: type
+    config: type
+    batch: Callable[[Completions, PreTrainedModel], Batch]
+    rows: list[Batch]
+    others: Callable[[str], Batch] = nothing
+    settings: Batch = field(default_factory=dict)
+    prompt: float = 0.5
+    sequences: int = 8
+
+
+_PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+_LABELLED = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+_MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+_PROMPTS = [{"prompt": "a"}]
+_KEEP = {"remove_unused_columns": False}  # they would say so, and do it
+KINDS = {
+    "DPO": Kind(DPOTrainer, integration.LigerDPOTrainer, DPOConfig, pairs, _PAIRS, reference),
+    "KTO": Kind(
+        KTOTrainer,
+        integration.LigerKTOTrainer,
+        KTOConfig,
+        labelled,
+        _LABELLED,
+        reference,
+    ),
+    "ORPO": Kind(ORPOTrainer, integration.LigerORPOTrainer, ORPOConfig, sides, _PAIRS, settings=_KEEP),
+    "SimPO": Kind(
+        CPOTrainer,
+        integration.LigerCPOTrainer,
+        CPOConfig,
+        sides,
+        _PAIRS,
+        settings={**_KEEP, "loss_type": "simpo", "cpo_alpha": 0.0},
+    ),
+    "GRPO": Kind(
+        GRPOTrainer,
+        integration.LigerGRPOTrainer,
+        GRPOConfig,
+        scored_rollouts,
+        _PROMPTS,
+        reward,
+        prompt=0.25,
+    ),
+    "GKD": Kind(
+        GKDTrainer,
+        integration.LigerGKDTrainer,
+        GKDConfig,
+        messages,
+        _MESSAGES,
+        teacher,
+        settings={"lmbda": 0.0, "beta": 0.5},
+        prompt=0.25,
+        sequences=4,  # of which stock still finds room for the logits
+    ),
+    "Distillation": Kind(
+        DistillationTrainer,
+        integration.LigerDistillationTrainer,
+        DistillationConfig,
+        rollouts,
+        _PROMPTS,
+        teacher,
+        settings={"beta": 0.5},
+        prompt=0.25,
+    ),
+}
+SHAPES = [f"{name}:{model}:{kind.sequences}:2048" for model in MODELS for name, kind in KINDS.items()]
+LONGEST = [f"{name}:{MODELS[0]}:2:2048" for name in KINDS]
+SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "tiny-qwen2"] * len(KINDS), strict=False)]
+
+# The class of a kind that a contender trains with, and who puts kernels into its models.
+CONTENDERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    STOCK: ("stock", models.nobody),
+    OURS: ("ours", models.ours),
+    LAYERS: ("stock", models.liger_kernel),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of bytes: a trainer asks for one."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytes_ = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    chat = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_, chat_template=chat, **special)
+
+
+def dataset(rows: list[Batch]) -> Dataset:
+    # With a fingerprint: to compute one takes pyarrow apart, and fails, where it is not installed but on PYTHONPATH.
+    return Dataset(InMemoryTable.from_pylist(rows), fingerprint="benchmark")
+
+
+def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batch, folder: str, n: int) -> Any:
+    """A trainer, ready to step as after `train()` has begun."""
+    batch_size = {"per_device_train_batch_size": n}
+    if kind.config is GRPOConfig:
+        batch_size["num_generations"] = n
+    trainer = trainer_class(
+        model=policy,
+        args=kind.config(
+            output_dir=folder,
+            use_cpu=DEVICE == "cpu",
+            bf16=DEVICE == "cuda",
+            gradient_checkpointing=policy.is_gradient_checkpointing,
+            learning_rate=0.0,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            **batch_size,
+            **kind.settings,
+        ),
+        processing_class=tokenizer(),
+        train_dataset=dataset((kind.rows * n)[:n]),
+        **others,
+    )
+    trainer._prepare_inputs = lambda inputs: inputs  # they are, where others would be generated
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.create_optimizer()
+    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    return trainer
+
+
+def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> None:
+    """Measure one contender."""
+    before = allocated_mib()
+    kind = KINDS[name]
+    side, kernels = CONTENDERS[row.name]
+    policy = models.build(model, checkpointing=not table.args.no_checkpointing)
+
+    def data(length: int) -> Batch:
+        n_prompt = int(length * kind.prompt)
+        return kind.batch(Completions.random(n, length, n_prompt, models.vocabulary(model)), policy)
+
+    batch = data(length)
+    others = kind.others(model)
+    every = [policy, *(x for x in others.values() if isinstance(x, PreTrainedModel))]
+    with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
+        trainer = build(kind, getattr(kind, side), policy, others, folder, n)
+
+        def step_on(batch: Batch) -> TrainingStep:
+            return TrainingStep(
+                lambda: trainer.training_step(trainer.model_wrapped, dict(batch), None), trainer.optimizer
+            )
+
+        if table.args.longest:
+            row.fill(lambda length: step_on(data(length)), length, GRID, table.args.seconds)
+        else:
+            row.fill(step_on(batch), n * length, table.args.repeats, before)
+
+
+def measure(table: Table, name: str, model: str, n: int, length: int) -> None:
+    fills = {
+        contender: partial(fill, table=table, name=name, model=model, n=n, length=length) for contender in CONTENDERS
+    }
+    shape = {"trainer": name, "model": model, "sequences": n, "length": length}
+    if table.args.longest:
+        table.compare(f"{name} {model} {n} at a time", shape, fills, LongestRow)
+    else:
+        table.compare(f"{name} {model} {n}x{length}", shape, fills, StepRow)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    args = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=5, seconds=30).parse_args(arguments)
+    default = SMALL if DEVICE == "cpu" else LONGEST if args.longest else SHAPES
+    table = Table("trainers_longest" if args.longest else "trainers", args, whole=not args.shapes)
+    for shape in args.shapes or default:
+        measure(table, *parts(shape))
+    return table.finish()
+
+
+if __name__ == "__main__":
+    main()
