@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from liger_chunked.engine import Group, Layout, Teacher, TopK, linear_token_stats
 from liger_chunked.engine.distill import Route
+from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import Needs
 from liger_chunked.engine.rehearsal import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
+from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -26,6 +28,8 @@ Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 _FUSED = (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase, *_PREFERENCE)
+# Of Hopper, which estimates on a machine without a GPU are most often for.
+_HOPPER = (9, 0)
 
 
 def estimate_memory(
@@ -44,6 +48,7 @@ def estimate_memory(
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
     logits_budget: int | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
     """The most GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
@@ -65,6 +70,9 @@ def estimate_memory(
         teacher_hidden_size: of a teacher given as hidden states, or
         teacher_top_k: the entries a token of one given as log-probabilities.
         logits_budget: in place of the loss's own.
+        capability: of the GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it: Hopper, (9, x),
+            and Blackwell of data centres, (10, x), take a path of their own where it serves, see `EpiloguePass`. None:
+            of this machine's accelerator, and Hopper's where it has none.
 
     Returns:
         Bytes, as a whole and by part.
@@ -79,6 +87,14 @@ def estimate_memory(
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     448 MiB: logits 256, input_grad 176, hidden 16
+
+    The same step of a small model on two GPUs:
+
+    >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
+    >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
+    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(8, 0)))
+    1763 MiB: logits 1187, weight_grad 519, input_grad 56
+    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
@@ -110,10 +126,27 @@ def estimate_memory(
             route = _route(loss, own.head, layout, teacher, top_k)
             rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
         elif isinstance(loss, _FUSED) and not _per_token(loss):
-            rehearse_fused(ledger, own, layout, options, loss._whole_batch)
+            plan = Plan.of(
+                own.head.weight.shape,
+                layout,
+                own.dtype,
+                outputs=loss._outputs,
+                differentiates=loss._differentiates,
+                options=options,
+                whole_batch=loss._whole_batch,
+                wide_tiles=_wide_tiles(capability),
+            )
+            rehearse_fused(ledger, own, layout, plan)
         else:
             rehearse_stats(ledger, own, layout, options)
     return ledger.most
+
+
+def _wide_tiles(capability: tuple[int, int] | None) -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if capability is None and accelerator is not None:
+        return has_wide_tiles(accelerator)
+    return wide_tiles(capability or _HOPPER)
 
 
 def _per_token(loss: nn.Module) -> bool:
