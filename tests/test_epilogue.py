@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from table import Batch, evaluate, moved, relative_error
+from test_cost import Memory
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
@@ -17,9 +20,10 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LogitOptions,
     TokenStats,
+    estimate_memory,
     reference,
 )
-from liger_chunked.engine import epilogue, schedule
+from liger_chunked.engine import epilogue, fused, passes as engine_passes, schedule
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp
 from liger_chunked.kernels.projection import SAMPLE, Tiling
@@ -47,7 +51,7 @@ def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(x.shape[0])
         return statistics(self, x, *args)
 
-    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
     monkeypatch.setattr(EpiloguePass, "statistics", watch)
     return rows
 
@@ -265,14 +269,116 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_serves_not(change, monkeypatch):
-    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+def test_serves_not(change):
     assert served({})
     assert not served(change)
 
 
-def test_serves_no_other_machine():
-    assert not served({})
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        pytest.param((8, 0), False, id="Ampere"),
+        pytest.param((9, 0), True, id="Hopper"),
+        pytest.param((10, 3), True, id="Blackwell"),
+        pytest.param((12, 0), False, id="Blackwell-of-desktops"),  # 99 KiB of shared memory
+    ],
+)
+def test_wide_tiles(capability, expected):
+    assert backend.wide_tiles(capability) == expected
+
+
+def test_serves_no_cpu(monkeypatch):
+    monkeypatch.setattr(EpiloguePass, "statistics", None)
+    batch = moved(tokens(), torch.bfloat16)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
+    assert not backend.has_wide_tiles(torch.device("cpu"))
+    evaluate(lambda batch: loss(**batch), batch)
+
+
+# Memory
+
+
+class Shape(NamedTuple):
+    """Of a step, in packs of `pack` tokens."""
+
+    n: int
+    pack: int
+    hidden: int
+    vocab: int
+
+
+# What holds the peak: the sample and the partial sums, at a small H; or a product in float32, at a large one.
+SHAPES = {"sums": Shape(192, 96, 32, 2053), "products": Shape(192, 96, 512, 1021)}
+STEPS = {
+    "all": {},
+    "frozen-head": {"trainable_head": False},
+    "frozen-input": {"trainable_input": False},
+    "nothing": {"trainable_head": False, "trainable_input": False},
+}
+
+
+@pytest.mark.triton
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("valid", [1.0, 0.75])
+@pytest.mark.parametrize("trainable", STEPS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_memory(shape, trainable, valid, device, passes, monkeypatch):
+    """What is allocated is what was estimated, but for what a CPU's products allocate and a GPU's do not."""
+
+    def accumulate(*args, product=engine_passes.accumulate, **kwargs):
+        with _disable_current_modes():
+            product(*args, **kwargs)
+
+    for module in (engine_passes, epilogue):
+        monkeypatch.setattr(module, "accumulate", accumulate)
+    generator = torch.Generator().manual_seed(0)
+    weight, input = (
+        torch.randn(rows, shape.hidden, generator=generator).bfloat16().to(device) for rows in (shape.vocab, shape.n)
+    )
+    target = torch.randint(shape.vocab, (shape.n,), generator=generator).to(device)
+    target[int(valid * shape.n) :] = -100
+    weight.requires_grad_(STEPS[trainable].get("trainable_head", True))
+    input.requires_grad_(STEPS[trainable].get("trainable_input", True))
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=shape.pack * shape.vocab * 2)
+    estimate = estimate_memory(
+        loss,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        shape=(shape.n,),
+        valid=int(valid * shape.n),
+        capability=(9, 0),
+        **STEPS[trainable],
+    )
+    memory = Memory()
+    memory.expect(weight, input, target)
+    with memory:
+        value = loss(weight, input, target)
+        if value.requires_grad:
+            value.backward()
+    assert passes
+    assert estimate.peak == pytest.approx(memory.peak, rel=0.01), f"{estimate!r}, not {memory.peak}"
+
+
+@pytest.mark.triton
+def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
+    """An evaluation has the loss of a training step, to the bit, and writes a vector or two."""
+    batch = moved(lost(tokens(11)), torch.bfloat16, device)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
+    trained = evaluate(lambda batch: loss(**batch), batch)["loss"]
+    written = []
+    project_exp = epilogue.project_exp
+
+    def watch(*args):
+        written.append(args[4])
+        return project_exp(*args)
+
+    monkeypatch.setattr(epilogue, "project_exp", watch)
+    frozen = loss(**batch)
+    batch["weight"].requires_grad_()
+    with torch.no_grad():
+        evaluated = loss(**batch)
+    assert written and all(out is None for out in written)
+    assert torch.equal(frozen, trained) and torch.equal(evaluated, trained)
 
 
 # The kernels
