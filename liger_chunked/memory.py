@@ -70,9 +70,9 @@ def estimate_memory(
         teacher_hidden_size: of a teacher given as hidden states, or
         teacher_top_k: the entries a token of one given as log-probabilities.
         logits_budget: in place of the loss's own.
-        capability: of the GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it: Hopper, (9, x),
-            and Blackwell of data centres, (10, x), take a path of their own where it serves, see `EpiloguePass`. None:
-            of this machine's accelerator, and Hopper's where it has none.
+        capability: of the NVIDIA GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it. Hopper,
+            (9, 0), and Blackwell of data centres, (10, x), take a path of their own where it serves, see
+            `EpiloguePass`. None: whatever this machine's accelerator takes; where it has none, what Hopper does.
 
     Returns:
         Bytes, as a whole and by part.
@@ -95,6 +95,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(8, 0)))
     1763 MiB: logits 1187, weight_grad 519, input_grad 56
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
+    1780 MiB: logits 1187, weight_grad 519, input_grad 56, other 18
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
@@ -104,7 +105,9 @@ def estimate_memory(
     group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    layout = _layout(group, tuple(shape), valid)
+    ledger = Ledger()
+    with ledger:
+        layout = _layout(group, tuple(shape), valid)
 
     def projection(hidden: int, needs: Needs) -> Projection:
         head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
@@ -119,7 +122,7 @@ def estimate_memory(
     if teacher_top_k is not None:
         shape_of_top_k = (layout.mask.numel(), teacher_top_k)
         top_k = _meta(*shape_of_top_k, dtype=torch.float32), _meta(*shape_of_top_k)
-    with torch.no_grad(), Ledger() as ledger:
+    with torch.no_grad(), ledger:
         if reference is not None:
             rehearse_stats(ledger, reference, layout, options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
@@ -214,10 +217,11 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     n, n_positions = sum(lengths), n_sequences * length
     slots = None if n == n_positions else _meta(n)
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
+    rows = _meta(n) if slots is None and group == "pair" and n_groups > 1 else slots
     return Layout(
         shape=dense,
-        target=_meta(n),
-        rows=_meta(n) if slots is None and group == "pair" and n_groups > 1 else slots,
+        target=_meta(1).expand(n) if rows is None else _meta(n),  # the caller's own, where all of it is in its place
+        rows=rows,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),
         group_lengths=None if group == "token" else group_lengths,

@@ -359,8 +359,8 @@ class MemoryEstimate:
     - `weight_grad`: the gradients of weight and bias, and the accumulators that they are rounded from
     - `input_grad`: that of the hidden states, and what it is put together from
     - `hidden`: copies of the hidden states of tokens that have a target
-    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps, what stands beside
-      exponentials: partial sums of rows, or a product in float32
+    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps, and what stands
+      beside exponentials (`EpiloguePass`): a sample of the logits with partial sums, or a product in float32
     """
 
     logits: int = 0

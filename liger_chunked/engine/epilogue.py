@@ -162,8 +162,8 @@ class EpiloguePass:
         pack_rows: slice,
     ) -> None:  # fmt: skip
         """Add a pack's dX and dW to `grads`; `pack_rows` are its tokens in the layout of the batch."""
-        assert self._held is not None and self._held.values is not None
         exponentials, self._held = self._held, None
+        assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
         scaled = torch.empty_like(x) if grads.wants_weight else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)

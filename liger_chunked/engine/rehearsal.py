@@ -163,23 +163,24 @@ def _cotangents(partial: PartialStats) -> LogitsCotangents:
 
 def rehearse_fused(ledger: Ledger, projection: Projection, layout: Layout, plan: Plan) -> None:
     """`fused_loss` and its backward."""
-    numbers = _numbers(layout)
     grads = None
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
     head = projection.computed_head()
     with ledger.part("logits"):
         head_pass = plan.open(head, grads, plan.differentiates)
+    all_stats = []
     for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
         x = projection.rows(ledger, layout, pack.rows)
         target = layout.target[pack.rows]
         partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
+        all_stats.append(stats)
         if grads is not None and pack_tiles:
             head_pass.backward(x, target, pack_tiles, _cotangents(partial), grads, pack.rows)
     head_pass.release()
     if grads is not None:
         gradients = grads.finish()
-        del x, head_pass, numbers, partial, stats
+        del x, head, head_pass, partial
         grads.hand_over(gradients)
 
 

@@ -9,8 +9,8 @@ target's logit and of a sample of the vocabulary. A row that rises too far above
 return at once where there is no such row, find the row's maximum and write its tiles again. The target stands apart, so
 that `1 - p_y = rest / sum` does not cancel.
 
-FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 256) N of partial sums a statistic. 4096
-x 151936 x 2048 is 2.55 TFLOP.
+FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 256) N of
+partial sums a statistic. 4096 x 151936 x 2048 is 2.55 TFLOP.
 """
 
 from __future__ import annotations

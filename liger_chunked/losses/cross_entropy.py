@@ -296,9 +296,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         definition: _CrossEntropy,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        stats = token_stats(
-            head, input, layout, self._outputs, self.options, self._smoothing_weight(definition)
-        )
+        stats = token_stats(head, input, layout, self._outputs, self.options, self._smoothing_weight(definition))
         valid = layout.mask
 
         def shaped(x: Tensor) -> Tensor:
