@@ -230,7 +230,8 @@ BY_EPILOGUE = [
     pytest.param(SMALL_TOKENS, "all", id="packs"),
     pytest.param(SMALL_TOKENS, "frozen-head", id="packs-frozen-head"),
     pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="packs-ignored"),
-    pytest.param(SMALL_TOKENS, "nothing", id="packs-nothing"),
+    # Of one pack, beside whose 140 MiB it does not show what the allocator rounds two tensors by.
+    pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
     pytest.param(QWEN_TOKENS, "frozen-head", id="one-pack-frozen-head"),
 ]

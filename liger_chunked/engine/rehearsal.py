@@ -26,7 +26,8 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# float32 numbers held for each position of the batch: statistics, their dense copies, gradients by them.
+# float32 numbers held for each position of the batch beside a pass, where it waits for a backward or has a teacher:
+# dense copies of statistics, gradients by them.
 _NUMBERS = 8
 
 
@@ -157,7 +158,7 @@ def _numbers(layout: Layout) -> Tensor:
 
 
 def _cotangents(partial: PartialStats) -> LogitsCotangents:
-    """A gradient by the log-probabilities: that of another statistic is as large."""
+    """Gradients by the log-probabilities: by another statistic, they would be as large."""
     return LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
 
 
