@@ -96,6 +96,7 @@ def _memory(args: argparse.Namespace) -> int:
         teacher_hidden_size=args.teacher_hidden_size,
         teacher_top_k=args.teacher_top_k,
         logits_budget=None if budget is None else int(budget * 2**20),
+        capability=None if args.capability is None else tuple(args.capability),
     )
     print(estimate)
     return 0
@@ -135,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--teacher-hidden-size", type=int, help="a teacher given as hidden states")
     command.add_argument("--teacher-top-k", type=int, help="a teacher given as log-probabilities")
     command.add_argument("--logits-budget", type=float, help="MiB; default: automatic")
+    command.add_argument("--capability", type=int, nargs=2, help="of the GPU: 9 0 is Hopper; default: this machine's")
 
     command = commands.add_parser("bench", help="run a benchmark of the repository")
     command.set_defaults(run=_bench)

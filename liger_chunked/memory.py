@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from liger_chunked.engine import Group, Layout, Teacher, TopK, linear_token_stats
 from liger_chunked.engine.distill import Route
+from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import Needs
 from liger_chunked.engine.rehearsal import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
+from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -26,6 +28,8 @@ Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 _FUSED = (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase, *_PREFERENCE)
+# Of Hopper, which estimates on a machine without a GPU are most often for.
+_HOPPER = (9, 0)
 
 
 def estimate_memory(
@@ -44,6 +48,7 @@ def estimate_memory(
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
     logits_budget: int | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
     """The most GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
@@ -65,6 +70,9 @@ def estimate_memory(
         teacher_hidden_size: of a teacher given as hidden states, or
         teacher_top_k: the entries a token of one given as log-probabilities.
         logits_budget: in place of the loss's own.
+        capability: of the NVIDIA GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it. Hopper,
+            (9, 0), and Blackwell of data centres, (10, x), take a path of their own where it serves, see
+            `EpiloguePass`. None: whatever this machine's accelerator takes; where it has none, what Hopper does.
 
     Returns:
         Bytes, as a whole and by part.
@@ -79,6 +87,15 @@ def estimate_memory(
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     448 MiB: logits 256, input_grad 176, hidden 16
+
+    The same step of a small model on two GPUs:
+
+    >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
+    >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
+    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(8, 0)))
+    1763 MiB: logits 1187, weight_grad 519, input_grad 56
+    >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
+    1780 MiB: logits 1187, weight_grad 519, input_grad 56, other 18
     """
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
@@ -88,7 +105,9 @@ def estimate_memory(
     group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    layout = _layout(group, tuple(shape), valid)
+    ledger = Ledger()
+    with ledger:
+        layout = _layout(group, tuple(shape), valid)
 
     def projection(hidden: int, needs: Needs) -> Projection:
         head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
@@ -103,17 +122,34 @@ def estimate_memory(
     if teacher_top_k is not None:
         shape_of_top_k = (layout.mask.numel(), teacher_top_k)
         top_k = _meta(*shape_of_top_k, dtype=torch.float32), _meta(*shape_of_top_k)
-    with torch.no_grad(), Ledger() as ledger:
+    with torch.no_grad(), ledger:
         if reference is not None:
             rehearse_stats(ledger, reference, layout, options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             route = _route(loss, own.head, layout, teacher, top_k)
             rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
         elif isinstance(loss, _FUSED) and not _per_token(loss):
-            rehearse_fused(ledger, own, layout, options, loss._whole_batch)
+            plan = Plan.of(
+                own.head.weight.shape,
+                layout,
+                own.dtype,
+                outputs=loss._outputs,
+                differentiates=loss._differentiates,
+                options=options,
+                whole_batch=loss._whole_batch,
+                wide_tiles=_wide_tiles(capability),
+            )
+            rehearse_fused(ledger, own, plan)
         else:
             rehearse_stats(ledger, own, layout, options)
     return ledger.most
+
+
+def _wide_tiles(capability: tuple[int, int] | None) -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if capability is None and accelerator is not None:
+        return has_wide_tiles(accelerator)
+    return wide_tiles(capability or _HOPPER)
 
 
 def _per_token(loss: nn.Module) -> bool:
@@ -183,7 +219,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(n),
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own, where all of it is in its place
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),

@@ -355,11 +355,12 @@ class DistillationMetrics(NamedTuple):
 class MemoryEstimate:
     """Bytes that a step holds above its inputs at the moment when they are most.
 
-    - `logits`: the buffer of the logits, and a teacher's
+    - `logits`: the buffer of the logits or of their exponentials, and a teacher's logits
     - `weight_grad`: the gradients of weight and bias, and the accumulators that they are rounded from
     - `input_grad`: that of the hidden states, and what it is put together from
     - `hidden`: copies of the hidden states of tokens that have a target
-    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps
+    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps, and what stands
+      beside exponentials (`EpiloguePass`): a sample of the logits with partial sums, or a product in float32
     """
 
     logits: int = 0

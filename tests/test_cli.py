@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from liger_chunked import LigerFusedLinearJSDLoss, __version__, cli, estimate_memory
+from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, __version__, cli, estimate_memory
 from liger_chunked.kernels.backend import INTERPRETED
 
 SIZES = ["--vocab-size", "32000", "--hidden-size", "512", "--shape", "4", "256"]
@@ -38,6 +38,13 @@ def test_memory(capsys):
     estimate = estimate_memory(loss, **sizes, valid=700, teacher_hidden_size=768, trainable_head=False)
     settings = ["--valid", "700", "--teacher-hidden-size", "768", "--frozen-head", "--logits-budget", "32"]
     assert out(capsys, "memory", "jsd", *SIZES, *settings) == f"{estimate}\n"
+
+
+def test_memory_of_a_gpu_that_is_not_here(capsys):
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "shape": (4, 256), "trainable_head": False}
+    printed = [out(capsys, "memory", "grpo", *SIZES, "--frozen-head", "--capability", *c) for c in ("80", "90")]
+    expected = [estimate_memory(LigerFusedLinearGRPOLoss(), **sizes, capability=c) for c in ((8, 0), (9, 0))]
+    assert printed == [f"{estimate}\n" for estimate in expected] and printed[0] != printed[1]
 
 
 @pytest.mark.parametrize("loss", cli.LOSSES)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from table import Batch, evaluate, moved, relative_error
+from test_cost import Memory
 from torch import Tensor
 
 from liger_chunked import (
@@ -17,11 +19,13 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LogitOptions,
     TokenStats,
+    estimate_memory,
     reference,
 )
-from liger_chunked.engine import epilogue, schedule
+from liger_chunked.engine import epilogue, fused, schedule
+from liger_chunked.engine import passes as engine_passes
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp
+from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp, projection, target_rows
 from liger_chunked.kernels.projection import SAMPLE, Tiling
 from liger_chunked.types import Head
 
@@ -47,7 +51,7 @@ def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(x.shape[0])
         return statistics(self, x, *args)
 
-    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
     monkeypatch.setattr(EpiloguePass, "statistics", watch)
     return rows
 
@@ -265,14 +269,133 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_serves_not(change, monkeypatch):
-    monkeypatch.setattr(epilogue, "has_wide_tiles", lambda device: True)
+def test_serves_not(change):
     assert served({})
     assert not served(change)
 
 
-def test_serves_no_other_machine():
-    assert not served({})
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        pytest.param((8, 0), False, id="Ampere"),
+        pytest.param((9, 0), True, id="Hopper"),
+        pytest.param((10, 3), True, id="Blackwell"),
+        pytest.param((12, 0), False, id="Blackwell-of-desktops"),  # 99 KiB of shared memory
+    ],
+)
+def test_wide_tiles(capability, expected):
+    assert backend.wide_tiles(capability) == expected
+
+
+def test_serves_no_cpu(monkeypatch):
+    monkeypatch.setattr(EpiloguePass, "statistics", None)
+    batch = moved(tokens(), torch.bfloat16)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)
+    assert not backend.has_wide_tiles(torch.device("cpu"))
+    evaluate(lambda batch: loss(**batch), batch)
+
+
+# Memory
+
+
+class NotLaunched:
+    """A kernel that does nothing: on a GPU, too, none allocates anything."""
+
+    def __getitem__(self, grid):
+        return lambda **arguments: None
+
+
+@pytest.fixture
+def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes the epilogue's path on a CPU, and allocates what it would on a GPU, products included."""
+    if backend.triton is None:
+        pytest.skip("no tensor descriptors without Triton")
+    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
+    for module in (projection, target_rows):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, NotLaunched())
+    for module in (engine_passes, epilogue):
+        monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
+
+
+class Sizes(NamedTuple):
+    """Of a step, in packs of `pack` tokens."""
+
+    n: int
+    pack: int
+    hidden: int
+    vocab: int
+
+
+# What holds the peak beside the exponentials: the sample and the partial sums where H is small, or else a product.
+SIZES = {"sums": Sizes(2048, 512, 64, 40013), "products": Sizes(2048, 512, 1536, 10007)}
+TRAINABLE = {
+    "all": {},
+    "frozen-head": {"trainable_head": False},
+    "frozen-input": {"trainable_input": False},
+    "nothing": {"trainable_head": False, "trainable_input": False},
+}
+LOSSES = {
+    "cross-entropy": LigerFusedLinearCrossEntropyLoss,  # one partial sum
+    "grpo": LigerFusedLinearGRPOLoss,  # and one for the entropy
+}
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("valid", [1.0, 0.75])
+@pytest.mark.parametrize("trainable", TRAINABLE.values(), ids=TRAINABLE)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
+def test_estimate(of, sizes, trainable, valid, nothing_launched):
+    """What a step allocates is what was estimated, but for what a loss makes of the statistics."""
+    head, states = {"trainable_head": True, "trainable_input": True, **trainable}.values()
+    weight = torch.zeros(sizes.vocab, sizes.hidden, dtype=torch.bfloat16, requires_grad=head)
+    input = torch.zeros(4, sizes.n // 4, sizes.hidden, dtype=torch.bfloat16, requires_grad=states)
+    target = torch.zeros(input.shape[:2], dtype=torch.int64)
+    n_valid = int(valid * target.shape[1])
+    target[:, n_valid:] = -100
+    loss = of(logits_budget=sizes.pack * sizes.vocab * 2)
+    estimate = estimate_memory(
+        loss,
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        shape=target.shape,
+        valid=target.shape[0] * n_valid,
+        capability=(9, 0),
+        **trainable,
+    )
+    given = {"advantages": torch.zeros(4)} if of is LigerFusedLinearGRPOLoss else {}
+    memory = Memory()
+    memory.expect(weight, input, target, *given.values())
+    with memory:
+        value = loss(weight, input, target, **given)
+        value = value[0] if given else value
+        if value.requires_grad:
+            value.backward()
+    of_the_loss = 16 * sizes.n if given else 0
+    assert 0.99 * (memory.peak - of_the_loss) <= estimate.peak <= 1.01 * memory.peak, f"{estimate!r}, not {memory.peak}"
+
+
+@pytest.mark.triton
+def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
+    """An evaluation has the loss of a training step, to the bit, and writes a vector or two."""
+    batch = moved(lost(tokens(11)), torch.bfloat16, device)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
+    trained = evaluate(lambda batch: loss(**batch), batch)["loss"]
+    written = []
+    project_exp = epilogue.project_exp
+
+    def watch(*args):
+        written.append(args[4])
+        return project_exp(*args)
+
+    monkeypatch.setattr(epilogue, "project_exp", watch)
+    frozen = loss(**batch)
+    batch["weight"].requires_grad_()
+    with torch.no_grad():
+        evaluated = loss(**batch)
+    assert written and all(out is None for out in written)
+    assert torch.equal(frozen, trained) and torch.equal(evaluated, trained)
 
 
 # The kernels

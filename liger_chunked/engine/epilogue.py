@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.passes import HeadGradients, accumulate
+from liger_chunked.engine.passes import Gradients, accumulate
 from liger_chunked.engine.schedule import Tile
 from liger_chunked.kernels import (
     Exponentials,
@@ -25,21 +25,22 @@ from liger_chunked.kernels import (
     project_exp,
     scale_rows,
 )
-from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.kernels.projection import SAMPLE
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
-# Elements that lie on 16 bytes, as descriptors ask of the rows of a bfloat16 tensor.
-_ALIGNED = 8
+# Descriptors want the rows of a tensor 16 bytes apart: so many elements of bfloat16.
+_DESCRIPTOR_BYTES = 16
+_DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
 # product a fifth slower than cuBLAS's, does. A step of cross entropy over 151936 classes on an H200: 32768 x 896 from
 # 50.9 to 47.5 ms, 8192 x 1536 in packs of 2048 from 21.0 to 20.3, 65536 x 2048 from 197 to 195 with 48 MiB more.
 _WIDEST = 1536
-_OUTPUTS = {"logps", "lse", "entropy", "mean_logits"}
+# What the product's epilogue has a sum for. An argmax, or a sum of squares, would take registers that it has not.
+_COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 
 
-def _aligned(x: Tensor) -> bool:
-    return x.is_contiguous() and x.data_ptr() % 16 == 0
+def _fits_descriptor(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % _DESCRIPTOR_BYTES == 0
 
 
 def serves(
@@ -50,7 +51,7 @@ def serves(
     differentiates: tuple[str, ...],
     packs: list[list[Tile]],
 ) -> bool:
-    """Whether `EpiloguePass` can take the place of `HeadPass` in a step.
+    """Whether `EpiloguePass` can take the place of `HeadPass` in a step, on a device with the tiles for it, and gains.
 
     Args:
         head: in the dtype of its products.
@@ -59,19 +60,19 @@ def serves(
         packs: the tiles of each pack.
     """
     weight = head.weight
+    hidden_size = weight.shape[1]
     return (
         weight.dtype == torch.bfloat16
-        and has_wide_tiles(weight.device)
         and head.bias is None
         and options.softcap is None
         and options.logit_scale != 0
         and class_weight is None
-        and _OUTPUTS.issuperset(outputs)
+        and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in packs)
-        and weight.shape[1] <= _WIDEST
-        and weight.shape[1] % _ALIGNED == 0
-        and _aligned(weight)
+        and hidden_size <= _WIDEST
+        and hidden_size % _DESCRIPTOR_ELEMENTS == 0
+        and _fits_descriptor(weight)
     )
 
 
@@ -79,60 +80,97 @@ def serves(
 class EpiloguePass:
     """The head of one step, and the one buffer that every pack's exponentials are written to.
 
-    The arguments and results of its methods are those of `HeadPass`; each pack is one tile. dW must accumulate in
-    float32, or not be asked for.
+    With `z = scale x W^T` and a centre `c` near each row's maximum, the projection's epilogue turns a block of logits,
+    still in registers, into `E = exp(z - c)` and its share of each row's sums. As the gradient of a row by its logits
+    is `s E`, but for the target,
+
+        dW = E^T (s x),   dX = s (E W),   and at the target a x and a W[y]
+
+    so that neither direction ever reads logits: `HeadPass` goes over them twice, to reduce them and to overwrite them
+    with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
+
+    When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
+    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 1536, above which the product,
+    slower than cuBLAS's, costs more than the passes it saves. And dW accumulates in float32, as it does over several
+    packs, or is not asked for: a dW that is written once, in bfloat16, has no place to add the target's part to.
+
+    Bytes, of a pack of n tokens, beside the gradients of the step:
+
+        E                      2 n V         the buffer, like that of the logits; none where no backward follows
+        statistics   sample    2048 n        at most: 512 logits a row, float32, to take the centre from
+                     parts     n V / 64      a float32 sum for each 256 columns; three times as much with both entropy
+                                             and mean_logits
+        backward     s x       2 n H         while dW is formed
+                     E W       4 n H         after it, while dX is formed
+
+    Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 8 + 9 MiB
+    or else 14 MiB beside it.
+
+    The arguments and results of its methods are those of `HeadPass`; each pack is one tile.
+
+    Args:
+        head: weight (V, H) in bfloat16, no bias.
+        options: the transform.
+        backward_follows: whether E is wanted.
     """
 
     head: Head
     options: LogitOptions
+    backward_follows: bool = True
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Exponentials | None = field(default=None, init=False, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
 
     @property
     def _scale(self) -> float:
         return self.options.logit_scale / self.options.temperature
 
     def reserve(self, elements: int) -> None:
-        """Make room for the largest pack, once."""
-        vocab_size = self.head.weight.shape[0]
-        padded = -(-vocab_size // _ALIGNED) * _ALIGNED
-        self._buffer = self.head.weight.new_empty(elements // vocab_size, padded)
+        """Make room for the exponentials of the largest pack, once."""
+        if self.backward_follows:
+            row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
+            self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
 
     def release(self) -> None:
         """Give the buffer back."""
         self._buffer = self._held = None
 
+    def _sample(self, x: Tensor) -> Tensor:
+        """Logits (n, C) of at most `SAMPLE` columns, evenly over the vocabulary, in float32 and before the scale."""
+        columns = self.head.weight[:: -(-self.vocab_size // SAMPLE)]
+        sample = x.new_empty(x.shape[0], columns.shape[0], dtype=torch.float32)
+        accumulate(sample, x, columns.t(), first=True)
+        return sample
+
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
         """Reduce a pack: `x` (n, H) and `target` (n,)."""
-        assert self._buffer is not None and len(tiles) == 1
-        weight = self.head.weight
-        vocab_size = weight.shape[0]
-        x = x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)
-        columns = weight[:: -(-vocab_size // SAMPLE)]
-        sample = x.new_empty(x.shape[0], columns.shape[0], dtype=torch.float32)
-        accumulate(sample, x, columns.t(), first=True)
-        out = self._buffer[: x.shape[0], :vocab_size]
-        self._held = project_exp(x, weight, target, sample, out, self._scale, outputs)
-        stats = self._held.stats
-        return stats, finish(stats, target, vocab_size, outputs)
+        assert len(tiles) == 1
+        x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+        out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
+        exponentials = project_exp(x, self.head.weight, target, self._sample(x), out, self._scale, outputs)
+        self._held = exponentials if self.backward_follows else None
+        return exponentials.stats, finish(exponentials.stats, target, self.vocab_size, outputs)
 
     def backward(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: HeadGradients,
+        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
         pack_rows: slice,
     ) -> None:  # fmt: skip
         """Add a pack's dX and dW to `grads`; `pack_rows` are its tokens in the layout of the batch."""
-        assert self._held is not None
         exponentials, self._held = self._held, None
+        assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
         scaled = torch.empty_like(x) if grads.wants_weight else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         if scaled is not None:
             grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
             grads.add_targets(target, scales.target, x)
-        del scaled  # it makes room for the next product
+        del scaled  # dX needs the room for its product
         dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:
             product = torch.empty_like(x, dtype=torch.float32)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
+from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import (
     Layout,
     Pack,
@@ -34,6 +34,7 @@ from liger_chunked.engine.schedule import (
     tiles,
 )
 from liger_chunked.kernels import LogitsCotangents, scale_
+from liger_chunked.kernels.backend import has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -48,44 +49,107 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Everything of a step but the tensors that gradients are for."""
+class Plan:
+    """How a step is cut, and what decides which pass serves it; `fused_loss` has the arguments of `of`.
+
+    `estimate_memory` makes one too: nothing here asks for a device, or a value.
+    """
 
     layout: Layout
     packs: list[Pack]
     tiles: list[list[Tile]]  # of each pack
-    objective: Objective
     outputs: tuple[str, ...]
     differentiates: tuple[str, ...]
     options: LogitOptions
     class_weight: Tensor | None
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the products
+    wide_tiles: bool  # the device has those of `EpiloguePass`
+
+    @classmethod
+    def of(
+        cls,
+        head_shape: torch.Size,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        outputs: tuple[str, ...],
+        differentiates: tuple[str, ...],
+        options: LogitOptions,
+        whole_batch: bool,
+        wide_tiles: bool,
+        class_weight: Tensor | None = None,
+    ) -> Plan:
+        vocab_size = head_shape[0]
+        elements = budget_elements(options, head_shape, dtype, layout.n_valid)
+        cut = packs(layout, vocab_size, elements, whole_batch)
+        return cls(
+            layout=layout if len(cut) == 1 else layout.by_group(),
+            packs=cut,
+            tiles=[tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut],
+            outputs=outputs,
+            differentiates=tuple(name for name in differentiates if name in outputs),
+            options=options,
+            class_weight=class_weight,
+            dtype=dtype,
+            wide_tiles=wide_tiles,
+        )
+
+    @property
+    def n_contributions(self) -> int:
+        """How often each element of dW is added to."""
+        return sum(row_blocks(t) for t in self.tiles)
+
+    def open(self, head: Head, grads: Gradients | None, differentiates: tuple[str, ...]) -> HeadPass | EpiloguePass:
+        """The pass that serves the step, with its buffer.
+
+        Args:
+            head: in the dtype of the products.
+            grads: what its backward adds to; None: none follows.
+            differentiates: the statistics that the gradient reaches.
+        """
+        head_pass: HeadPass | EpiloguePass = HeadPass(head, self.options, self.class_weight)
+        if (
+            self.wide_tiles
+            and (grads is None or grads.accumulates)
+            and epilogue.serves(head, self.options, self.class_weight, self.outputs, differentiates, self.tiles)
+        ):
+            head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
+        head_pass.reserve(max(largest(t) for t in self.tiles))
+        return head_pass
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Everything of a step but the tensors that gradients are for."""
+
+    plan: Plan
+    objective: Objective
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
         """The loss, the statistics of every valid token in computing order, and the gradients that are needed."""
+        plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
-        head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
         grads = None
         if any(needs):
-            n_contributions = sum(row_blocks(t) for t in self.tiles)
-            grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
-        head_pass = self._head_pass(head, grads, self.differentiates)
+            grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
+        head_pass = plan.open(head, grads, plan.differentiates)
 
         loss: Tensor | None = None
         all_stats = []
         with gemms(input.device):
-            for pack, pack_tiles in zip(self.packs, self.tiles, strict=True):
-                x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
-                target = along(self.layout.target, pack.rows)
-                partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
+            for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
+                x = layout.input_rows(flat, pack.rows).to(plan.dtype)
+                target = along(layout.target, pack.rows)
+                partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                 share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
                     # It reaches more than was foretold: this pack starts over, and the others follow.
                     head_pass.release()
-                    head_pass = self._head_pass(head, grads, tuple(gradients))
-                    partial, stats = head_pass.statistics(x, target, pack_tiles, self.outputs)
+                    head_pass = plan.open(head, grads, tuple(gradients))
+                    partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                     share, gradients = self._differentiate(stats, pack, with_gradient=True)
                 all_stats.append(stats)
                 # Shares are added before they are rounded.
@@ -104,29 +168,18 @@ class _Step:
         if len(all_stats) > 1:
             joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
         assert loss is not None  # even an empty batch is a pack
-        loss = loss.to(accumulation_dtype(self.dtype))
+        loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
-
-    def _head_pass(
-        self, head: Head, grads: HeadGradients | None, differentiates: tuple[str, ...]
-    ) -> HeadPass | EpiloguePass:
-        """The pass that serves this step, with its buffer."""
-        head_pass: HeadPass | EpiloguePass = HeadPass(head, self.options, self.class_weight)
-        if (grads is None or grads.accumulates) and epilogue.serves(
-            head, self.options, self.class_weight, self.outputs, differentiates, self.tiles
-        ):
-            head_pass = EpiloguePass(head, self.options)
-        head_pass.reserve(max(largest(t) for t in self.tiles))
-        return head_pass
 
     def _differentiate(self, stats: TokenStats, pack: Pack, with_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """A pack's share of the loss, and its gradient with respect to each statistic that has one."""
+        layout = self.plan.layout
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(stats, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            dense = TokenStats(*(None if f is None else self.layout.dense(f, pack) for f in stats))
-            loss = self.objective(dense, self.layout.index(pack))
+            dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
+            loss = self.objective(dense, layout.index(pack))
         if not loss.requires_grad:
             return loss, {}
         # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
@@ -208,23 +261,18 @@ def fused_loss(
     Returns:
         The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
     """
-    dtype = compute_dtype(head, input)
-    vocab_size = head.weight.shape[0]
-    elements = budget_elements(options, head.weight.shape, dtype, layout.n_valid)
-    cut = packs(layout, vocab_size, elements, whole_batch)
-    if len(cut) > 1:
-        layout = layout.by_group()
-    step = _Step(
-        layout=layout,
-        packs=cut,
-        tiles=[tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut],
-        objective=objective,
+    plan = Plan.of(
+        head.weight.shape,
+        layout,
+        compute_dtype(head, input),
         outputs=outputs,
-        differentiates=tuple(name for name in differentiates if name in outputs),
+        differentiates=differentiates,
         options=options,
+        whole_batch=whole_batch,
+        wide_tiles=has_wide_tiles(input.device),
         class_weight=class_weight,
-        dtype=dtype,
     )
+    step = _Step(plan, objective)
     loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
     present = [name for name in TokenStats._fields if name in outputs]
-    return loss, layout.scatter_stats(dict(zip(present, values, strict=True)))
+    return loss, plan.layout.scatter_stats(dict(zip(present, values, strict=True)))

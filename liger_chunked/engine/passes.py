@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ _UPCAST_BLOCK = 1 << 20
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """`out = a @ b`, or `out += a @ b` unless `first`, without rounding the product below the dtype of `out`."""
+    if out.is_meta:
+        return  # a rehearsal: a GPU's product allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif out.device.type == "cuda" and out.dtype == torch.float32:
@@ -79,6 +81,26 @@ class Needs(NamedTuple):
     input: bool
     weight: bool
     bias: bool
+
+
+class Gradients(Protocol):
+    """What a pass adds its dX, dW and db to, see `HeadGradients`."""
+
+    @property
+    def accumulates(self) -> bool: ...
+
+    @property
+    def wants_weight(self) -> bool: ...
+
+    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None: ...
+
+    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
+
+    def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None: ...
+
+    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None: ...
 
 
 @dataclass
@@ -144,7 +166,7 @@ class HeadPass:
         return stats, finish(stats, target, self.vocab_size, outputs)
 
     def backward(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: HeadGradients,
+        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
         pack_rows: slice,
     ) -> None:  # fmt: skip
         """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
@@ -169,7 +191,7 @@ class HeadPass:
             grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
         grads.close_pack(dx, pack_rows)
 
-    def backward_from(self, x: Tensor, dz: Tensor, grads: HeadGradients, pack_rows: slice) -> None:
+    def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, pack_rows: slice) -> None:
         """Add the dX, dW and db of a pack whose gradient `dz` (n, V) of all its logits is known."""
         dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:

@@ -1,8 +1,7 @@
 """The steps of the engine on tensors without storage, to know how much memory they will take.
 
-Here stands when each step allocates and frees, in its own order. How much, and in which dtype, is asked of the objects
-that the step itself runs on: the schedule, the layout, the head's pass and its gradients. Kernels and products on a GPU
-allocate nothing but the numbers per token that they return.
+Here stands in which order a step calls what allocates and frees. What it calls is what the step itself runs on: the
+schedule, the layout, the head's pass and its gradients, with nothing launched.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_chunked.engine.distill import ByAutograd, Route
+from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
-from liger_chunked.engine.schedule import (
-    Layout,
-    Tile,
-    budget_elements,
-    largest,
-    packs,
-    row_blocks,
-    tiles,
-)
+from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, packs, row_blocks, tiles
+from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# float32 numbers held for each position of the batch: statistics, their dense copies, gradients by them.
+# float32 numbers held for each position of the batch beside a pass, where it waits for a backward or has a teacher:
+# dense copies of statistics, gradients by them.
 _NUMBERS = 8
 
 
@@ -85,9 +79,17 @@ class Projection(NamedTuple):
     dtype: torch.dtype
     needs: Needs
 
-    def open(self, options: LogitOptions) -> HeadPass:
+    def computed_head(self) -> Head:
+        """In the dtype of the products."""
         weight, bias = self.head
-        return HeadPass(Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype)), options)
+        return Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+
+    def open(self, ledger: Ledger, options: LogitOptions, elements: int) -> HeadPass:
+        """A pass over logits, with its buffer."""
+        head_pass = HeadPass(self.computed_head(), options)
+        with ledger.part("logits"):
+            head_pass.reserve(elements)
+        return head_pass
 
     def rows(self, ledger: Ledger, layout: Layout, rows: slice) -> Tensor:
         with ledger.part("hidden"):
@@ -95,7 +97,7 @@ class Projection(NamedTuple):
 
 
 class _Gradients:
-    """Those of the hidden states and those of the head, booked apart."""
+    """`HeadGradients`, those of the hidden states and those of the head booked apart."""
 
     def __init__(self, ledger: Ledger, projection: Projection, layout: Layout, n_contributions: int) -> None:
         self._ledger = ledger
@@ -108,11 +110,32 @@ class _Gradients:
             needs_head = needs._replace(input=False)
             self._head = HeadGradients(layout, input, head, dtype, needs_head, n_contributions)
 
-    def add(self, x: Tensor, rows: slice, one_slice: bool) -> None:
-        """A pack's share: dX is made, and put in its place."""
+    @property
+    def accumulates(self) -> bool:
+        return self._head.accumulates
+
+    @property
+    def wants_weight(self) -> bool:
+        return self._head.wants_weight
+
+    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._head.normalize(gradients)
+
+    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
         with self._ledger.part("input_grad"):
-            dx = self._input.open_input(x, rows, one_slice)
-            self._input.close_pack(dx, rows)
+            return self._input.open_input(x, pack_rows, one_slice)
+
+    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
+        with self._ledger.part("weight_grad"):
+            self._head.add(vocab, dz, x, first)
+
+    def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None:
+        with self._ledger.part("weight_grad"):
+            self._head.add_targets(target, scale, x)
+
+    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
+        with self._ledger.part("input_grad"):
+            self._input.close_pack(dx, pack_rows)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         with self._ledger.part("input_grad"):
@@ -130,39 +153,35 @@ class _Gradients:
                 scaled.append(None if gradient is None or x is None else gradient.to(x.dtype))
 
 
-def _reserve(ledger: Ledger, head_pass: HeadPass, elements: int) -> None:
-    with ledger.part("logits"):
-        head_pass.reserve(elements)
-
-
 def _numbers(layout: Layout) -> Tensor:
     return torch.empty(layout.mask.numel(), _NUMBERS, dtype=torch.float32, device="meta")
 
 
-def rehearse_fused(
-    ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions, whole_batch: bool
-) -> None:
+def _cotangents(partial: PartialStats) -> LogitsCotangents:
+    """Gradients by the log-probabilities: by another statistic, they would be as large."""
+    return LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
+
+
+def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
     """`fused_loss` and its backward."""
-    vocab_size = projection.head.weight.shape[0]
-    elements = budget_elements(options, projection.head.weight.shape, projection.dtype, layout.n_valid)
-    cut = packs(layout, vocab_size, elements, whole_batch)
-    if len(cut) > 1:
-        layout = layout.by_group()
-    tiles_of = [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut]
-    numbers = _numbers(layout)
-    head_pass = projection.open(options)
-    _reserve(ledger, head_pass, max(largest(t) for t in tiles_of))
-    grads = None
+    grads, layout = None, plan.layout
     if any(projection.needs):
-        grads = _Gradients(ledger, projection, layout, sum(row_blocks(t) for t in tiles_of))
-    for pack, pack_tiles in zip(cut, tiles_of, strict=True):
+        grads = _Gradients(ledger, projection, layout, plan.n_contributions)
+    head = projection.computed_head()
+    with ledger.part("logits"):
+        head_pass = plan.open(head, grads, plan.differentiates)
+    all_stats = []
+    for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
         x = projection.rows(ledger, layout, pack.rows)
+        target = along(layout.target, pack.rows)
+        partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
+        all_stats.append(stats)
         if grads is not None and pack_tiles:
-            grads.add(x, pack.rows, one_slice=len(pack_tiles) == row_blocks(pack_tiles))
+            head_pass.backward(x, target, pack_tiles, _cotangents(partial), grads, pack.rows)
     head_pass.release()
     if grads is not None:
         gradients = grads.finish()
-        del x, head_pass, numbers
+        del x, head, head_pass, partial
         grads.hand_over(gradients)
 
 
@@ -171,17 +190,17 @@ def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, optio
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
     cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
     numbers = _numbers(layout)
-    head_pass = projection.open(options)
-    _reserve(ledger, head_pass, largest(cut))
+    head_pass = projection.open(ledger, options, largest(cut))
     every = slice(0, layout.n_valid)
-    x = projection.rows(ledger, layout, every)
-    del x
+    partial, _ = head_pass.statistics(projection.rows(ledger, layout, every), layout.target, cut, ("logps",))
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, row_blocks(cut))
-        x = projection.rows(ledger, layout, every)
-        grads.add(x, every, one_slice=len(cut) == row_blocks(cut))
-        del x, numbers
+        if cut:
+            x = projection.rows(ledger, layout, every)
+            head_pass.backward(x, layout.target, cut, _cotangents(partial), grads, every)
+            del x
         head_pass.release()
+        del numbers, partial
         grads.hand_over(grads.finish())
 
 
@@ -201,9 +220,7 @@ def rehearse_distillation(
     cut = packs(layout, vocab_size, elements)
     n_rows = max(pack.rows.stop - pack.rows.start for pack in cut)
     numbers = _numbers(layout)
-    opened = [(p, p.open(options)) for p in (projection, teacher) if p is not None]
-    for _, head_pass in opened:
-        _reserve(ledger, head_pass, n_rows * vocab_size)
+    opened = [(p, p.open(ledger, options, n_rows * vocab_size)) for p in (projection, teacher) if p is not None]
     grads = None
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, len(cut) if layout.n_valid else 0)
@@ -217,9 +234,9 @@ def rehearse_distillation(
             del states
         target = layout.target[pack.rows] if has_target else None
         _measure(route, logits, target, pack.rows, with_gradient=grads is not None)
-        del logits
         if grads is not None and layout.n_valid:
-            grads.add(x, pack.rows, one_slice=True)
+            opened[0][1].backward_from(x, logits[0], grads, pack.rows)
+        del logits
     for _, head_pass in opened:
         head_pass.release()
     if grads is not None:

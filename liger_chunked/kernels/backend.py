@@ -1,4 +1,8 @@
-"""Which path a tensor takes: Triton where it runs, torch everywhere else."""
+"""Which path a tensor takes: Triton where it runs, torch everywhere else.
+
+A step's kernels take tensors without storage too. These stand for tensors on a GPU: everything is allocated as it is
+there, and nothing is launched. `estimate_memory` rehearses on them.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +60,19 @@ def use_triton(x: Tensor) -> bool:
     return x.device.type in TRITON_DEVICES or (INTERPRETED and x.device.type == "cpu")
 
 
+def wide_tiles(capability: tuple[int, int]) -> bool:
+    """Whether NVIDIA's GPUs of this compute capability have a tensor memory accelerator, and shared memory for the
+    tiles of `project_exp`.
+    """
+    return capability[0] in _WIDE_TILES
+
+
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    """Whether the device has a tensor memory accelerator, and shared memory for the tiles of `project_exp`."""
+    """Whether `project_exp` runs on the device."""
     if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
-    return torch.cuda.get_device_capability(device)[0] in _WIDE_TILES
+    return wide_tiles(torch.cuda.get_device_capability(device))
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -108,7 +108,7 @@ def _logits_grad_triton_(
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
     block = min(1024, 1 << (n_cols - 1).bit_length())
-    if n:
+    if n and not logits.is_meta:
         _logits_grad_kernel[grid_of_rows(n, -(-n_cols // block))](
             logits_ptr=logits,
             logits_stride=logits.stride(0),
@@ -192,6 +192,6 @@ def logits_grad_(
         class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
         out: where to write the gradient instead, like `logits`, which then stay as they are.
     """
-    compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
+    compute = _logits_grad_triton_ if use_triton(logits) or logits.is_meta else _logits_grad_torch_
     out = logits if out is None else out
     return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out)

@@ -185,7 +185,7 @@ def _logits_stats_triton(
         sum_exp_sq=buffer(wanted["sum_exp_sq"]),
         argmax=buffer(wanted["argmax"], torch.int64),
     )
-    if n:
+    if n and not logits.is_meta:
         _logits_stats_kernel[(n,)](
             logits_ptr=logits,
             logits_stride=logits.stride(0),
@@ -262,7 +262,7 @@ def logits_stats(
         outputs: names of `TokenStats` fields.
         class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
     """
-    compute = _logits_stats_triton if use_triton(logits) else _logits_stats_torch
+    compute = _logits_stats_triton if use_triton(logits) or logits.is_meta else _logits_stats_torch
     return compute(logits, target, options, outputs, vocab_start, class_weight)
 
 

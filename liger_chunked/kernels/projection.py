@@ -9,8 +9,8 @@ target's logit and of a sample of the vocabulary. A row that rises too far above
 return at once where there is no such row, find the row's maximum and write its tiles again. The target stands apart, so
 that `1 - p_y = rest / sum` does not cancel.
 
-FLOPs: 2 N V H. Bytes: E written once, and x and W as a GEMM reads them; 4 (V / 256) N of partial sums a statistic. 4096
-x 151936 x 2048 is 2.55 TFLOP.
+FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 256) N of
+partial sums a statistic. 4096 x 151936 x 2048 is 2.55 TFLOP.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tiling(NamedTuple):
 class Exponentials(NamedTuple):
     """A pack's softmax before its normalization; `values` (N, V) bfloat16, the others (N,) float32."""
 
-    values: Tensor  # exp(z - centre), 0 at the target
+    values: Tensor | None  # exp(z - centre), 0 at the target; None where they were not written
     rest: Tensor  # sum of exp(z - centre) over all but the target
     target_exp: Tensor  # exp(z - centre) at the target
     stats: PartialStats  # over the whole vocabulary, `max` being the centre
@@ -74,12 +74,15 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the exponentials of some columns of a block: their sums, and the sums of `e log2 e`, a row."""
+    """Write the exponentials of some columns of a block, if somebody wants them: their sums, and the sums of
+    `e log2 e`, a row.
+    """
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
     if MASKED:
         e = tl.where((cols[None, :] != target[:, None]) & (cols < n_cols)[None, :], e, 0.0)
-    exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
+    if exp_desc is not None:
+        exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
     moment = centre
     if MOMENT:
         # At e = 0 the limit of e log e, where the product would be 0 * -inf.
@@ -264,7 +267,7 @@ def project_exp(
     weight: Tensor,
     target: Tensor,
     sample: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     scale: float,
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
@@ -276,7 +279,7 @@ def project_exp(
         weight: (V, H) bfloat16.
         target: (N,) int64 index into the vocabulary.
         sample: (N, C) float32 `x @ weight.T` of at most `SAMPLE` columns, contiguous.
-        out: (N, V) bfloat16, its rows a multiple of 8 elements apart.
+        out: (N, V) bfloat16, its rows a multiple of 8 elements apart; None: the statistics alone, and E is not written.
         scale: of the logits; not zero.
         outputs: among "logps", "lse", "entropy", "mean_logits".
         tiling: None for the one that suits H.
@@ -284,7 +287,7 @@ def project_exp(
     n, hidden = x.shape
     vocab_size = weight.shape[0]
     tiling = tiling or Tiling.of(hidden)
-    n_parts = triton.cdiv(vocab_size, tiling.cols)
+    n_parts = -(-vocab_size // tiling.cols)
 
     def buffer(*shape: int, wanted: bool = True) -> Tensor | None:
         return torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
@@ -303,6 +306,8 @@ def project_exp(
         "moment": buffer(n_parts, n, wanted=moment),
         "sum_z": buffer(n_parts, n, wanted=mean),
     }
+    if x.is_meta:
+        return result
     _centre_kernel[(n,)](
         x_ptr=x,
         x_stride=x.stride(0),
@@ -318,10 +323,11 @@ def project_exp(
         SAMPLE=SAMPLE,
         BLOCK=min(1024, triton.next_power_of_2(hidden)),
     )
+    stored_cols = tiling.cols // tiling.split
     product = {
         "x_desc": TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
         "w_desc": TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
-        "exp_desc": TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // tiling.split]),
+        "exp_desc": None if out is None else TensorDescriptor.from_tensor(out, [tiling.rows, stored_cols]),
         "target_ptr": target,
         "centre_ptr": stats.max,
         **{f"{name}_ptr": part for name, part in parts.items()},

@@ -72,6 +72,8 @@ def scale_rows(
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
+    if x.is_meta:
+        return scales
     _scale_rows_kernel[(n,)](
         x_ptr=x,
         x_stride=x.stride(0),
@@ -119,6 +121,8 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
         scales: of the rows.
         out: (N, H), rows contiguous.
     """
+    if product.is_meta:
+        return
     n, hidden = product.shape
     _input_kernel[(n,)](
         product_ptr=product,
@@ -175,6 +179,8 @@ def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> 
     """
     n, hidden = x.shape
     ordered, order = torch.sort(target, stable=True)
+    if x.is_meta:
+        return grad
     block = min(128, triton.next_power_of_2(hidden))
     _target_rows_kernel[grid_of_rows(n, triton.cdiv(hidden, block))](
         grad_ptr=grad,

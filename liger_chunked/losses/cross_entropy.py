@@ -53,15 +53,6 @@ class _CrossEntropy:
     dft: bool
     class_weight: Tensor | None  # (V,)
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        wanted = {
-            "lse": self.label_smoothing or self.lse_square_scale,
-            "mean_logits": self.label_smoothing,
-            "entropy": self.entropy_weight,
-        }
-        return ("logps", *(name for name, setting in wanted.items() if setting))
-
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
         loss = -stats.logps if self.class_weight is None else -stats.logps * self.class_weight[target]
@@ -276,10 +267,22 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
             raise ValueError("token_weights gets no gradient: detach it")
         return token_weights.reshape(-1).to(accumulation_dtype(weight.dtype))
 
-    def _outputs(self, definition: _CrossEntropy) -> tuple[str, ...]:
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """The statistics that the loss and its metrics read."""
         top1 = ("is_top1",) if self.return_token_accuracy else ()
         argmax = ("argmax",) if self.return_predicted_tokens else ()
-        return (*definition.outputs, *argmax, *top1)
+        return (*self._differentiates, *argmax, *top1)
+
+    @property
+    def _differentiates(self) -> tuple[str, ...]:
+        """Those that its gradient reaches."""
+        wanted = {
+            "lse": self.label_smoothing or self.lse_square_scale,
+            "mean_logits": self.label_smoothing,
+            "entropy": self.entropy_weight,
+        }
+        return ("logps", *(name for name, setting in wanted.items() if setting))
 
     def _smoothing_weight(self, definition: _CrossEntropy) -> Tensor | None:
         return definition.class_weight if self.label_smoothing else None
@@ -293,9 +296,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         definition: _CrossEntropy,
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        stats = token_stats(
-            head, input, layout, self._outputs(definition), self.options, self._smoothing_weight(definition)
-        )
+        stats = token_stats(head, input, layout, self._outputs, self.options, self._smoothing_weight(definition))
         valid = layout.mask
 
         def shaped(x: Tensor) -> Tensor:
@@ -331,8 +332,8 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
             input,
             layout,
             objective,
-            outputs=self._outputs(definition),
-            differentiates=definition.outputs,
+            outputs=self._outputs,
+            differentiates=self._differentiates,
             options=self.options,
             whole_batch=self._whole_batch,
             class_weight=self._smoothing_weight(definition),

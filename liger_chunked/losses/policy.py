@@ -179,6 +179,16 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
     def _whole_batch(self) -> bool:
         return self.top_entropy_quantile < 1
 
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """The statistics that the loss and its metrics read."""
+        return ("logps", "entropy")
+
+    @property
+    def _differentiates(self) -> tuple[str, ...]:
+        """Those that its gradient reaches."""
+        return ("logps", "entropy") if self.entropy_coef else ("logps",)
+
     def kl(self, rollouts: Rollouts) -> Tensor:
         """(n, T) estimate of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
@@ -275,8 +285,8 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             input,
             layout,
             objective,
-            outputs=("logps", "entropy"),
-            differentiates=("logps", "entropy") if self.entropy_coef else ("logps",),
+            outputs=self._outputs,
+            differentiates=self._differentiates,
             options=self.options,
             whole_batch=self._whole_batch,
         )

@@ -157,6 +157,16 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     def _whole_batch(self) -> bool:
         return self.scope == "batch"
 
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """The statistics that the loss and its metrics read."""
+        return ("logps", "mean_logits", *self.token_outputs)
+
+    @property
+    def _differentiates(self) -> tuple[str, ...]:
+        """Those that its gradient reaches, as far as is known."""
+        return ("logps", *self.token_outputs)
+
     def reward(self, logratios: Tensor) -> Tensor:
         """The implicit reward of sequences with these log-ratios, of the same shape; the metrics report it."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
@@ -244,8 +254,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             input,
             layout,
             objective,
-            outputs=("logps", "mean_logits", *self.token_outputs),
-            differentiates=("logps", *self.token_outputs),
+            outputs=self._outputs,
+            differentiates=self._differentiates,
             options=self.options,
             whole_batch=self._whole_batch,
         )

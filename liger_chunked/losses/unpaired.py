@@ -121,6 +121,16 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self).__name__, options)
 
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """The statistics that the loss and its metrics read."""
+        return ("logps", "mean_logits", *self.token_outputs)
+
+    @property
+    def _differentiates(self) -> tuple[str, ...]:
+        """Those that its gradient reaches, as far as is known."""
+        return ("logps", *self.token_outputs)
+
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
         """The loss of each sequence, (n,), from `Examples`; called on some of the batch's sequences at a time."""
@@ -238,8 +248,8 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
             input,
             layout,
             objective,
-            outputs=("logps", "mean_logits", *self.token_outputs),
-            differentiates=("logps", *self.token_outputs),
+            outputs=self._outputs,
+            differentiates=self._differentiates,
             options=self.options,
             whole_batch=self._whole_batch,
         )
