@@ -43,9 +43,8 @@ class HeadTrainer(Trainer):
 
 
 def z_loss(head: Head, input: HeadInput) -> dict[str, Tensor]:
-    """Cross entropy and z-loss. Under gradient accumulation `num_items_in_batch` counts the targets of all its steps,
-    and Trainer adds the losses up: a loss that goes by means instead sets `loss_is_scaled_for_ga = False` on its trainer
-    (before transformers 5.23, `model_accepts_loss_kwargs`).
+    """Cross entropy and z-loss. Trainer adds up the losses of an accumulated batch, so each is over the number of targets
+    in all of it; for a loss that is a mean over its own batch, set `trainer.model_accepts_loss_kwargs = False`.
     """
     loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4, **asdict(input.options))
     num_items = input.num_items_in_batch

@@ -52,12 +52,6 @@ class DPO(pl.LightningModule):
         self.log_dict({"loss": loss.detach(), "margin": margin}, prog_bar=True, batch_size=len(ref_logps) // 2)
         return loss
 
-    def train(self, mode: bool = True) -> DPO:
-        """Lightning calls it; the reference stays without dropout."""
-        super().train(mode)
-        self.reference.eval()
-        return self
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate)
 
