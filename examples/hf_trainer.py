@@ -43,8 +43,8 @@ class HeadTrainer(Trainer):
 
 
 def z_loss(head: Head, input: HeadInput) -> dict[str, Tensor]:
-    """Cross entropy and z-loss. Trainer adds up the losses of an accumulated batch, so each is over the number of targets
-    in all of it; for a loss that is a mean over its own batch, set `trainer.model_accepts_loss_kwargs = False`.
+    """Cross entropy and z-loss. Trainer adds up the losses of an accumulated batch: each is over the number of targets
+    in all of it. For a loss that is a mean over its own batch set `trainer.model_accepts_loss_kwargs = False`.
     """
     loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4, **asdict(input.options))
     num_items = input.num_items_in_batch
