@@ -6,8 +6,9 @@ python examples/trl_kto.py [--model PATH] [--steps N]
 from __future__ import annotations
 
 from datasets import Dataset
+from toy import sums
 from trl import KTOConfig
-from trl_common import setup, sums
+from trl_common import setup
 
 from liger_chunked.integrations.trl import LigerKTOTrainer
 

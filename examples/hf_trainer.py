@@ -1,0 +1,87 @@
+"""HF `Trainer` without logits, in either of two ways: on a patched model, or with a loss of one's own.
+
+python examples/hf_trainer.py [--model PATH] [--steps N] [--own-loss]
+
+`Trainer(compute_loss_func=...)` is neither: it is called with what `model.forward` returned, by when the logits exist.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from toy import collate, encode, load_model, load_tokenizer, on_gpu, parser, sums
+from transformers import Trainer, TrainingArguments
+
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, apply_liger_kernel
+from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
+from liger_chunked.types import Head
+
+
+class PatchedTrainer(Trainer):
+    """For a patched model, which in evaluation builds logits, as a metric might want them: not if none does."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        inputs = {**inputs, "skip_logits": prediction_loss_only}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+class HeadTrainer(Trainer):
+    """Trains with `head_fn`, which runs inside `model.forward` in the place of head and loss, in evaluation too."""
+
+    def __init__(self, *args: Any, head_fn: HeadFn, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.head_fn = head_fn
+        attach_head(self.model)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Trainer adds num_items_in_batch, takes "loss" out of what comes back, and scales it by the number of ranks.
+        return super().compute_loss(model, {**inputs, "head_fn": self.head_fn}, *args, **kwargs)
+
+
+def z_loss(head: Head, input: HeadInput) -> dict[str, Tensor]:
+    """Cross entropy and z-loss. Trainer adds up the losses of an accumulated batch: each is over the number of targets
+    in all of it. For a loss that is a mean over its own batch set `trainer.model_accepts_loss_kwargs = False`.
+    """
+    loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4, **asdict(input.options))
+    num_items = input.num_items_in_batch
+    return {"loss": loss(head.weight, input.hidden_states, input.target, head.bias, num_items=num_items)}
+
+
+if __name__ == "__main__":
+    arguments = parser()
+    arguments.add_argument("--own-loss", action="store_true", help="the second way")
+    options = arguments.parse_args()
+    gpu = on_gpu(options)
+    model = load_model(options.model, torch.bfloat16 if gpu else torch.float32)
+    tokenizer = load_tokenizer(options.model)
+    rows = [encode(tokenizer, row["prompt"], row["chosen"]) for row in sums()]
+    shared = {
+        "args": TrainingArguments(
+            output_dir=tempfile.mkdtemp(prefix="liger-hf-"),
+            max_steps=options.steps,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-5 if options.model else 3e-3,
+            logging_steps=max(1, options.steps // 5),
+            eval_strategy="steps",
+            save_strategy="no",
+            use_cpu=not gpu,
+            bf16=gpu,
+            dataloader_pin_memory=gpu,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        "data_collator": collate,
+        "train_dataset": rows[:48],
+        "eval_dataset": rows[48:],
+    }
+    if options.own_loss:
+        trainer = HeadTrainer(model, head_fn=z_loss, **shared)
+    else:
+        print(apply_liger_kernel(model))
+        trainer = PatchedTrainer(model, **shared)
+    trainer.train()

@@ -1,0 +1,164 @@
+"""The examples without TRL, and the snippets of docs/frameworks.md, run as they stand and agree with stock code."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainingArguments
+
+from liger_chunked import revert_liger_kernel
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import toy
+
+    return toy
+
+
+@pytest.fixture
+def run(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a script with arguments, and return its globals."""
+
+    def run(script: str, *arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        return runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+    return run
+
+
+@pytest.fixture
+def head_outputs(monkeypatch: pytest.MonkeyPatch, toy: ModuleType) -> list[torch.Size]:
+    """The shapes of all tensors that the `lm_head` of a toy model returns."""
+    shapes: list[torch.Size] = []
+    build = toy.tiny_model
+
+    def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
+        shapes.extend(x.shape for x in tree_leaves(output))
+
+    def watched(seed: int = 0) -> Any:
+        model = build(seed)
+        model.lm_head.register_forward_hook(watch)
+        return model
+
+    monkeypatch.setattr(toy, "tiny_model", watched)
+    return shapes
+
+
+def curves(trainer: Trainer) -> dict[str, list[float]]:
+    names = ("loss", "grad_norm", "eval_loss")
+    return {name: [float(entry[name]) for entry in trainer.state.log_history if name in entry] for name in names}
+
+
+def z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    logits, target = outputs.logits[:, :-1], labels[:, 1:]
+    nll = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    return (nll + 1e-4 * (logits.logsumexp(-1)[target != -100] ** 2).sum()) / num_items_in_batch
+
+
+@pytest.mark.parametrize(("flags", "loss"), [((), None), (("--own-loss",), z_loss)], ids=["patched", "own loss"])
+def test_hf_trainer(flags, loss, run, toy, head_outputs):
+    example = run("hf_trainer.py", "--steps", "3", *flags)
+    assert head_outputs
+    assert set(head_outputs) == {torch.Size()}  # in evaluation too
+    stock = Trainer(toy.tiny_model(), compute_loss_func=loss, **example["shared"])
+    stock.train()
+    ours, theirs = curves(example["trainer"]), curves(stock)
+    assert [len(curve) for curve in ours.values()] == [3, 3, 3]
+    for name, curve in theirs.items():
+        assert ours[name] == pytest.approx(curve, rel=1e-5), name
+
+
+def test_plain_loop(run, toy, head_outputs):
+    inside = run("plain_loop.py", "--steps", "3")["losses"]
+    assert set(head_outputs) == {torch.Size()}
+    outside = run("plain_loop.py", "--steps", "3", "--outside")["losses"]
+    assert inside == pytest.approx(outside, rel=1e-6)
+    tokenizer = toy.byte_tokenizer()
+    batch = toy.collate(toy.encode(tokenizer, row["prompt"], row["chosen"]) for row in toy.sums(8))
+    assert inside[0] == pytest.approx(toy.tiny_model()(**batch).loss.item(), rel=1e-6)
+    assert inside[-1] < inside[0]
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_lightning(run, toy, head_outputs, monkeypatch):
+    pytest.importorskip("pytorch_lightning")
+    example = run("lightning_module.py", "--steps", "20")
+    assert example["trainer"].global_step == 20
+    assert example["trainer"].callback_metrics["loss"] < 0.6931  # log 2, where it starts
+    assert all(len(shape) < 3 for shape in head_outputs)
+
+    module, batch = example["module"], example["pairs"](toy.sums(4))
+    monkeypatch.setattr(module, "log_dict", lambda *args, **kwargs: None)
+
+    def logps(model: Any) -> torch.Tensor:
+        logits = model(**{**batch, "labels": None}).logits[:, :-1]
+        nll = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
+        return -nll.view(len(logits), -1).sum(-1)
+
+    chosen, rejected = (logps(module.model) - logps(module.reference)).chunk(2)
+    expected = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+    assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_examples_are_short():
+    for name in ("hf_trainer.py", "plain_loop.py", "lightning_module.py", "toy.py"):
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 90, name
+
+
+def module(name: str, **contents: Any) -> dict[str, ModuleType]:
+    """A module that stands for one of a framework, and its packages."""
+    parts = name.split(".")
+    modules = {".".join(parts[:i]): ModuleType(".".join(parts[:i])) for i in range(1, len(parts) + 1)}
+    vars(modules[name]).update(contents)
+    return modules
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=[next(iter(s.splitlines())) for s in SNIPPETS])
+def test_snippets(snippet, toy, monkeypatch, tmp_path):
+    ran = []
+    for name, fake in {
+        **module("axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {})),
+        **module("llamafactory.train.tuner", run_exp=lambda: ran.append("run_exp")),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    tokenizer = toy.byte_tokenizer()
+    scope = {
+        "__name__": "__main__",
+        "model": toy.tiny_model(),
+        "data": [toy.encode(tokenizer, row["prompt"], row["chosen"]) for row in toy.sums(8)],
+        "collate": toy.collate,
+        "args": TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"),
+    }
+    try:
+        exec(compile(snippet, "docs/frameworks.md", "exec"), scope)
+        if "trainer" in scope:
+            scope["trainer"].train()
+        if plugin := scope.get("LigerChunkedPlugin"):
+            plugin().post_model_build({}, scope["model"])
+        assert ran == (["run_exp"] if "run_exp" in snippet else [])
+        if "apply_liger_kernel" in snippet and "qwen3" not in snippet:
+            batch = toy.collate(scope["data"])
+            assert scope["model"].train()(**batch).logits is None
+    finally:
+        for family in ("llama", "qwen3"):
+            revert_liger_kernel(family)
