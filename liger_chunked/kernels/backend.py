@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from liger_chunked.types import LogitOptions
 
@@ -104,6 +105,22 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
+def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory of the shape of `x`, without gaps: half the time of `x.new_empty(x.shape)`."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, which costs a backward something only where a second derivative is being prepared."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Tensor) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return call
+
+
 class RowTile(NamedTuple):
     """How a kernel that holds whole rows in registers takes them: `rows` of up to `block` columns a program."""
 
@@ -111,10 +128,14 @@ class RowTile(NamedTuple):
     block: int
     num_warps: int
 
-    @property
-    def resident(self) -> int:
-        """Programs of a backward on each multiprocessor at once: registers are for 16 warps."""
-        return 16 // self.num_warps
+    def programs(self, n_rows: int, device: torch.device) -> int:
+        """Of a backward, which go through tiles until all rows are done, and each as often as the others.
+
+        No more than run at once: registers are for 16 warps of a multiprocessor.
+        """
+        tiles = -(-n_rows // self.rows)
+        turns = -(-tiles // (16 // self.num_warps * processors(device)))
+        return -(-tiles // max(1, turns))
 
     def stages(self, x: Tensor) -> int:
         """Depth of the pipeline of a loop over tiles of two or three tensors like `x`: what shared memory holds."""
