@@ -746,7 +746,7 @@ def test_operators_keep_their_word(module: Any) -> None:
         "layer_norm_backward": [(x, x, w, torch.stack((row, row)), True, None, torch.bfloat16)],
         "glu": [(x, x, "silu"), (x, None, "gelu")],
         "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
-        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True)],
+        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
         "pointwise_divergence": [(x, x, "jsd", 0.3)],
         "pointwise_divergence_backward": [(x, x, row, "kl", 0.0)],
     }
