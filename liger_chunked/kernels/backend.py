@@ -22,8 +22,6 @@ except ImportError:  # no wheels outside Linux; the torch path serves there
     tl = None
     TensorDescriptor = None
 
-# Devices whose PyTorch builds come with a Triton backend.
-TRITON_DEVICES = ("cuda", "xpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The torch path works through a tile in blocks of this many elements: its temporaries then stay in a CPU's cache,
@@ -51,10 +49,13 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether the Triton kernel serves `x`. float64 takes the torch path: it is there for oracles, not for speed."""
+    """Whether the Triton kernel serves `x`: on devices whose PyTorch builds come with a backend of Triton.
+
+    float64 takes the torch path: it is there for oracles, not for speed.
+    """
     if triton is None or x.dtype == torch.float64:
         return False
-    return x.device.type in TRITON_DEVICES or (INTERPRETED and x.device.type == "cpu")
+    return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
-        self.compiled: dict[Any, Any] = {}
+        self.launchers: dict[Any, Callable[..., None]] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
@@ -44,11 +44,11 @@ class Kernel:
         if not dtypes or addresses % 16:
             self.kernel[grid](*tensors, *numbers, num_warps=num_warps)
             return
-        key = (torch.cuda.current_device(), num_warps, numbers, *dtypes)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*tensors, *numbers)
+        key = (torch.cuda.current_device(), grid, num_warps, numbers, *dtypes)
+        launcher = self.launchers.get(key)
+        if launcher is not None:
+            launcher(*tensors, *numbers)
             return
-        if len(self.compiled) == _MOST_REMEMBERED:
-            self.compiled.clear()
-        self.compiled[key] = self.kernel[grid](*tensors, *numbers, num_warps=num_warps)
+        if len(self.launchers) == _MOST_REMEMBERED:
+            self.launchers.clear()
+        self.launchers[key] = self.kernel[grid](*tensors, *numbers, num_warps=num_warps)[grid]
