@@ -34,7 +34,8 @@ class Kernel:
         self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
     ) -> None:
         """`triton.jit(function)[grid](*tensors, *numbers, num_warps=num_warps)`; None stands for an absent tensor."""
-        addresses, dtypes = 0, []
+        addresses = 0
+        dtypes: list[torch.dtype | None] = []
         for x in tensors if _REMEMBERS else ():
             if x is None:
                 dtypes.append(None)

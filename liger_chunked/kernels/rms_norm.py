@@ -173,7 +173,8 @@ def _backward_triton(
     if partial is None:
         return dx, None
     assert weight is not None
-    return dx, *sum_partials(partial, (weight.dtype,))
+    (dw,) = sum_partials(partial, (weight.dtype,))
+    return dx, dw
 
 
 def _backward_torch(

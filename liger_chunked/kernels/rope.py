@@ -106,9 +106,9 @@ def _power_of_two(n: int) -> int:
 
 def _empty(x: Tensor, by_token: bool) -> Tensor:
     """Memory of the shape of `x` (B, heads, T, D), in which the heads of a token, or the tokens of a head, are one."""
-    n_batch, n_heads, n_tokens, head_dim = x.shape
-    strides = (head_dim, n_heads * head_dim) if by_token else (n_tokens * head_dim, head_dim)
-    strides = (n_heads * n_tokens * head_dim, *strides, 1)
+    _, n_heads, n_tokens, head_dim = x.shape
+    head, token = (1, n_heads) if by_token else (n_tokens, 1)
+    strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
