@@ -404,6 +404,22 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> Non
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
+    def heads(n: int, by_token: bool) -> Tensor:
+        shape = (2, 5, n, 8) if by_token else (2, n, 5, 8)
+        x = torch.randn(shape, device=device)
+        return x.transpose(1, 2) if by_token else x
+
+    inputs = [heads(n, by_token).requires_grad_() for n in (4, 2)]
+    outputs = our_rope(*inputs)
+    # Attention may hand its gradients back in another layout.
+    gradients = torch.autograd.grad(outputs, inputs, [heads(n, not by_token) for n in (4, 2)])
+    for x, y, gradient in zip(inputs, outputs, gradients, strict=True):
+        assert x.stride() == y.stride() == gradient.stride()
+
+
+@pytest.mark.triton
 @one_each
 def test_upstream_of_stride_zero(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
@@ -774,6 +790,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
     ("rope-heads", ValueError, "four dimensions", lambda: lc.liger_rotary_pos_emb(Q[0], K, ANGLE, ANGLE)),
+    ("rope-device", ValueError, "agree on dtype, device", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),
