@@ -790,7 +790,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
     ("rope-heads", ValueError, "four dimensions", lambda: lc.liger_rotary_pos_emb(Q[0], K, ANGLE, ANGLE)),
-    ("rope-device", ValueError, "agree on dtype, device", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
+    ("rope-device", ValueError, "agree on dtype, dev", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),

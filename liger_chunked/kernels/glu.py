@@ -48,11 +48,15 @@ def _activation(z, KIND: tl.constexpr):
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
-        # A tanh would take twice the instructions, and cancel against the 1 where it is near -1.
+        # By (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3): fewer instructions than tanh.
+        # Of e = exp(-|2 u|) nothing overflows, and neither sigmoid nor 1 - sigmoid cancels.
         square = z * z
-        s = 1.0 / (1.0 + exp(-z * (1.5957691216057308 + 0.0713548162726 * square), False))
+        e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
+        larger = 1.0 / (1.0 + e)
+        smaller = e * larger
+        s = tl.where(z < 0, smaller, larger)
         y = z * s
-        slope = s + y * (1.0 - s) * (1.5957691216057308 + 0.2140644488178 * square)
+        slope = s + z * (smaller * larger) * (1.5957691216057308 + 0.2140644488178 * square)
     else:
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         y = z * cdf
@@ -129,9 +133,10 @@ def _activation_torch(z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         y = z * s
         return y, s + y * (1.0 - s)
     if kind == "gelu_tanh":
-        s = (z * (_TANH_LINEAR + _TANH_CUBIC * z.square())).sigmoid_()
+        twice = z * (_TANH_LINEAR + _TANH_CUBIC * z.square())
+        s = twice.sigmoid()
         y = z * s
-        return y, s + y * (1.0 - s) * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * z.square())
+        return y, s + y * twice.neg_().sigmoid_() * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * z.square())
     cdf = 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5)))
     return z * cdf, cdf + z * torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
 
