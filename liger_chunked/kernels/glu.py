@@ -48,7 +48,7 @@ def _activation(z, KIND: tl.constexpr):
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
-        # By (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3): fewer instructions than tanh.
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3), takes fewer instructions.
         # Of e = exp(-|2 u|) nothing overflows, and neither sigmoid nor 1 - sigmoid cancels.
         square = z * z
         e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
