@@ -404,6 +404,22 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> Non
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
+    def heads(n: int, by_token: bool) -> Tensor:
+        shape = (2, 5, n, 8) if by_token else (2, n, 5, 8)
+        x = torch.randn(shape, device=device)
+        return x.transpose(1, 2) if by_token else x
+
+    inputs = [heads(n, by_token).requires_grad_() for n in (4, 2)]
+    outputs = our_rope(*inputs)
+    # Attention may hand its gradients back in another layout.
+    gradients = torch.autograd.grad(outputs, inputs, [heads(n, not by_token) for n in (4, 2)])
+    for x, y, gradient in zip(inputs, outputs, gradients, strict=True):
+        assert x.stride() == y.stride() == gradient.stride()
+
+
+@pytest.mark.triton
 @one_each
 def test_upstream_of_stride_zero(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
@@ -435,9 +451,9 @@ def test_frozen_weight_computes_no_gradient(device: str) -> None:
     x, weight, rstd = torch.randn(4, 64, device=device), torch.ones(64, device=device), torch.ones(4, device=device)
     assert rms_norm._backward(x, None, x, weight, rstd, 0.0, True, False)[1] is None
     assert rms_norm._backward(x, None, x, weight, rstd, 0.0, False, True)[0] is None
-    dx, sums = layer_norm._backward(x, x, weight, rstd, rstd, True, False, False)
-    assert dx is not None and sums.shape == (0, 64)
-    assert layer_norm._backward(x, x, weight, rstd, rstd, False, True, False)[0] is None
+    stats = torch.stack((rstd, rstd))
+    assert layer_norm._backward(x, x, weight, stats, True, None, None)[1:] == (None, None)
+    assert layer_norm._backward(x, x, weight, stats, False, None, torch.float32)[:2] == (None, None)
 
 
 @pytest.mark.triton
@@ -743,10 +759,10 @@ def test_operators_keep_their_word(module: Any) -> None:
         "rms_norm": [(x, w, None, 1e-6, 0.0, True), (x.t(), None, x.t(), 1e-6, 1.0, False)],
         "rms_norm_backward": [(x, None, x, w, row, 0.0, True, True), (x, x, x, None, row, 0.0, True, False)],
         "layer_norm": [(x, w, None, 1e-6)],
-        "layer_norm_backward": [(x, x, w, row, row, True, False, True)],
+        "layer_norm_backward": [(x, x, w, torch.stack((row, row)), True, None, torch.bfloat16)],
         "glu": [(x, x, "silu"), (x, None, "gelu")],
         "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
-        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True)],
+        "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
         "pointwise_divergence": [(x, x, "jsd", 0.3)],
         "pointwise_divergence_backward": [(x, x, row, "kl", 0.0)],
     }
@@ -774,6 +790,7 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("glu-odd", ValueError, "must be even", lambda: lc.liger_swiglu(X[..., :7])),
     ("glu-approximate", ValueError, "approximate must be one of", lambda: lc.liger_geglu(X, X, "erf")),
     ("rope-heads", ValueError, "four dimensions", lambda: lc.liger_rotary_pos_emb(Q[0], K, ANGLE, ANGLE)),
+    ("rope-device", ValueError, "agree on dtype, dev", lambda: lc.liger_rotary_pos_emb(Q, K.to("meta"), *[ANGLE] * 2)),
     ("rope-tokens", ValueError, "cos must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE[:, :2], ANGLE)),
     ("rope-sin", ValueError, "sin must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE[..., :4])),
     ("rope-dim", ValueError, "unsqueeze_dim must be", lambda: lc.liger_rotary_pos_emb(Q, K, ANGLE, ANGLE, None, 3)),

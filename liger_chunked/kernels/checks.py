@@ -54,7 +54,7 @@ def check_row(weight: Any, name: str, x: Tensor) -> None:
     """
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(weight)}")
-    if weight.shape != x.shape[-1:] or weight.device != x.device:
+    if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
         raise ValueError(
             f"{name} must be ({x.shape[-1]},) on {x.device}, one value for each column of x, got {described(weight)}"
         )

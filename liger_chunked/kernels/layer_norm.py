@@ -13,17 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import MAX_ROW, jit, operator, processors, row_tile, strided_rows, tl, use_triton
+from liger_chunked.kernels.backend import (
+    MAX_ROW,
+    contiguous_like,
+    first_derivative,
+    operator,
+    row_tile,
+    strided_rows,
+    tl,
+    use_triton,
+)
 from liger_chunked.kernels.checks import check_floating, check_row
+from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.partial_sums import sum_partials
 from liger_chunked.types import accumulation_dtype
 
 
-@jit
+@Kernel
 def _forward_kernel(
-    x_ptr, x_stride, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    n_rows, n_cols, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr,
+    x_stride, n_rows, n_cols, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A null pointer stands for what is absent.
@@ -34,8 +44,8 @@ def _forward_kernel(
     mean = tl.sum(x, axis=1) / n_cols
     centred = tl.where(inside, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / n_cols + eps)
-    tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    tl.store(stats_ptr + rows, mean, mask=rows < n_rows)
+    tl.store(stats_ptr + n_rows + rows, rstd, mask=rows < n_rows)
     y = centred * rstd[:, None]
     if weight_ptr is not None:
         y = y * tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
@@ -44,33 +54,33 @@ def _forward_kernel(
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@Kernel
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
-    n_rows, n_cols,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, partial_ptr,
+    dy_stride, x_stride, n_rows, n_cols,
+    NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Each program goes through tiles of rows and keeps its shares of dw and db in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    if dw_ptr is not None:
+    if NEEDS_DW:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    if db_ptr is not None:
+    if NEEDS_DB:
         db = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(program * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
         # Beyond the row dy is 0, and so is each product with it.
         normal = (x - mean) * rstd
-        if dw_ptr is not None:
+        if NEEDS_DW:
             dw += dy * normal
-        if db_ptr is not None:
+        if NEEDS_DB:
             db += dy
         if dx_ptr is not None:
             if weight_ptr is not None:
@@ -80,40 +90,31 @@ def _backward_kernel(
             dx = rstd * (dy - normal * on_normal - on_one)
             tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
     offsets = program.to(tl.int64) * n_cols + cols
-    if dw_ptr is not None:
-        tl.store(dw_ptr + offsets, tl.sum(dw, axis=0), mask=cols < n_cols)
-    if db_ptr is not None:
-        tl.store(db_ptr + offsets, tl.sum(db, axis=0), mask=cols < n_cols)
+    if NEEDS_DW:
+        tl.store(partial_ptr + offsets, tl.sum(dw, axis=0), mask=cols < n_cols)
+        offsets += tl.num_programs(0).to(tl.int64) * n_cols
+    if NEEDS_DB:
+        tl.store(partial_ptr + offsets, tl.sum(db, axis=0), mask=cols < n_cols)
 
 
-def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
-    y = x.new_empty(x.shape)
-    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    rstd = torch.empty_like(mean)
+    y = contiguous_like(x)
+    stats = torch.empty(2, n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
-        _forward_kernel[(-(-n_rows // tile.rows),)](
-            x_ptr=rows,
-            x_stride=stride,
-            weight_ptr=weight,
-            bias_ptr=bias,
-            y_ptr=y,
-            mean_ptr=mean,
-            rstd_ptr=rstd,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            eps=eps,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            num_warps=tile.num_warps,
+        _forward_kernel(
+            (-(-n_rows // tile.rows), 1, 1),
+            (rows, weight, bias, y, stats),
+            (stride, n_rows, n_cols, eps, tile.rows, tile.block),
+            tile.num_warps,
         )
-    return y, mean, rstd
+    return y, stats
 
 
-def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.contiguous().to(accumulation_dtype(x.dtype))
     mean = wide.mean(-1)
     centred = wide - mean[..., None]
@@ -123,100 +124,90 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(x.dtype), mean, rstd
+    return y.to(x.dtype), torch.stack((mean.flatten(), rstd.flatten()))
 
 
 @operator("layer_norm", fake=_forward_torch)
-def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`(y, mean, rstd)`."""
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`y`, and mean and rstd of each of the rows, stacked."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, bias, eps)
 
 
 def _backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
-    needs_db: bool,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
-    programs = -(-n_rows // tile.rows)
-    if needs_dw or needs_db:
-        programs = min(programs, tile.resident * processors(x.device))
-    dx = x.new_empty(x.shape) if needs_dx else None
-    # Of both, so that one reduction serves.
-    partial = rstd.new_empty((needs_dw + needs_db, programs, n_cols))
+    dtypes = [dtype for dtype in (dw_dtype, db_dtype) if dtype is not None]
+    programs = tile.programs(n_rows, x.device) if dtypes else -(-n_rows // tile.rows)
+    dx = contiguous_like(x) if needs_dx else None
+    partial = torch.empty(len(dtypes), programs, n_cols, dtype=torch.float32, device=x.device) if dtypes else None
     if n_rows:
-        _backward_kernel[(programs,)](
-            dy_ptr=dy,
-            dy_stride=dy_stride,
-            x_ptr=rows,
-            x_stride=stride,
-            weight_ptr=weight,
-            mean_ptr=mean,
-            rstd_ptr=rstd,
-            dx_ptr=dx,
-            dw_ptr=partial[0] if needs_dw else None,
-            db_ptr=partial[-1] if needs_db else None,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            STAGES=tile.stages(x),
-            num_warps=tile.num_warps,
+        _backward_kernel(
+            (programs, 1, 1),
+            (dy, rows, weight, stats, dx, partial),
+            (
+                *(dy_stride, stride, n_rows, n_cols, dw_dtype is not None, db_dtype is not None),
+                *(tile.rows, tile.block, tile.stages(x)),
+            ),
+            tile.num_warps,
         )
-    return dx, partial.sum(1)
+    sums = iter(() if partial is None else sum_partials(partial, dtypes))
+    return dx, None if dw_dtype is None else next(sums), None if db_dtype is None else next(sums)
 
 
 def _backward_torch(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
-    needs_db: bool,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    dy = dy.contiguous().to(rstd.dtype)
-    normal = (x.contiguous().to(rstd.dtype) - mean[..., None]) * rstd[..., None]
-    dx = None
-    sums = rstd.new_empty((needs_dw + needs_db, x.shape[-1]))
-    if needs_dw:
-        sums[0] = (dy * normal).reshape(-1, x.shape[-1]).sum(0)
-    if needs_db:
-        sums[-1] = dy.reshape(-1, x.shape[-1]).sum(0)
+    dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    mean, rstd = stats.view(2, *x.shape[:-1], 1)
+    dy = dy.contiguous().to(stats.dtype)
+    normal = (x.contiguous().to(stats.dtype) - mean) * rstd
+    dx = dw = db = None
+    if dw_dtype is not None:
+        dw = (dy * normal).reshape(-1, x.shape[-1]).sum(0).to(dw_dtype)
+    if db_dtype is not None:
+        db = dy.reshape(-1, x.shape[-1]).sum(0).to(db_dtype)
     if needs_dx:
         if weight is not None:
-            dy = dy * weight.to(rstd.dtype)
+            dy = dy * weight.to(stats.dtype)
         on_normal = (dy * normal).mean(-1, keepdim=True)
-        dx = (rstd[..., None] * (dy - normal * on_normal - dy.mean(-1, keepdim=True))).to(x.dtype)
-    return dx, sums
+        dx = (rstd * (dy - normal * on_normal - dy.mean(-1, keepdim=True))).to(x.dtype)
+    return dx, dw, db
 
 
 @operator("layer_norm_backward", fake=_backward_torch)
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, needs_dx: bool, needs_dw: bool,
-    needs_db: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`dx`, None unless needed, and those needed of `dw` and `db`, stacked, in the accumulation dtype."""
+    dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(dx, dw, db)`: the first None unless needed, the others unless they have a dtype."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
-    return compute(dy, x, weight, mean, rstd, needs_dx, needs_dw, needs_db)  # type: ignore[return-value]
+    return compute(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = _forward(x, weight, bias, eps)
+        y, stats = _forward(x, weight, bias, eps)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, stats)
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
+        x, weight, stats = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dx, sums = _backward(dy, x, weight, mean, rstd, needs_dx, needs_dw, needs_db)
-        dw = sums[0].to(weight.dtype) if needs_dw else None
-        db = sums[-1].to(ctx.bias_dtype) if needs_db else None
-        return dx if needs_dx else None, dw, db, None
+        dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
+        dx, dw, db = _backward(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)
+        # A compiler has them as tensors of nothing where they are not needed.
+        return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
 
 
 def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -241,4 +232,4 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
         check_row(weight, "weight", x)
     if bias is not None:
         check_row(bias, "bias", x)
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, float(eps))

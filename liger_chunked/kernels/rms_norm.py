@@ -13,10 +13,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import MAX_ROW, jit, operator, processors, row_tile, strided_rows, tl, use_triton
+from liger_chunked.kernels.backend import (
+    MAX_ROW,
+    contiguous_like,
+    first_derivative,
+    operator,
+    row_tile,
+    strided_rows,
+    tl,
+    use_triton,
+)
 from liger_chunked.kernels.checks import check_floating, check_like, check_row
+from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.partial_sums import sum_partials
 from liger_chunked.types import accumulation_dtype
 
 Casting = Literal["llama", "gemma", "olmo2"]
@@ -24,10 +34,10 @@ Casting = Literal["llama", "gemma", "olmo2"]
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
-@jit
+@Kernel
 def _forward_kernel(
-    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, y_ptr, total_ptr, rstd_ptr,
-    n_rows, n_cols, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr,
+    x_stride, residual_stride, n_rows, n_cols, eps, offset,
     CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A null pointer stands for what is absent.
@@ -52,10 +62,10 @@ def _forward_kernel(
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@Kernel
 def _backward_kernel(
-    dy_ptr, dy_stride, dtotal_ptr, dtotal_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
-    n_rows, n_cols, offset,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
+    dy_stride, dtotal_stride, x_stride, n_rows, n_cols, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Each program goes through tiles of rows and keeps its share of dw in registers.
@@ -89,7 +99,9 @@ def _backward_kernel(
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
     """As the models' own code has it: a product after the cast is subject to type promotion, one before it is not."""
-    return torch.promote_types(x.dtype, weight.dtype) if cast_first and weight is not None else x.dtype
+    if weight is None or weight.dtype == x.dtype or not cast_first:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
 
 
 def _forward_triton(
@@ -100,27 +112,15 @@ def _forward_triton(
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
-    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, cast_first))
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    total = None if residual is None else x.new_empty(x.shape)
+    y = contiguous_like(x, _output_dtype(x, weight, cast_first))
+    total = None if residual is None else contiguous_like(x)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
-        _forward_kernel[(-(-n_rows // tile.rows),)](
-            x_ptr=rows,
-            x_stride=stride,
-            residual_ptr=residual_rows,
-            residual_stride=residual_stride,
-            weight_ptr=weight,
-            y_ptr=y,
-            total_ptr=total,
-            rstd_ptr=rstd,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            eps=eps,
-            offset=offset,
-            CAST_FIRST=cast_first,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            num_warps=tile.num_warps,
+        _forward_kernel(
+            (-(-n_rows // tile.rows), 1, 1),
+            (rows, residual_rows, weight, y, total, rstd),
+            (stride, residual_stride, n_rows, n_cols, eps, offset, cast_first, tile.rows, tile.block),
+            tile.num_warps,
         )
     return y, rstd, total
 
@@ -138,14 +138,14 @@ def _forward_torch(
         y = y.to(x.dtype)
     if weight is not None:
         y = y * (offset + weight.to(wide.dtype) if offset else weight)
-    return y.to(_output_dtype(x, weight, cast_first)), rstd, total
+    return y.to(_output_dtype(x, weight, cast_first)), rstd.flatten(), total
 
 
 @operator("rms_norm", fake=_forward_torch)
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(y, rstd, x + residual)`; the last is None without a residual."""
+    """`(y, rstd, x + residual)`, rstd for each of the rows; the last is None without a residual."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
 
@@ -160,33 +160,21 @@ def _backward_triton(
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
     dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
-    programs = -(-n_rows // tile.rows)
-    dx = x.new_empty(x.shape) if needs_dx else None
-    partial = None
-    if needs_dw:
-        programs = min(programs, tile.resident * processors(x.device))
-        partial = rstd.new_empty((programs, n_cols))
+    programs = tile.programs(n_rows, x.device) if needs_dw else -(-n_rows // tile.rows)
+    dx = contiguous_like(x) if needs_dx else None
+    partial = torch.empty(1, programs, n_cols, dtype=torch.float32, device=x.device) if needs_dw else None
     if n_rows:
-        _backward_kernel[(programs,)](
-            dy_ptr=dy,
-            dy_stride=dy_stride,
-            dtotal_ptr=dtotal_rows,
-            dtotal_stride=dtotal_stride,
-            x_ptr=rows,
-            x_stride=stride,
-            weight_ptr=weight,
-            rstd_ptr=rstd,
-            dx_ptr=dx,
-            partial_ptr=partial,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            offset=offset,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            STAGES=tile.stages(x),
-            num_warps=tile.num_warps,
+        _backward_kernel(
+            (programs, 1, 1),
+            (dy, dtotal_rows, rows, weight, rstd, dx, partial),
+            (dy_stride, dtotal_stride, stride, n_rows, n_cols, offset, tile.rows, tile.block, tile.stages(x)),
+            tile.num_warps,
         )
-    return dx, None if partial is None else partial.sum(0).to(weight.dtype)  # type: ignore[union-attr]
+    if partial is None:
+        return dx, None
+    assert weight is not None
+    (dw,) = sum_partials(partial, (weight.dtype,))
+    return dx, dw
 
 
 def _backward_torch(
@@ -195,7 +183,8 @@ def _backward_torch(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     wide = x.contiguous().to(rstd.dtype)
     dy = dy.contiguous().to(rstd.dtype)
-    normal = wide * rstd[..., None]
+    rstd = rstd.view(*x.shape[:-1], 1)
+    normal = wide * rstd
     dx = dw = None
     if needs_dw:
         assert weight is not None
@@ -203,7 +192,7 @@ def _backward_torch(
     if needs_dx:
         if weight is not None:
             dy = dy * (weight.to(rstd.dtype) + offset)
-        dx = rstd[..., None] * (dy - normal * (dy * normal).mean(-1, keepdim=True))
+        dx = rstd * (dy - normal * (dy * normal).mean(-1, keepdim=True))
         dx = (dx if dtotal is None else dx + dtotal.contiguous()).to(x.dtype)
     return dx, dw
 
@@ -229,7 +218,7 @@ class _RMSNorm(torch.autograd.Function):
         return y if residual is None else (y, total)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs_x, needs_dw, needs_residual, *_ = ctx.needs_input_grad
@@ -280,4 +269,4 @@ def liger_rms_norm(
         check_row(weight, "weight", x)
     if residual is not None:
         check_like(residual, "residual", x, "x")
-    return _RMSNorm.apply(x, weight, residual, eps, offset, _CASTS_FIRST[casting])
+    return _RMSNorm.apply(x, weight, residual, float(eps), float(offset), _CASTS_FIRST[casting])
