@@ -60,7 +60,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def gemms(device: torch.device) -> Iterator[None]:
-    """What the products of a pass run under: the dtype they are given, and sums in float32 to the end.
+    """What a pass runs under: its device, products in the dtype they are given, with sums in float32 to the end.
 
     By default cuBLAS may split a sum over a long inner dimension and add the parts in bfloat16.
     """
@@ -69,7 +69,10 @@ def gemms(device: torch.device) -> Iterator[None]:
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     try:
-        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+            torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+        ):
             yield
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = saved

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import exp, jit, log, reciprocal, row_blocks, tl, transform_block
 from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_transform, products, sums, widened
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 # Below this a log-probability is that of an event without any probability, in float64 too; the mixture of two such
@@ -111,7 +112,7 @@ def _compare_block(
     return on_p, on_q, on_ratio_sum
 
 
-@jit
+@Kernel
 def _second_sweep_kernel(
     z_ptr, z_stride, t_ptr, t_stride,
     centre_ptr, sum_exp_ptr, log_sum_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, teacher_log_sum_ptr,

@@ -15,7 +15,6 @@ from liger_chunked.kernels.backend import (
     exp,
     grid_of_rows,
     grid_row,
-    jit,
     reciprocal,
     row_blocks,
     tanh,
@@ -32,10 +31,11 @@ from liger_chunked.kernels.divergence import (
     softmax_block,
 )
 from liger_chunked.kernels.divergence_sums import both_on_triton, pair_transform, widened
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 
-@jit
+@Kernel
 def _divergence_grad_kernel(
     z_ptr, z_stride, t_ptr, t_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,

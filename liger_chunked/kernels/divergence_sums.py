@@ -22,6 +22,7 @@ from liger_chunked.kernels.backend import (
     transform_block,
     use_triton,
 )
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -113,7 +114,7 @@ def _out_of_reach(top, centre, inv_temperature):
     return (top > -float("inf")) & (distance > REACH)
 
 
-@jit
+@Kernel
 def _sums_kernel(
     z_ptr, z_stride, t_ptr, t_stride, target_ptr,
     centre_ptr, sum_exp_ptr, hard_sum_exp_ptr, target_logit_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, moment_ptr,
@@ -189,7 +190,7 @@ def _sums_kernel(
         tl.store(target_logit_ptr + row, transform_block(z, scale, softcap, None))
 
 
-@jit
+@Kernel
 def _products_kernel(
     z_ptr, z_stride, t_ptr, t_stride, dot_ptr, square_ptr, teacher_square_ptr,
     n_cols, scale, softcap, teacher_scale, teacher_softcap, BLOCK: tl.constexpr,

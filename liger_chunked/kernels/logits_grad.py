@@ -17,7 +17,6 @@ from liger_chunked.kernels.backend import (
     exp,
     grid_of_rows,
     grid_row,
-    jit,
     reciprocal,
     row_blocks,
     tanh,
@@ -25,6 +24,7 @@ from liger_chunked.kernels.backend import (
     transform_arguments,
     use_triton,
 )
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
@@ -45,7 +45,7 @@ class LogitsCotangents(NamedTuple):
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
 
-@jit
+@Kernel
 def _logits_grad_kernel(
     logits_ptr, logits_stride, grad_ptr, grad_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,

@@ -25,6 +25,7 @@ from liger_chunked.kernels.backend import (
     transform_block,
     use_triton,
 )
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -60,7 +61,7 @@ def _add_block(
     return top, argmax, sum_exp, sum_exp_z, sum_exp_sq
 
 
-@jit
+@Kernel
 def _logits_stats_kernel(
     logits_ptr, logits_stride, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,

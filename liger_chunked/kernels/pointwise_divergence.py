@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from liger_chunked.kernels.backend import exp, jit, operator, row_blocks, strided_rows, tl
 from liger_chunked.kernels.checks import check_floating, check_like, described
 from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, accumulation_dtype
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -58,7 +59,7 @@ def _term(
     return term
 
 
-@jit
+@Kernel
 def _sum_kernel(
     x_ptr, x_stride, t_ptr, t_stride, sum_ptr, n_cols, beta, one_minus_beta, even,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
@@ -76,7 +77,7 @@ def _sum_kernel(
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
 
 
-@jit
+@Kernel
 def _grad_kernel(
     x_ptr, x_stride, t_ptr, t_stride, g_ptr, dx_ptr, n_cols, beta, one_minus_beta, even,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,

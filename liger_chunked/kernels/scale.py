@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_chunked.kernels.backend import jit, tl, triton, use_triton
+from liger_chunked.kernels.backend import tl, triton, use_triton
+from liger_chunked.kernels.launch import Kernel
 
 _PROGRAMS = 2048  # a few waves on any GPU: enough to saturate memory, few enough to return at once
 
 
-@jit
+@Kernel
 def _scale_kernel(x_ptr, scalar_ptr, n, BLOCK: tl.constexpr):
     scalar = tl.load(scalar_ptr).to(tl.float32)
     if scalar != 1.0:

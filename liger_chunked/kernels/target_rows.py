@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import grid_of_rows, grid_row, jit, tl, triton
+from liger_chunked.kernels.backend import grid_of_rows, grid_row, tl, triton
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
 
 _RUN = 16  # tokens of one target that are added at a time
@@ -31,7 +32,7 @@ class RowScales(NamedTuple):
     target: Tensor  # a, at the target
 
 
-@jit
+@Kernel
 def _scale_rows_kernel(
     x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
     hidden, scale, BLOCK: tl.constexpr,
@@ -92,7 +93,7 @@ def scale_rows(
     return scales
 
 
-@jit
+@Kernel
 def _input_kernel(
     product_ptr, w_ptr, w_stride, target_ptr, others_scale_ptr, target_scale_ptr, out_ptr, out_stride, hidden,
     BLOCK: tl.constexpr,
@@ -138,7 +139,7 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
     )
 
 
-@jit
+@Kernel
 def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, sorted_ptr, order_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
