@@ -169,8 +169,8 @@ def _taught_model(model: PreTrainedModel, own: Callable[..., Any] | None) -> Cal
     if own is None:
         of_class = type(model).forward
         own = types.MethodType(getattr(of_class, _STOCK, of_class), model)
-    elif hasattr(own, _STOCK):  # ours, in a wrapper that copies attributes
-        return own
+    elif hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, _STOCK)), _STOCK):
+        return own  # ours, in what Trainer wraps around it
     # A partial, which a model can be pickled with.
     forward = functools.update_wrapper(functools.partial(_forward, model, own), own)
     vars(forward)[_STOCK] = own
