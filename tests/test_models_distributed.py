@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
-from model_zoo import VOCAB, ZOO
+from model_zoo import BY_ID, VOCAB
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,8 +40,15 @@ def sharded(model: Any, head_apart: bool) -> nn.Module:
     return fully_shard(model)
 
 
+def sharded_by_wrapper(model: Any) -> nn.Module:
+    """FSDP of the first kind, with each layer and `lm_head` in a wrapper of its own."""
+    policy = ModuleWrapPolicy({type(model.model.layers[0]), type(model.lm_head)})
+    return FullyShardedDataParallel(model, policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
 WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
     "ddp": DistributedDataParallel,
+    "fsdp1": sharded_by_wrapper,
     "fsdp": functools.partial(sharded, head_apart=False),
     "fsdp-head-apart": functools.partial(sharded, head_apart=True),
 }
@@ -62,7 +69,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    tiny = next(tiny for tiny in ZOO if tiny.name == "llama")
+    tiny = BY_ID["llama"]
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(10, VOCAB - 10, (2, 9), generator=generator) for _ in range(WORLD)]
     samples = [{"input_ids": x, "labels": x} for x in ids]
