@@ -488,6 +488,22 @@ def test_compile(op: Op, backend: str, device: str) -> None:
                 assert torch.equal(value, same)
 
 
+@dynamo_warns
+@pytest.mark.parametrize("reentrant", [False, True])
+@one_each
+def test_compile_under_autocast_and_checkpointing(op: Op, reentrant: bool, device: str) -> None:
+    torch.compiler.reset()
+    again = partial(checkpoint, op.ours, use_reentrant=reentrant)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    inputs = op.sample(op.shapes[0], torch.float32, device)
+    expected = run(op.ours, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        outputs = outputs_of(compiled(*inputs))
+        torch.autograd.backward(outputs, upstream(outputs))
+    for value, same in zip((*outputs, *(x.grad for x in inputs)), expected, strict=True):
+        assert torch.equal(value, same)
+
+
 class Block(torch.nn.Module):
     """All of them in a row."""
 
