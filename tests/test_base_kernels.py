@@ -604,9 +604,28 @@ def test_long(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(shape[1], device="cuda", dtype=torch.bfloat16)
     tail = slice(-3, None)
-    last = torch.equal(lc.liger_rms_norm(x, w)[tail], lc.liger_rms_norm(x[tail], w))
-    assert last and torch.equal(lc.liger_layer_norm(x, w)[tail], lc.liger_layer_norm(x[tail], w))
-    assert torch.equal(lc.liger_swiglu(x, x)[tail], lc.liger_swiglu(x[tail], x[tail]))
+
+    def rope(x: Tensor) -> Tensor:
+        heads = x.view(1, len(x), -1, 32).transpose(1, 2)
+        angle = torch.linspace(0, 3, 16, device=x.device).repeat(2).expand(1, len(x), 32)
+        return lc.liger_rotary_pos_emb(heads, heads[:, :1], angle.cos(), angle.sin())[0][0].transpose(0, 1)
+
+    rows: list[Callable[[Tensor], Tensor]] = [
+        lambda x: lc.liger_rms_norm(x, w),
+        lambda x: lc.liger_layer_norm(x, w),
+        lambda x: lc.liger_swiglu(x, x),
+        lc.liger_swiglu,
+        rope,
+        lambda x: lc.liger_cross_entropy(x, torch.full((len(x),), 5, device=x.device), reduction="none"),
+    ]
+    for function in rows:
+        x.requires_grad_()
+        y = function(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        end = x.detach()[tail].requires_grad_()
+        y_end = function(end)
+        (gradient_end,) = torch.autograd.grad(y_end, end, torch.ones_like(y_end))
+        assert torch.equal(y[tail], y_end) and torch.equal(gradient[tail], gradient_end)
 
 
 # How the models of transformers have it.

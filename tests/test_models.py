@@ -193,8 +193,8 @@ def test_each_switch_alone(tiny, way, fresh, calls):
 
 
 @by_family
-def test_evaluation_and_generation(tiny, fresh):
-    model, arguments = fresh(tiny.name), labelled(tiny)
+def test_evaluation_and_generation(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     sample = {name: x for name, x in arguments.items() if name != "labels"}
     # The balance of experts is nothing to ask of generation, where a mask is longer than its step.
     no_router = {"output_router_logits": False} if "output_router_logits" in tiny.config else {}
@@ -227,8 +227,8 @@ def state_of(model: PreTrainedModel) -> Any:
 
 
 @by_family
-def test_revert(tiny, fresh):
-    model, arguments = fresh(tiny.name), labelled(tiny)
+def test_revert(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     output, gradients = step(model, arguments)
     before = state_of(model)
     apply_liger_kernel(model)
@@ -239,7 +239,8 @@ def test_revert(tiny, fresh):
     revert_liger_kernel(model)
     again, same = step(model, arguments)
     assert again.loss.equal(output.loss) and again.logits.equal(output.logits)
-    assert all(same[name].equal(g) for name, g in gradients.items())
+    if device == "cpu":  # on a GPU stock backwards add in any order
+        assert all(same[name].equal(g) for name, g in gradients.items())
 
 
 @by_family
@@ -698,13 +699,13 @@ def test_refusals(fresh):
     assert state_of(model) == before
 
 
-def test_eager_experts_are_refused(fresh):
+@pytest.mark.parametrize("way", ["eager", "sonicmoe"])
+def test_experts_that_apply_no_gate_are_refused(fresh, way, monkeypatch):
     model = fresh("mixtral")
-    stock = model.get_experts_implementation()
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=r"swiglu cannot serve MixtralExperts: eager experts.*grouped_mm"):
+    monkeypatch.setattr(model.config, "_experts_implementation_internal", way)
+    with pytest.raises(ValueError, match=rf"swiglu cannot serve MixtralExperts: {way} experts.*grouped_mm"):
         apply_liger_kernel(model)
-    model.set_experts_implementation(stock)
+    assert "swiglu" not in apply_liger_kernel(model, swiglu=False).replaced
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -740,7 +741,9 @@ def test_a_family_before_its_models_are_built(family):
 
 
 # transformers has no causal model for the configurations of the others.
-@pytest.mark.parametrize("tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr)
+@pytest.mark.parametrize(
+    "tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr
+)
 def test_auto_model(tiny, tmp_path):
     config = getattr(transformers, tiny.config_class)(**tiny.config)
     gated = "geglu" if BY_NAME[tiny.family].geglu else "swiglu"
@@ -811,7 +814,9 @@ def test_rows_that_do_not_fit(table):
         register_family(Family("llama", causal=("LlamaForCausalLM",)))
     with pytest.raises(ValueError, match=r"modeling_smollm3 has no SmolLM3MoE, SmolLMNorm"):
         register_family(Family("smollm3", causal=("SmolLM3MoE",), rms_norm={"SmolLMNorm": RMS_NORM}))
-    code = Family("code", causal=(), rms_norm={"LlamaRMSNorm": RMS_NORM}, rope=None, module=BY_NAME["llama"].module_name)
+    code = Family(
+        "code", causal=(), rms_norm={"LlamaRMSNorm": RMS_NORM}, rope=None, module=BY_NAME["llama"].module_name
+    )
     register_family(code)
     assert code.switches == ("rms_norm",)
 

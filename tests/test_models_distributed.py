@@ -44,9 +44,7 @@ def sharded(model: Any, head_apart: bool) -> nn.Module:
 def sharded_by_wrapper(model: Any) -> nn.Module:
     """FSDP of the first kind, with each layer and `lm_head` in a wrapper of its own."""
     policy = ModuleWrapPolicy({type(model.model.layers[0]), type(model.lm_head)})
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {

@@ -242,7 +242,8 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
     """Patch the classes of a family, and with them all its models, those that exist and those to come.
 
     The switches are those of `apply_liger_kernel`, but for layers whose class is not the family's: `nn.LayerNorm`
-    belongs to everybody. An activation that no kernel serves is an error when it is run.
+    belongs to everybody. No model is there to be asked, so an activation that no kernel serves is an error when it is
+    run, and experts that have no place for one (`apply_liger_kernel` refuses them) run as ever.
 
     Raises:
         TypeError: an unknown switch.
