@@ -123,7 +123,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
 
     In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
     it does. The keyword `skip_logits` of the call decides otherwise, and `return_token_accuracy=True` adds
-    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back.
+    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back. Copies of a patched model,
+    pickled ones too, are patched.
 
     All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it
     serves other models of the family too, until the last model that asked for it is reverted or gone.
