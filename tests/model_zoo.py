@@ -236,3 +236,4 @@ ZOO = [
         _mllama_image,
     ),
 ]
+BY_ID = {tiny.name: tiny for tiny in ZOO}

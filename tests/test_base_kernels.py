@@ -396,8 +396,7 @@ def permuted(x: Tensor) -> Tensor:
 def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)
     expected = run(op.ours, inputs)
-    # Parameters have no gaps; what has several dimensions comes in any layout.
-    views = [layout(x) if x.ndim > 1 else x for x in inputs]
+    views = [layout(x) for x in inputs]
     grads = [layout(g) if g.ndim > 1 else g for g in upstream(outputs_of(op.ours(*inputs)))]
     for value, same in zip(run(op.ours, views, grads), expected, strict=True):
         torch.testing.assert_close(value, same, rtol=1e-5, atol=1e-6)
@@ -505,6 +504,22 @@ def test_compile(op: Op, backend: str, device: str) -> None:
                 assert torch.equal(value, same)
 
 
+@dynamo_warns
+@pytest.mark.parametrize("reentrant", [False, True])
+@one_each
+def test_compile_under_autocast_and_checkpointing(op: Op, reentrant: bool, device: str) -> None:
+    torch.compiler.reset()
+    again = partial(checkpoint, op.ours, use_reentrant=reentrant)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    inputs = op.sample(op.shapes[0], torch.float32, device)
+    expected = run(op.ours, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        outputs = outputs_of(compiled(*inputs))
+        torch.autograd.backward(outputs, upstream(outputs))
+    for value, same in zip((*outputs, *(x.grad for x in inputs)), expected, strict=True):
+        assert torch.equal(value, same)
+
+
 class Block(torch.nn.Module):
     """All of them in a row."""
 
@@ -605,9 +620,28 @@ def test_long(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(shape[1], device="cuda", dtype=torch.bfloat16)
     tail = slice(-3, None)
-    last = torch.equal(lc.liger_rms_norm(x, w)[tail], lc.liger_rms_norm(x[tail], w))
-    assert last and torch.equal(lc.liger_layer_norm(x, w)[tail], lc.liger_layer_norm(x[tail], w))
-    assert torch.equal(lc.liger_swiglu(x, x)[tail], lc.liger_swiglu(x[tail], x[tail]))
+
+    def rope(x: Tensor) -> Tensor:
+        heads = x.view(1, len(x), -1, 32).transpose(1, 2)
+        angle = torch.linspace(0, 3, 16, device=x.device).repeat(2).expand(1, len(x), 32)
+        return lc.liger_rotary_pos_emb(heads, heads[:, :1], angle.cos(), angle.sin())[0][0].transpose(0, 1)
+
+    rows: list[Callable[[Tensor], Tensor]] = [
+        lambda x: lc.liger_rms_norm(x, w),
+        lambda x: lc.liger_layer_norm(x, w),
+        lambda x: lc.liger_swiglu(x, x),
+        lc.liger_swiglu,
+        rope,
+        lambda x: lc.liger_cross_entropy(x, torch.full((len(x),), 5, device=x.device), reduction="none"),
+    ]
+    for function in rows:
+        x.requires_grad_()
+        y = function(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        end = x.detach()[tail].requires_grad_()
+        y_end = function(end)
+        (gradient_end,) = torch.autograd.grad(y_end, end, torch.ones_like(y_end))
+        assert torch.equal(y[tail], y_end) and torch.equal(gradient[tail], gradient_end)
 
 
 # How the models of transformers have it.

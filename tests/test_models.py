@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from model_zoo import HIDDEN, VOCAB, ZOO, Tiny
+from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO, Tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,13 +32,16 @@ from liger_chunked import LigerFusedLinearCrossEntropyLoss, linear_token_stats
 from liger_chunked.integrations.transformers import (
     FAMILIES,
     AutoLigerKernelForCausalLM,
+    Family,
     apply_liger_kernel,
     attach_head,
     detach_head,
     logit_options,
+    register_family,
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.families import BY_NAME
+from liger_chunked.integrations.transformers.layers import GLU, LAYER_NORM, RMS_NORM
 
 # Some layers of transformers have no deterministic backward.
 pytestmark = [
@@ -45,7 +51,6 @@ pytestmark = [
 ]
 
 by_family = pytest.mark.parametrize("tiny", ZOO, ids=repr)
-BY_ID = {tiny.name: tiny for tiny in ZOO}
 
 
 @functools.cache
@@ -136,9 +141,60 @@ def test_everything_was_patched(tiny, fresh):
     assert all(switch in str(applied) for switch in expected)
 
 
+# The operator that each switch brings in, by module and name.
+OPERATORS = {
+    "rope": ("rope", "_rope"),
+    "rms_norm": ("rms_norm", "_forward"),
+    "layer_norm": ("layer_norm", "_forward"),
+    "swiglu": ("glu", "_forward"),
+    "geglu": ("glu", "_forward"),
+    "cross_entropy": ("cross_entropy", "_stats"),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operator of each module of `OPERATORS` ran."""
+    counts = Counter()
+    for module, name in set(OPERATORS.values()):
+        kernels = importlib.import_module(f"liger_chunked.kernels.{module}")
+        operator = getattr(kernels, name)
+
+        def counted(*args, module=module, operator=operator):
+            counts[module] += 1
+            return operator(*args)
+
+        monkeypatch.setattr(kernels, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize("way", ["model", "family"])
 @by_family
-def test_evaluation_and_generation(tiny, fresh):
+def test_each_switch_alone(tiny, way, fresh, calls):
+    """What is reported is what runs: its kernel and no other, and the same numbers."""
     model, arguments = fresh(tiny.name), labelled(tiny)
+    family = BY_NAME[tiny.family]
+    apply = getattr(liger_chunked, f"apply_liger_kernel_to_{tiny.family}")
+    stock = step(model, arguments)
+    everything = apply(**({"model": model} if way == "model" else {})).replaced
+    revert_liger_kernel(model if way == "model" else tiny.family)
+    for switch in (*everything, "cross_entropy"):
+        on = {name: name == switch for name in family.switches}
+        try:
+            applied = apply(**on, **({"model": model} if way == "model" else {}))
+            assert list(applied.replaced) == [switch]
+            calls.clear()
+            ours = step(model, arguments)
+        finally:
+            revert_liger_kernel(model if way == "model" else tiny.family)
+        assert calls.keys() == ({OPERATORS[switch][0]} if switch in OPERATORS else set())
+        assert (ours[0].logits is None) == (switch == "fused_linear_cross_entropy")
+        assert_same_step(ours, stock)
+
+
+@by_family
+def test_evaluation_and_generation(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     sample = {name: x for name, x in arguments.items() if name != "labels"}
     # The balance of experts is nothing to ask of generation, where a mask is longer than its step.
     no_router = {"output_router_logits": False} if "output_router_logits" in tiny.config else {}
@@ -171,8 +227,8 @@ def state_of(model: PreTrainedModel) -> Any:
 
 
 @by_family
-def test_revert(tiny, fresh):
-    model, arguments = fresh(tiny.name), labelled(tiny)
+def test_revert(tiny, fresh, device):
+    model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     output, gradients = step(model, arguments)
     before = state_of(model)
     apply_liger_kernel(model)
@@ -183,7 +239,8 @@ def test_revert(tiny, fresh):
     revert_liger_kernel(model)
     again, same = step(model, arguments)
     assert again.loss.equal(output.loss) and again.logits.equal(output.logits)
-    assert all(same[name].equal(g) for name, g in gradients.items())
+    if device == "cpu":  # on a GPU stock backwards add in any order
+        assert all(same[name].equal(g) for name, g in gradients.items())
 
 
 @by_family
@@ -304,6 +361,43 @@ def test_signature_stays(fresh):
     assert inspect.signature(model.forward) == stock
 
 
+@pytest.mark.parametrize("kept", [1, 5, torch.tensor([2, 3, 7])], ids=str)
+def test_logits_to_keep_in_training(fresh, kept):
+    """The labels are those of the positions that are kept, as in stock."""
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    labels = arguments["labels"]
+    labels = labels[:, -kept:] if isinstance(kept, int) else labels[:, kept]
+    shifted = {**arguments, "labels": labels, "shift_labels": labels.clamp(min=10), "logits_to_keep": kept}
+    stock = step(model, shifted)
+    apply_liger_kernel(model)
+    ours = step(model, shifted)
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+    with pytest.raises(ValueError, match=r"target must be \(2, \d\), one token id for each row of input"):
+        step(model, {**arguments, "logits_to_keep": kept})
+
+
+def test_no_labels_left(fresh):
+    """A connected zero, where stock has NaN."""
+    model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
+    arguments["labels"] = torch.full_like(arguments["labels"], -100)
+    assert step(model, arguments)[0].loss.isnan()
+    for switch in ("fused_linear_cross_entropy", "cross_entropy"):
+        apply_liger_kernel(model, **{switch: True})
+        output, gradients = step(model, arguments)
+        assert output.loss == 0 and not any(g.any() for g in gradients.values())
+
+
+def test_tuples_by_config(fresh):
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+    loss = step(model, arguments)[0].loss
+    apply_liger_kernel(model)
+    model.config.return_dict = False
+    (ours,) = model.train()(**arguments)
+    model.config.return_dict = True
+    torch.testing.assert_close(ours, loss)
+
+
 def test_skip_logits_without_labels(fresh):
     model = fresh("llama")
     apply_liger_kernel(model)
@@ -418,6 +512,31 @@ def test_a_copy_is_a_model_of_its_own(fresh):
     revert_liger_kernel(twin)
     assert twin(**arguments).logits.equal(expected(**arguments).logits)
     assert step(model, arguments)[0].logits is None
+
+
+@by_family
+def test_a_patched_model_pickles(tiny, tmp_path):
+    """What comes back is patched, and can be reverted; so can what `save_pretrained` wrote of it."""
+    # A fresh one: where router logits were asked for, transformers leaves hooks that do not pickle.
+    model, arguments = tiny.build(), labelled(tiny)
+    apply_liger_kernel(model)
+    attach_head(model)
+    twin = pickle.loads(pickle.dumps(model))
+    model.save_pretrained(tmp_path)
+    ours = step(model, arguments)
+    revert_liger_kernel(model)
+    assert BY_NAME[tiny.family].modeling.apply_rotary_pos_emb is BY_NAME[tiny.family].rope, "the twin wants it"
+    again = step(twin, arguments)
+    assert again[0].logits is None and again[0].loss.equal(ours[0].loss)
+    assert inspect.signature(twin.forward) == inspect.signature(model.forward)
+    revert_liger_kernel(twin)
+    detach_head(twin)
+    detach_head(model)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    stock = step(model, arguments)
+    for same in (twin, loaded):
+        assert "forward" not in vars(same)
+        assert step(same, arguments)[0].loss.equal(stock[0].loss)
 
 
 @pytest.mark.parametrize("first", ["head", "kernels"])
@@ -580,13 +699,13 @@ def test_refusals(fresh):
     assert state_of(model) == before
 
 
-def test_eager_experts_are_refused(fresh):
+@pytest.mark.parametrize("way", ["eager", "sonicmoe"])
+def test_experts_that_apply_no_gate_are_refused(fresh, way, monkeypatch):
     model = fresh("mixtral")
-    stock = model.get_experts_implementation()
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=r"swiglu cannot serve MixtralExperts: eager experts.*grouped_mm"):
+    monkeypatch.setattr(model.config, "_experts_implementation_internal", way)
+    with pytest.raises(ValueError, match=rf"swiglu cannot serve MixtralExperts: {way} experts.*grouped_mm"):
         apply_liger_kernel(model)
-    model.set_experts_implementation(stock)
+    assert "swiglu" not in apply_liger_kernel(model, swiglu=False).replaced
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -621,18 +740,85 @@ def test_a_family_before_its_models_are_built(family):
             apply(layer_norm=True)
 
 
-def test_auto_model(tmp_path):
-    tiny = BY_ID["qwen3"]
-    config = transformers.Qwen3Config(**tiny.config)
-    model = AutoLigerKernelForCausalLM.from_config(config, swiglu=False)
-    assert type(model) is transformers.Qwen3ForCausalLM
-    assert "forward" in vars(model.model.norm) and "forward" not in vars(model.model.layers[0].mlp)
-    revert_liger_kernel(model)
+# transformers has no causal model for the configurations of the others.
+@pytest.mark.parametrize(
+    "tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr
+)
+def test_auto_model(tiny, tmp_path):
+    config = getattr(transformers, tiny.config_class)(**tiny.config)
+    gated = "geglu" if BY_NAME[tiny.family].geglu else "swiglu"
+    model = AutoLigerKernelForCausalLM.from_config(config, **{gated: False})
+    assert type(model).__name__ == tiny.model_class
+    norm, mlp = model.get_decoder().norm, model.get_decoder().layers[0].mlp
+
+    def is_patched(mlp: torch.nn.Module) -> bool:
+        return any({"forward", "_apply_gate"} & vars(m).keys() for m in mlp.modules())
+
+    assert "forward" in vars(norm) and not is_patched(mlp)
     model.save_pretrained(tmp_path)
-    again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert "forward" in vars(again.model.norm) and "forward" in vars(again.model.layers[0].mlp)
-    assert again.lm_head.weight.equal(model.lm_head.weight)
+    again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, logits_budget=4096)
+    assert "forward" in vars(again.get_decoder().norm) and is_patched(again.get_decoder().layers[0].mlp)
+    assert again.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
+    assert step(again, labelled(tiny))[0].logits is None
+    revert_liger_kernel(model)
     revert_liger_kernel(again)
+
+
+SMOLLM3 = Family(
+    "smollm3", causal=("SmolLM3ForCausalLM",), rms_norm={"SmolLM3RMSNorm": RMS_NORM}, swiglu={"SmolLM3MLP": GLU}
+)
+STARCODER2 = Family("starcoder2", causal=("Starcoder2ForCausalLM",), layer_norm={"LayerNorm": LAYER_NORM})
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The table of families, without what a test adds."""
+    for name in ("smollm3", "starcoder2"):
+        monkeypatch.delitem(BY_NAME, name, raising=False)
+    before = dict(BY_NAME)
+    yield
+    for name in BY_NAME.keys() - before:
+        del BY_NAME[name]
+
+
+@pytest.mark.parametrize(
+    ("row", "prefix", "layers"), [(SMOLLM3, "SmolLM3", 7), (STARCODER2, "Starcoder2", 5)], ids=["smollm3", "starcoder2"]
+)
+def test_a_row_of_ones_own(table, row, prefix, layers):
+    """All that a family needs, from outside of the package."""
+    config = {**BY_ID["llama"].config, "mlp_bias": False}
+    tiny = Tiny(row.name, row.name, f"{prefix}ForCausalLM", f"{prefix}Config", config)
+    model, arguments = tiny.build(), labelled(tiny)
+    with pytest.raises(ValueError, match=f"no kernels for {prefix}ForCausalLM; supported families: llama"):
+        apply_liger_kernel(model)
+    apply = register_family(row)
+    stock, before = step(model, arguments), state_of(model)
+    applied = apply_liger_kernel(model)
+    assert set(applied.replaced) == set(row.switches) - {"cross_entropy"}
+    assert sum(sum(counts.values()) for counts in applied.replaced.values()) == layers + 2
+    ours = step(model, arguments)
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+    try:
+        apply()
+        assert step(model, arguments)[0].logits is None
+    finally:
+        revert_liger_kernel(row.name)
+    assert state_of(model) == before
+
+
+def test_rows_that_do_not_fit(table):
+    with pytest.raises(ValueError, match="another family of the name 'llama'"):
+        register_family(Family("llama", causal=("LlamaForCausalLM",)))
+    with pytest.raises(ValueError, match=r"modeling_smollm3 has no SmolLM3MoE, SmolLMNorm"):
+        register_family(Family("smollm3", causal=("SmolLM3MoE",), rms_norm={"SmolLMNorm": RMS_NORM}))
+    code = Family(
+        "code", causal=(), rms_norm={"LlamaRMSNorm": RMS_NORM}, rope=None, module=BY_NAME["llama"].module_name
+    )
+    register_family(code)
+    assert code.switches == ("rms_norm",)
 
 
 def test_the_root_loads_no_framework():

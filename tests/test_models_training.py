@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from model_zoo import HIDDEN, VOCAB, ZOO
+from model_zoo import BY_ID, HIDDEN, VOCAB, Tiny
 from test_models import assert_same_step, labelled, step
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -25,7 +25,6 @@ pytestmark = [
     # What PEFT, Trainer and transformers have to say to one another.
     *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation", "Runtime")),
 ]
-BY_ID = {tiny.name: tiny for tiny in ZOO}
 
 
 def negative_logps(head, input):
@@ -191,11 +190,31 @@ def test_trainer_with_gradient_accumulation(name, tmp_path):
     assert evaluation == pytest.approx(stock_evaluation, rel=2e-5)
 
 
-def test_gradient_checkpointing():
+def test_trainer_in_bfloat16(tmp_path):
+    """Trainer leaves its autocast around `model.forward`, and what was patched under it can go and come back."""
+    stock, _ = trained(BY_ID["llama"].build(), tmp_path, bf16=True)
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    exact, _ = trained(BY_ID["llama"].build(), tmp_path)
+    apply_liger_kernel(model)
+    ours, _ = trained(model, tmp_path, bf16=True)
+    assert ours != exact and ours == pytest.approx(stock, rel=1e-2)
+    assert step(model, arguments)[0].logits is None
+    revert_liger_kernel(model)
+    assert step(model, arguments)[0].logits is not None
+    apply_liger_kernel(model)
+    assert step(model, arguments)[0].logits is None
+    assert step(model, {**arguments, "skip_logits": False})[0].logits is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3"])
+def test_gradient_checkpointing(name, reentrant):
+    model, arguments = BY_ID[name].build(), labelled(BY_ID[name])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
     stock = step(model, arguments)
     apply_liger_kernel(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same_step(step(model, arguments), stock)
 
 
@@ -226,17 +245,77 @@ def test_accelerate_hooks_stay():
     assert step(model, arguments)[0].loss.equal(stock[0].loss)
 
 
+def test_accelerate_hooks_come_and_go():
+    """Whatever they did to the forwards in between, reverting is bitwise."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    stock = step(model, arguments)
+
+    def assert_stock() -> None:
+        output, gradients = step(model, arguments)
+        assert output.logits.equal(stock[0].logits)
+        assert all(g.equal(stock[1][name]) for name, g in gradients.items())
+
+    apply_liger_kernel(model)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    assert step(model, arguments)[0].logits is None
+    revert_liger_kernel(model)
+    assert_stock()
+    apply_liger_kernel(model)
+    for module in model.modules():
+        hooks.remove_hook_from_module(module)
+    assert step(model, arguments)[0].logits is None
+    revert_liger_kernel(model)
+    assert_stock()
+
+
+def test_cpu_offload():
+    """Weights are on the meta device but for the call of their module."""
+    accelerate = pytest.importorskip("accelerate")
+    model, arguments = BY_ID["qwen2"].build(), labelled(BY_ID["qwen2"])
+    loss = step(model, arguments)[0].loss
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.lm_head.weight.is_meta
+    apply_liger_kernel(model)
+    with torch.no_grad():
+        output = model.train()(**arguments)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, loss, rtol=2e-5, atol=0)
+
+
+def shallow(name: str) -> Tiny:
+    """With one layer, which compiles in half the time."""
+    tiny = BY_ID[name]
+    return dataclasses.replace(tiny, config={**tiny.config, "num_hidden_layers": 1})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_fullgraph(name):
+    """Softcap and experts: a step with its loss is one graph, and its gradients are stock's."""
+    tiny = shallow(name)
+    model, arguments = tiny.build(), labelled(tiny, num_items_in_batch=torch.tensor(17))
+    stock = step(model, arguments)
+    apply_liger_kernel(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output, gradients = step(compiled, {**arguments, "return_token_accuracy": True})
+    assert_same_step((output, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}), stock)
+    assert output.logits is None and output.token_accuracy.ndim == 0
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
-    """The backbone is one graph, before the head and its loss, and a new length compiles it once more."""
-    llama = BY_ID["llama"]
-    model = dataclasses.replace(llama, config={**llama.config, "num_hidden_layers": 1}).build().train()
+    """One graph, and a new length compiles it once more."""
+    model = shallow("llama").build().train()
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(10, VOCAB - 10, (2, length), generator=generator) for length in (9, 12, 17)]
     expected = [model(input_ids=ids, labels=ids).loss for ids in batches]
     apply_liger_kernel(model)
+    torch.compiler.reset()
     counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
     graphs = []
     for ids, loss in zip(batches, expected, strict=True):
         output = compiled(input_ids=ids, labels=ids)

@@ -1,24 +1,15 @@
-"""What a trainer needs, built in code: a byte-level tokenizer, models of two layers, data of uneven lengths."""
+"""What a trainer needs, built in code: a byte-level tokenizer, models of the zoo for it, data of uneven lengths."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from datasets import Dataset
+from model_zoo import BY_ID
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}{{ 'a:' if add_generation_prompt }}"
@@ -36,35 +27,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 SIZES = dict(
     vocab_size=300,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
+    head_dim=16,
     max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
     eos_token_id=2,
-    initializer_range=0.3,
 )
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, head_dim=16)
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "wide": (LlamaConfig, LlamaForCausalLM, {"hidden_size": 48}),
-    "softcap": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 16, "final_logit_softcapping": 3.0}),
-    "scaled": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 4.0}),
-    "experts": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {**EXPERTS, "router_aux_loss_coef": 0.1},
-    ),
+# Rows of the zoo, and how they differ.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "wide": ("llama", {"hidden_size": 48}),
+    "softcap": ("gemma2", {}),
+    "scaled": ("granite", {}),
+    "experts": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "output_router_logits": False}),
 }
 
 
-def model(family: str = "llama", seed: int = 0, **sizes: Any) -> PreTrainedModel:
-    config, cls, own = FAMILIES[family]
-    torch.manual_seed(seed)
-    return cls(config(**{**SIZES, **own, **sizes}))
+def model(name: str = "llama", seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    tiny, changes = MODELS[name]
+    config = {**BY_ID[tiny].config, **SIZES, **changes, **sizes}
+    return dataclasses.replace(BY_ID[tiny], config=config).build(seed)
 
 
 def _text(generator: torch.Generator, length: int) -> str:

@@ -46,7 +46,7 @@ def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
 
 
 def check_row(weight: Any, name: str, x: Tensor) -> None:
-    """`weight` is a floating tensor with one value for each column of `x`, on its device, without gaps.
+    """`weight` is a floating tensor with one value for each column of `x`, on its device.
 
     Raises:
         TypeError: it is no floating tensor.

@@ -230,6 +230,8 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
     check_floating(x, "x")
     if weight is not None:
         check_row(weight, "weight", x)
+        weight = weight.contiguous()
     if bias is not None:
         check_row(bias, "bias", x)
+        bias = bias.contiguous()
     return _LayerNorm.apply(x, weight, bias, float(eps))

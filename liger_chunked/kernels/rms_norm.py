@@ -267,6 +267,7 @@ def liger_rms_norm(
     check_floating(x, "x")
     if weight is not None:
         check_row(weight, "weight", x)
+        weight = weight.contiguous()
     if residual is not None:
         check_like(residual, "residual", x, "x")
     return _RMSNorm.apply(x, weight, residual, float(eps), float(offset), _CASTS_FIRST[casting])

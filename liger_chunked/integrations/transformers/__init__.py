@@ -9,7 +9,13 @@ patches.py    attributes replaced for a while
 auto.py       models that come patched
 """
 
-from liger_chunked.integrations.transformers.apply import APPLY_TO, Applied, apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.transformers.apply import (
+    APPLY_TO,
+    Applied,
+    apply_liger_kernel,
+    register_family,
+    revert_liger_kernel,
+)
 from liger_chunked.integrations.transformers.auto import AutoLigerKernelForCausalLM
 from liger_chunked.integrations.transformers.families import FAMILIES, Family
 from liger_chunked.integrations.transformers.forward import attach_head, detach_head
@@ -28,6 +34,7 @@ __all__ = [
     "attach_head",
     "detach_head",
     "logit_options",
+    "register_family",
     "revert_liger_kernel",
     *APPLY_TO,
 ]

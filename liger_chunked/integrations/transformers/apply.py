@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers.families import BY_NAME, FAMILIES, Family, family_of
-from liger_chunked.integrations.transformers.forward import FusedLoss, fuse, output_of, unfuse
+from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
+from liger_chunked.integrations.transformers.forward import Fusion, fuse, output_of, unfuse
 from liger_chunked.integrations.transformers.head import inner_model, projections
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
@@ -35,6 +36,12 @@ class Applied:
         counts = self.replaced.setdefault(switch, {})
         counts[name] = counts.get(name, 0) + 1
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which wants the rope for as long as it lives itself."""
+        vars(self).update(state)
+        if "rope" in self.replaced:
+            _ROPES[self.family].hold(BY_NAME[self.family], self)
+
     def __str__(self) -> str:
         lines = [
             f"  {switch}: " + ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
@@ -48,16 +55,16 @@ class _Rope:
 
     def __init__(self) -> None:
         self._patches = Patches()
-        self._holders: dict[int, weakref.ref] = {}
+        self._holders: dict[int, weakref.ref[Applied]] = {}
 
-    def hold(self, family: Family, holder: Any) -> None:
+    def hold(self, family: Family, applied: Applied) -> None:
         if not self._holders:
             self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
-        key = id(holder)
-        self._holders[key] = weakref.ref(holder, lambda _: self._drop(key))
+        key = id(applied)
+        self._holders[key] = weakref.ref(applied, lambda _: self._drop(key))
 
-    def release(self, holder: Any) -> None:
-        self._drop(id(holder))
+    def release(self, applied: Applied) -> None:
+        self._drop(id(applied))
 
     def _drop(self, key: int) -> None:
         self._holders.pop(key, None)
@@ -65,7 +72,7 @@ class _Rope:
             self._patches.undo()
 
 
-_ROPES = {family.name: _Rope() for family in FAMILIES}
+_ROPES: defaultdict[str, _Rope] = defaultdict(_Rope)
 _FAMILY_WIDE: dict[str, Applied] = {}
 
 
@@ -76,13 +83,12 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
         TypeError: a switch that no family has.
         ValueError: one that is on, and cannot be.
     """
-    known = {switch for row in FAMILIES for switch in row.switches}
-    if unknown := switches.keys() - known:
-        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(known)}")
+    if unknown := switches.keys() - set(SWITCHES):
+        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
     wanted = {switch for switch, on in switches.items() if on}
     if absent := wanted - set(available):
         raise ValueError(f"{sorted(absent)} matches nothing in {family.name} here; it has {list(available)}")
-    if {"cross_entropy", _FUSED} <= wanted:
+    if set(HEAD_SWITCHES) <= wanted:
         raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
     if switches.get("cross_entropy"):
         available = tuple(switch for switch in available if switch != _FUSED)
@@ -96,9 +102,14 @@ def _causal_class(model_class: type, family: Family) -> str | None:
     return owner.__name__ if owner.__name__ in family.causal else None
 
 
+def _layer_class(family: Family, name: str) -> type[nn.Module]:
+    """By its name in the modeling module, otherwise in torch.nn."""
+    return getattr(family.modeling, name, None) or getattr(nn, name)
+
+
 def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
     """The modules that a switch speaks of, each with its name in the table; not those with a forward of their own."""
-    classes = {name: getattr(family.modeling, name, None) or getattr(nn, name) for name in family.layers[switch]}
+    classes = {name: _layer_class(family, name) for name in family.layers[switch]}
     return [
         (module, name)
         for module in model.modules()
@@ -112,7 +123,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
 
     In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
     it does. The keyword `skip_logits` of the call decides otherwise, and `return_token_accuracy=True` adds
-    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back.
+    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back. Copies of a patched model,
+    pickled ones too, are patched.
 
     All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it
     serves other models of the family too, until the last model that asked for it is reverted or gone.
@@ -156,15 +168,15 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         )
     causal = _causal_class(type(inner), family)
     found = {switch: _layers_in(inner, family, switch) for switch in family.layers}
-    with_loss = ("cross_entropy", _FUSED) if causal else ()
-    on = _chosen(family, ("rope", *(switch for switch in found if found[switch]), *with_loss), switches)
+    absent = {switch for switch in found if not found[switch]} | (set() if causal else set(HEAD_SWITCHES))
+    on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
     for switch in on:
         for module, name in found.get(switch, ()):
             if reason := family.layers[switch][name].refusal(module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
     if _FUSED in on:
         projections(inner)
-    for switch in {"cross_entropy", _FUSED} & set(on):
+    for switch in set(HEAD_SWITCHES) & set(on):
         if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):
             raise ValueError(
                 f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
@@ -177,16 +189,16 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         for module, name in found.get(switch, ()):
             layer = family.layers[switch][name]
             slot = forward_slot(module) if layer.method == "forward" else layer.method
-            applied.patches.set(module, slot, types.MethodType(layer.run, module))
+            applied.patches.set(module, slot, functools.partial(layer.run, module))
             applied.count(switch, name)
     if "rope" in on:
-        _ROPES[family.name].hold(family, inner)
+        _ROPES[family.name].hold(family, applied)
         applied.count("rope", "apply_rotary_pos_emb")
     if "cross_entropy" in on:
         applied.patches.set(inner, "_loss_function", causal_lm_loss)
         applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
-        fuse(inner, FusedLoss(output_of(getattr(family.modeling, causal)), logits_budget))
+        fuse(inner, Fusion(output_of(getattr(family.modeling, causal)), logits_budget))
         applied.count(_FUSED, causal)
     vars(inner)[_APPLIED] = applied
     return applied
@@ -209,7 +221,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
     applied = vars(inner).pop(_APPLIED, None)
     if applied is not None:
         applied.patches.undo()
-        _ROPES[applied.family].release(inner)
+        _ROPES[applied.family].release(applied)
 
 
 def _by_name(name: str) -> Family:
@@ -224,20 +236,26 @@ def _revert_family(family: Family) -> None:
     applied = _FAMILY_WIDE.pop(family.name, None)
     if applied is not None:
         applied.patches.undo()
-        _ROPES[family.name].release(family.modeling)
+        _ROPES[family.name].release(applied)
 
 
 def apply_to_family(family: Family, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
     """Patch the classes of a family, and with them all its models, those that exist and those to come.
 
-    The switches are those of `apply_liger_kernel`, without `layer_norm`: the class `nn.LayerNorm` belongs to everybody.
-    An activation that no kernel serves is an error when it is run.
+    The switches are those of `apply_liger_kernel`, but for layers whose class is not the family's: `nn.LayerNorm`
+    belongs to everybody. No model is there to be asked, so an activation that no kernel serves is an error when it is
+    run, and experts that have no place for one (`apply_liger_kernel` refuses them) run as ever.
 
     Raises:
         TypeError: an unknown switch.
         ValueError: one that the family does not have.
     """
-    on = _chosen(family, tuple(s for s in family.switches if s != "layer_norm"), switches)
+    everybodys = {
+        switch
+        for switch, layers in family.layers.items()
+        if any(_layer_class(family, name) is getattr(nn, name, None) for name in layers)
+    }
+    on = _chosen(family, tuple(switch for switch in family.switches if switch not in everybodys), switches)
     _revert_family(family)
     applied = Applied(family.name)
     for switch in on:
@@ -245,7 +263,7 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
             applied.patches.set(getattr(family.modeling, name), layer.method, layer.run)
             applied.count(switch, name)
     if "rope" in on:
-        _ROPES[family.name].hold(family, family.modeling)
+        _ROPES[family.name].hold(family, applied)
         applied.count("rope", "apply_rotary_pos_emb")
     if "cross_entropy" in on:
         for name in family.causal:
@@ -254,7 +272,7 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
     if _FUSED in on:
         for name in family.causal:
             model_class = getattr(family.modeling, name)
-            fuse(model_class, FusedLoss(output_of(model_class), logits_budget))
+            fuse(model_class, Fusion(output_of(model_class), logits_budget))
             applied.count(_FUSED, name)
     _FAMILY_WIDE[family.name] = applied
     return applied
@@ -281,6 +299,37 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
     )
     vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
     return apply
+
+
+def register_family(family: Family) -> Callable[..., Applied]:
+    """Add a row to the table: `apply_liger_kernel` and `AutoLigerKernelForCausalLM` know the family from then on.
+
+    Returns:
+        Its `apply_liger_kernel_to_<name>`.
+
+    Raises:
+        ValueError: another family has that name, or the modeling module lacks what the row names.
+
+    >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
+    >>> row = Family(
+    ...     "smollm3",
+    ...     causal=("SmolLM3ForCausalLM",),
+    ...     rms_norm={"SmolLM3RMSNorm": RMS_NORM},
+    ...     swiglu={"SmolLM3MLP": GLU},
+    ... )
+    >>> register_family(row).__name__
+    'apply_liger_kernel_to_smollm3'
+    """
+    names = (family.name, *family.aliases)
+    if taken := [name for name in names if BY_NAME.get(name, family) != family]:
+        raise ValueError(f"the table has another family of the name {taken[0]!r}")
+    classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
+    wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
+    known = vars(family.modeling).keys() | vars(nn).keys()
+    if missing := [name for name in wanted if name not in known]:
+        raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
+    BY_NAME.update(dict.fromkeys(names, family))
+    return _function_of(family.name, family)
 
 
 APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name, family in BY_NAME.items()}

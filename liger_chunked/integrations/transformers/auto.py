@@ -7,9 +7,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from liger_chunked.integrations.transformers.apply import apply_liger_kernel
-from liger_chunked.integrations.transformers.families import FAMILIES
+from liger_chunked.integrations.transformers.families import SWITCHES
 
-_OPTIONS = {"logits_budget", *(switch for family in FAMILIES for switch in family.switches)}
+_OPTIONS = {"logits_budget", *SWITCHES}
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

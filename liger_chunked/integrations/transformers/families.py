@@ -1,13 +1,14 @@
 """The table of model families: which class of a family is which layer.
 
-A family is one modeling module of transformers, so a row names classes as they stand in there. To add a family is to
-add a row:
+A family is one modeling module, so a row names classes as they stand in there. To add a family is to add a row:
 
 1. find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entry of
    `layers.py` that computes the same thing, rounding included;
 2. name its classes with an `lm_head`. Their `forward` must be "backbone, `lm_head`, logits transform of
    `head.logit_options`, causal loss, load-balancing loss where there are experts", and say what it returns;
 3. add a tiny config of it to `tests/model_zoo.py`: the suite does the rest.
+
+A row of one's own needs no change here, see `register_family`.
 """
 
 from __future__ import annotations
@@ -32,26 +33,31 @@ from liger_chunked.integrations.transformers.layers import (
 
 Layers = Mapping[str, Layer]
 
+HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
+SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
+"""What can be switched on and off, in the family that has it."""
+
 
 @dataclass(frozen=True)
 class Family:
-    """One row. Each of `rms_norm`, `swiglu`, `geglu` maps class names to the layer they are.
+    """One row. Each of `rms_norm`, `layer_norm`, `swiglu`, `geglu` maps class names to the layer they are.
 
     - `name`: of the modeling module, and of `apply_liger_kernel_to_<name>`
     - `causal`: classes with an `lm_head`
-    - `rope`: what takes the place of `apply_rotary_pos_emb`
-    - `layer_norm`: whether its vision tower has `nn.LayerNorm`
+    - `rope`: what takes the place of `apply_rotary_pos_emb`; None for nothing
     - `aliases`: other names of `apply_liger_kernel_to_<name>`
+    - `module`: of the modeling code, where it is not the one that transformers has for `name`
     """
 
     name: str
     causal: tuple[str, ...]
-    rms_norm: Layers
-    rope: Callable = rotate_halves
+    rms_norm: Layers = field(default_factory=dict)
+    rope: Callable | None = rotate_halves
     swiglu: Layers = field(default_factory=dict)
     geglu: Layers = field(default_factory=dict)
-    layer_norm: bool = False
+    layer_norm: Layers = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    module: str | None = None
 
     @property
     def modeling(self) -> ModuleType:
@@ -59,19 +65,19 @@ class Family:
 
     @property
     def module_name(self) -> str:
-        return f"transformers.models.{self.name}.modeling_{self.name}"
+        return self.module or f"transformers.models.{self.name}.modeling_{self.name}"
 
     @property
     def layers(self) -> Mapping[str, Layers]:
         """Switches that replace methods of layers, with what they replace."""
-        layer_norm = {"LayerNorm": LAYER_NORM} if self.layer_norm else {}
-        every = {"rms_norm": self.rms_norm, "layer_norm": layer_norm, "swiglu": self.swiglu, "geglu": self.geglu}
-        return {switch: layers for switch, layers in every.items() if layers}
+        names = ("rms_norm", "layer_norm", "swiglu", "geglu")
+        return {name: layers for name in names if (layers := getattr(self, name))}
 
     @property
     def switches(self) -> tuple[str, ...]:
         """Everything that can be switched on."""
-        return ("rope", *self.layers, "cross_entropy", "fused_linear_cross_entropy")
+        rope = ("rope",) if self.rope else ()
+        return (*rope, *self.layers, *(HEAD_SWITCHES if self.causal else ()))
 
 
 FAMILIES = (
@@ -86,7 +92,7 @@ FAMILIES = (
         causal=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
         rms_norm={"MllamaTextRMSNorm": RMS_NORM},
         swiglu={"MllamaTextMLP": GLU},
-        layer_norm=True,
+        layer_norm={"LayerNorm": LAYER_NORM},
     ),
     Family(
         "mistral",
@@ -117,7 +123,7 @@ FAMILIES = (
         causal=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         rms_norm={"Gemma3RMSNorm": RMS_NORM_OFFSET},
         geglu={"Gemma3MLP": GLU},
-        layer_norm=True,
+        layer_norm={"LayerNorm": LAYER_NORM},
         aliases=("gemma3_text",),
     ),
     Family(
@@ -131,7 +137,7 @@ FAMILIES = (
         causal=("Qwen2VLForConditionalGeneration",),
         rms_norm={"Qwen2VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU},
-        layer_norm=True,
+        layer_norm={"LayerNorm": LAYER_NORM},
     ),
     Family(
         "qwen2_5_vl",
@@ -179,6 +185,7 @@ FAMILIES = (
 )
 
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+"""The table, and what `register_family` has added to it."""
 
 
 def family_of(model_class: type) -> Family:
@@ -188,7 +195,7 @@ def family_of(model_class: type) -> Family:
         ValueError: none of the table.
     """
     modules = {cls.__module__ for cls in model_class.__mro__}
-    for family in FAMILIES:
+    for family in BY_NAME.values():
         if family.module_name in modules:
             return family
     raise ValueError(f"no kernels for {model_class.__name__}; supported families: {', '.join(BY_NAME)}")

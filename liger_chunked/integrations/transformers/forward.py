@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
+from liger_chunked.engine import Like, Returns, one_operation
 from liger_chunked.integrations.transformers.head import (
     HeadFn,
     HeadInput,
@@ -28,11 +30,12 @@ from liger_chunked.integrations.transformers.patches import Patches, forward_slo
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
 
-_STATE = "_liger_forward"
+_STATE = "_liger_forward"  # of a model or class
+_STOCK = "_liger_stock_forward"  # of a forward: what it stands in for
 
 
 @dataclass(frozen=True)
-class FusedLoss:
+class Fusion:
     """How head and loss are fused: what `model.forward` returns, and the most bytes of logits alive at once."""
 
     output: type[Any]
@@ -44,42 +47,67 @@ class ForwardState:
     """Why a model, or a class of models, has our forward, and how to put its own back.
 
     - `head_fn`: it was asked to know that keyword
-    - `fused`: how head and loss are fused in training; None for not at all
+    - `fusion`: how head and loss are fused in training; None for not at all
     """
 
     patches: Patches
     head_fn: bool = False
-    fused: FusedLoss | None = None
+    fusion: Fusion | None = None
+
+
+def _cross_entropy_returns(given: dict[str, Any]) -> Returns:
+    tensors = {"loss": Like()}
+    if given["token_accuracy"]:
+        tensors["token_accuracy"] = Like(dtype="float32")
+    return Returns(lambda loss, token_accuracy=None: (loss, token_accuracy), tensors)
+
+
+@one_operation(_cross_entropy_returns)
+def _cross_entropy(
+    weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    num_items: int | Tensor | None = None, token_accuracy: bool, ignore_index: int, softcap: float | None = None,
+    logit_scale: float, logits_budget: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The loss, and the token accuracy where it was asked for."""
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        logits_budget=logits_budget,
+        return_token_accuracy=bool(token_accuracy),
+    )
+    result = loss(weight, input, target, bias, num_items=num_items)
+    return (result[0], result[1].token_accuracy) if token_accuracy else (result, None)
 
 
 @can_return_tuple
-def _without_logits(model: PreTrainedModel, fused: FusedLoss, token_accuracy: bool, **kwargs: Any) -> ModelOutput:
+def _without_logits(model: PreTrainedModel, fusion: Fusion, token_accuracy: bool, **kwargs: Any) -> ModelOutput:
     """What `model.forward` returns for labels, without logits."""
     input = run_backbone(model, **kwargs)
 
-    def cross_entropy(head: Head, input: HeadInput) -> Any:
-        options = input.options
-        loss = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=options.ignore_index,
-            softcap=options.softcap,
-            logit_scale=options.logit_scale,
-            logits_budget=fused.logits_budget,
-            return_token_accuracy=token_accuracy,
+    def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
+        return _cross_entropy(
+            head.weight,
+            input.hidden_states,
+            input.target,
+            head.bias,
+            num_items=input.num_items_in_batch,
+            token_accuracy=token_accuracy,
+            ignore_index=input.options.ignore_index,
+            softcap=input.options.softcap,
+            logit_scale=input.options.logit_scale,
+            logits_budget=fusion.logits_budget,
         )
-        return loss(head.weight, input.hidden_states, input.target, head.bias, num_items=input.num_items_in_batch)
 
-    loss = run_head(model, input, cross_entropy)
-    metrics = None
-    if token_accuracy:
-        loss, metrics = loss
+    loss, accuracy = run_head(model, input, cross_entropy)
     if input.aux_loss is not None:
         loss = loss + model.config.get_text_config().router_aux_loss_coef * input.aux_loss.to(loss.device)
-    shared = {name: x for name, x in input.outputs.items() if name in fused.output.__dataclass_fields__}
+    shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
     if input.aux_loss is not None:
         shared["aux_loss"] = input.aux_loss
-    result = fused.output(loss=loss, **shared)
-    if metrics is not None:
-        result["token_accuracy"] = metrics.token_accuracy
+    result = fusion.output(loss=loss, **shared)
+    if accuracy is not None:
+        result["token_accuracy"] = accuracy
     return result
 
 
@@ -89,10 +117,10 @@ def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
-def _fused_loss(model: PreTrainedModel) -> FusedLoss | None:
+def _fusion(model: PreTrainedModel) -> Fusion | None:
     """Of the model, otherwise of its class."""
     states = (vars(model).get(_STATE), getattr(type(model), _STATE, None))
-    return next((state.fused for state in states if state is not None and state.fused is not None), None)
+    return next((state.fusion for state in states if state is not None and state.fusion is not None), None)
 
 
 def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
@@ -102,38 +130,50 @@ def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, A
     return labelled and (model.training if skip_logits is None else skip_logits)
 
 
-def _taught(stock: Callable) -> Callable:
-    """`stock`, a `forward` of some class, that also knows `head_fn` and, where the loss is fused, `skip_logits`."""
-    if _STATE in vars(stock):
-        return stock
+# Somebody else's code: nothing says that it can be traced.
+_run_untraced = torch.compiler.disable(run_head)
 
-    # The signature stays: generate and Trainer read it.
+
+def _forward(
+    model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
+) -> Any:
+    """`stock`, the forward of `model`, that also knows `head_fn` and, where the loss is fused, `skip_logits`."""
+    kwargs = arguments(model, args, kwargs)
+    if head_fn is not None:
+        return _run_untraced(model, run_backbone(model, **kwargs), head_fn)
+    fusion = _fusion(model)
+    if fusion is not None:
+        skip_logits = kwargs.pop("skip_logits", None)
+        token_accuracy = kwargs.pop("return_token_accuracy", False)
+        if _fuses(model, skip_logits, kwargs):
+            return _without_logits(model, fusion, token_accuracy, **kwargs)
+    return stock(**kwargs)
+
+
+# The signature of a forward stays, in both of these: generate and Trainer read it.
+
+
+def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`_forward` for every model of a class whose forward is `stock`."""
+
     @functools.wraps(stock)
-    def forward(self: PreTrainedModel, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
-        kwargs = arguments(self, args, kwargs)
-        if head_fn is not None:
-            return run_head(self, run_backbone(self, **kwargs), head_fn)
-        fused = _fused_loss(self)
-        if fused is not None:
-            skip_logits = kwargs.pop("skip_logits", None)
-            token_accuracy = kwargs.pop("return_token_accuracy", False)
-            if _fuses(self, skip_logits, kwargs):
-                return _without_logits(self, fused, token_accuracy, **kwargs)
-        return stock(self, **kwargs)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, functools.partial(stock, self), *args, **kwargs)
 
-    vars(forward)[_STATE] = stock
+    vars(forward)[_STOCK] = stock
     return forward
 
 
-def _unbound(own: Callable) -> Callable:
-    """A forward that somebody set on one model, as a function of the model."""
-    if isinstance(own, types.MethodType):
-        return own.__func__
-
-    @functools.wraps(own)
-    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
-        return own(**kwargs)
-
+def _taught_model(model: PreTrainedModel, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`_forward` for one model; `own` is the forward that somebody has set on it."""
+    if own is None:
+        of_class = type(model).forward
+        own = types.MethodType(getattr(of_class, _STOCK, of_class), model)
+    elif hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, _STOCK)), _STOCK):
+        return own  # ours, in what Trainer wraps around it
+    # A partial, which a model can be pickled with.
+    forward = functools.update_wrapper(functools.partial(_forward, model, own), own)
+    vars(forward)[_STOCK] = own
     return forward
 
 
@@ -141,11 +181,10 @@ def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
     if _STATE not in vars(owner):
         state = ForwardState(Patches())
         if isinstance(owner, type):
-            state.patches.set(owner, "forward", _taught(owner.forward))
+            state.patches.set(owner, "forward", _taught_class(owner.forward))
         else:
             slot = forward_slot(owner)
-            stock = _unbound(vars(owner)[slot]) if slot in vars(owner) else type(owner).forward
-            state.patches.set(owner, slot, types.MethodType(_taught(stock), owner))
+            state.patches.set(owner, slot, _taught_model(owner, vars(owner).get(slot)))
         state.patches.set(owner, _STATE, state)
     return vars(owner)[_STATE]
 
@@ -156,18 +195,18 @@ def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None
     if state is None:
         return
     vars(state).update(wish)
-    if not state.head_fn and state.fused is None:
+    if not state.head_fn and state.fusion is None:
         state.patches.undo()
 
 
-def fuse(owner: PreTrainedModel | type[PreTrainedModel], fused: FusedLoss) -> None:
+def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None:
     """Let a model, or every model of a class, train without logits."""
-    _teach(owner).fused = fused
+    _teach(owner).fusion = fusion
 
 
 def unfuse(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
     """Undo `fuse`."""
-    _forget(owner, fused=None)
+    _forget(owner, fusion=None)
 
 
 def attach_head(model: nn.Module) -> None:

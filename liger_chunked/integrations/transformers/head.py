@@ -209,21 +209,37 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
-@torch.compiler.disable
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """`head_fn(head, input)`, from within the forward of `lm_head`, where its parameters are whole.
 
     Raises:
         ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter.
     """
+    lm_head = model.get_output_embeddings()
+    if _is_bare(lm_head):
+        return _at_projection(lm_head, input.hidden_states, input=input, head_fn=head_fn)
+    return _run_inside(model, input, head_fn)
 
-    def forward(projection: nn.Linear, hidden_states: Tensor) -> Any:
-        head = Head(_whole(projection.weight), _whole(projection.bias))
-        return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
 
+def _is_bare(lm_head: nn.Module | None) -> bool:
+    """Whether nothing but `nn.Linear.forward` would run: then a compiler need not stop before the head."""
+    if type(lm_head) is not nn.Linear:
+        return False
+    hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
+    return not any(hooks) and "forward" not in lm_head.__dict__
+
+
+def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    head = Head(_whole(projection.weight), _whole(projection.bias))
+    return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
+
+
+@torch.compiler.disable
+def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     patches = Patches()
     for projection in projections(model):
-        patches.set(projection, forward_slot(projection), functools.partial(forward, projection))
+        forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
+        patches.set(projection, forward_slot(projection), forward)
     try:
         return model.get_output_embeddings()(input.hidden_states)
     finally:

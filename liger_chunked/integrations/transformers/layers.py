@@ -87,9 +87,14 @@ def _activation_refusal(activation: nn.Module) -> str | None:
     return f"its activation is {type(activation).__name__}, not one of {known}"
 
 
+# Ways of transformers to run experts that call `_apply_gate`.
+_GATED_EXPERTS = ("grouped_mm", "batched_mm", "deepgemm")
+
+
 def _experts_refusal(experts: Any) -> str | None:
-    if experts.config._experts_implementation == "eager":
-        return "eager experts have no place for it: model.set_experts_implementation('grouped_mm') first"
+    way = experts.config._experts_implementation
+    if way not in _GATED_EXPERTS:
+        return f"{way} experts have no place for it: model.set_experts_implementation('grouped_mm') first"
     return _activation_refusal(experts.act_fn)
 
 
