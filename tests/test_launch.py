@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,9 +33,23 @@ class Recorder:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
     monkeypatch.setattr(launch, "_REMEMBERS", True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", False)
     monkeypatch.setattr(launch, "jit", lambda _: Recorder())
-    return launch.Kernel(lambda: None)
+    return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
+
+
+class OnDevice(NamedTuple):
+    """What a launch asks of a tensor."""
+
+    device: int
+    address: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_device(self) -> int:
+        return self.device
 
 
 X, Y = torch.zeros(32), torch.zeros(32)
@@ -67,11 +82,40 @@ def test_other_launches_are_not(kernel: launch.Kernel, change: dict[str, Any]) -
     assert kernel.kernel.launched == ["jitted", "jitted"]
 
 
-def test_other_devices_are_not(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_are_not(kernel: launch.Kernel) -> None:
+    for device in (0, 1, 1):
+        kernel(**{**CALL, "tensors": (OnDevice(device), None, OnDevice(device))})
+    assert kernel.kernel.launched == ["jitted", "jitted", "compiled"]
+
+
+def test_runs_on_the_device_of_its_tensors(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = 0
+
+    @contextmanager
+    def on(device: int) -> Iterator[None]:
+        nonlocal current
+        saved, current = current, device
+        yield
+        current = saved
+
+    launched: list[int] = []
+    monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(kernel, "kernel", {(4, 1, 1): lambda *_, **__: launched.append(current)})
+    unaligned = OnDevice(1, address=8)
+    kernel(**{**CALL, "tensors": (unaligned, None, unaligned)})
+    assert (launched, current) == ([1], 0)
+
+
+def test_by_name_is_by_position(kernel: launch.Kernel) -> None:
+    named = {"x_ptr": X, "residual_ptr": None, "n": 32, "y_ptr": Y, "FLAG": True, "BLOCK": 128, "eps": 1e-6}
+    kernel[(4, 1, 1)](**named, num_warps=4)
+    kernel[(4, 1, 1)](**named)
     kernel(**CALL)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    kernel(**CALL)
-    assert kernel.kernel.launched == ["jitted", "jitted"]
+    assert kernel.kernel.launched == ["jitted", "compiled", "compiled"]
+    with pytest.raises(TypeError, match="a launch takes"):
+        kernel[(4, 1, 1)](**{name: value for name, value in named.items() if name != "eps"})
 
 
 def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ class Kernel:
     """A Triton kernel that remembers what it was compiled to, and runs on the device of its tensors.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      as any kernel of Triton, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               the same where microseconds count: tensors, then numbers
+        kernel(grid, (x,), (n, 128), num_warps=4)               the same where microseconds count: its signature has the
+                                                                tensors, then the numbers
 
     Triton works out at every launch which of its compiled variants the arguments call for: by the dtypes of tensors, by
     whether their addresses are multiples of 16, and by properties of the numbers (1? a multiple of 16? how wide?). That
