@@ -53,10 +53,8 @@ MEASURED = [
     (1763, CrossEntropy(), {"vocab_size": QWEN, "hidden_size": 896, "shape": (32768,)}),
     (2632, CrossEntropy(), {"vocab_size": QWEN, "hidden_size": 2048, "shape": (65536,)}),
     (1450, linear_token_stats, LLAMA_TOKENS | {"logits_budget": 256 * MIB}),
-    (773, linear_token_stats, QWEN_TOKENS | {"logits_budget": 256 * MIB}),
     (3262, DPO(), PAIRS | {"ref_hidden_size": 4096}),
     (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair outgrows the budget
-    (2163, DPO(), {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384)}),
     (3262, LigerFusedLinearORPOLoss(), PAIRS),
     (3262, LigerFusedLinearCPOLoss(), PAIRS),
     (3262, LigerFusedLinearSimPOLoss(), PAIRS),

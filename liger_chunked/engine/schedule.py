@@ -222,6 +222,12 @@ def budget_elements(
     return tokens * vocab_size
 
 
+def _even(n: int, limit: int) -> int:
+    """The size of pieces of `n` that are about alike, no more of them than pieces of `limit` would be."""
+    size = -(-n // -(-n // limit))
+    return min(limit, -(-size // _ROUND) * _ROUND)
+
+
 def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
     """Cut the batch into packs of whole groups, each within `elements` logits unless one group alone is larger."""
     limit = max(1, elements // vocab_size)
@@ -229,9 +235,8 @@ def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = Fa
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Pack(slice(0, n_valid), slice(0, n_valid))]
-        # Even chunks: a short last one would be as dear in the weight gradient as a whole one.
-        chunk = -(-n_valid // -(-n_valid // limit))
-        chunk = min(limit, -(-chunk // _ROUND) * _ROUND)
+        # A short last chunk would be as dear in the weight gradient as a whole one.
+        chunk = _even(n_valid, limit)
         cuts = range(0, n_valid, chunk)
         return [Pack(rows, rows) for rows in (slice(i, min(i + chunk, n_valid)) for i in cuts)]
 
@@ -260,8 +265,9 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
     elif columns < min(_MIN_SLICE, vocab_size):
         columns = min(_MIN_SLICE, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
-    elif columns >= _ROUND:
-        columns = columns // _ROUND * _ROUND
+    else:
+        # The last slice is the one that is not projected again: a short one would spare little.
+        columns = _even(vocab_size, columns // _ROUND * _ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
         for v in range(0, vocab_size, columns)
