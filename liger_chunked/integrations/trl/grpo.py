@@ -43,8 +43,9 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
 
     loss_kind = LigerFusedLinearPolicyBase
 
-    def __init__(self, *args: Any, loss: LigerFusedLinearPolicyBase | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, loss=loss, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loss = self.loss_override
         if loss is not None and loss.beta and not self.beta:
             raise ValueError(f"the loss has beta={loss.beta}: set GRPOConfig(beta=...) too, or TRL keeps no reference")
 

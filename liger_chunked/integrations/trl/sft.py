@@ -26,9 +26,18 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         loss: a `LigerFusedLinearCrossEntropyLoss` that reduces to a mean; what it is asked to return beside the loss is
             logged: `mean_token_accuracy`, `z_loss`.
         logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: a loss of another reduction.
     """
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.reduction != "mean":
+            raise ValueError(f"{cls.__name__} trains on a mean over tokens, got reduction={loss.reduction!r}")
 
     def compute_loss(
         self,
