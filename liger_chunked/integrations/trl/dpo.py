@@ -50,7 +50,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
         value = step.loss
         if step.aux_loss is not None:
             value = value + self.router_aux_loss_coef * step.aux_loss
-            metrics["aux_loss"].append(self.accelerator.gather(step.aux_loss.detach()).mean().item())
+            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(step.aux_loss.detach()).mean().item())
         if self.model.training:
             tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
             self._total_train_tokens += tokens // self._tp_size

@@ -120,7 +120,7 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     def _log_sides(self, logs: dict[str, list[float]], metrics: UnpairedPreferenceMetrics) -> None:
         """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
         n = {
-            side: self.accelerator.gather(getattr(metrics, f"{side}_count")).sum().item()
+            side: self.accelerator.gather_for_metrics(getattr(metrics, f"{side}_count")).sum().item()
             for side in ("chosen", "rejected")
         }
         for side in (side for side in n if n[side]):

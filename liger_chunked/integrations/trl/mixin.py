@@ -63,8 +63,12 @@ class LigerTrainerMixin:
                 add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
 
     def global_mean(self, mean: Tensor, count: Tensor) -> float:
-        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none."""
-        sums = self.accelerator.gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
+        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none.
+
+        Without the ranks that repeat samples to fill up the last batch of an evaluation.
+        """
+        sums = torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]
+        sums = self.accelerator.gather_for_metrics(sums).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     @classmethod

@@ -73,7 +73,7 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             logs["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
         for name, metric in (("z_loss", metrics and metrics.z_loss), ("aux_loss", aux_loss)):
             if metric is not None:
-                logs[name].append(self.accelerator.gather(metric.detach()).mean().item())
+                logs[name].append(self.accelerator.gather_for_metrics(metric.detach()).mean().item())
         if self.model.training:
             # Without padding there is no mask, and every position is a token.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
