@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -19,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}{{ 'a:' if add_generation_prompt }}"
@@ -84,9 +89,10 @@ def rows(n: int = 16, scale: int = 1) -> list[dict[str, str]]:
 
 
 def dataset(kind: str, scale: int = 1) -> Dataset:
-    """The same rows as "text", "pairs", "unpaired", "prompts" or "messages"."""
+    """The same rows as "text", "completions", "pairs", "unpaired", "prompts" or "messages"."""
     shapes = {
         "text": lambda i, r: {"text": r["prompt"] + r["chosen"]},
+        "completions": lambda i, r: {"prompt": r["prompt"], "completion": r["chosen"]},
         "pairs": lambda i, r: r,
         "unpaired": lambda i, r: {
             "prompt": r["prompt"],
@@ -99,3 +105,57 @@ def dataset(kind: str, scale: int = 1) -> Dataset:
         },
     }
     return Dataset.from_list([shapes[kind](i, row) for i, row in enumerate(rows(scale=scale))])
+
+
+# Each image is between two tokens of its own, and four others stand for it.
+IMAGE = {"boi_token": "<image>", "image_token": "<patch>", "eoi_token": "</image>"}
+IMAGE_CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}</s>{% endfor %}{{ 'a:' if add_generation_prompt }}"
+)
+
+
+def processor() -> Gemma3Processor:
+    """Of bytes and of images of 8 x 8 pixels."""
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, extra_special_tokens=IMAGE, chat_template=IMAGE_CHAT, **names
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+    return Gemma3Processor(images, tok, chat_template=IMAGE_CHAT, image_seq_length=4)
+
+
+def vision_model(seed: int = 0) -> PreTrainedModel:
+    tok = processor().tokenizer
+    ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in IMAGE.items()}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 2}
+    special = {name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    torch.manual_seed(seed)
+    config = Gemma3Config(
+        text_config={**SIZES, "head_dim": 16},
+        vision_config={"model_type": "siglip_vision_model", **vision},
+        mm_tokens_per_image=4,
+        **special,
+        **ids,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def vision_dataset(kind: str) -> Dataset:
+    """Conversations of one message, each about an image of one colour."""
+
+    def conversation(name: str, value: Any) -> Any:
+        role = "user" if name == "prompt" else "assistant"
+        return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+    return Dataset.from_list(
+        [
+            {
+                **{name: conversation(name, x) for name, x in row.items()},
+                "images": [Image.new("RGB", (8, 8), (9 * i,) * 3)],
+            }
+            for i, row in enumerate(dataset(kind))
+        ]
+    )
