@@ -77,7 +77,6 @@ def setup() -> Setup:
         "dataloader_pin_memory": on_gpu,
         "save_strategy": "no",
         "report_to": "none",
-        "disable_tqdm": True,
     }
     tokenizer = byte_tokenizer() if options.model is None else AutoTokenizer.from_pretrained(options.model)
     return Setup(model(options.model, 0), tokenizer, settings, model(options.teacher, 1))

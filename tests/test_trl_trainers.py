@@ -191,7 +191,6 @@ CASES = [
     ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     ("SFT", {"padding_free": True, "max_length": None}),
     ("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
-    ("SFT", {"label_smoothing_factor": 0.1}),
     ("DPO", {}),
     ("DPO", {"loss_type": "ipo"}),
     ("DPO", {"loss_type": "aot"}),
@@ -443,7 +442,8 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind):
     Stock, which builds logits or, without a GPU, a tile as large, shows that the measure can fail.
     """
     budget = 64 * 1024
-    config = {"max_steps": 1, "per_device_train_batch_size": 8, "optim": "sgd", "gradient_accumulation_steps": 1}
+    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1}
+    config |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
     config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
     config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
 
