@@ -21,6 +21,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
 from test_cost import Memory
+from torch import Tensor
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
@@ -35,8 +36,9 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.transformers import apply_liger_kernel
+from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
 from liger_chunked.integrations.trl import versions
+from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
     # transformers and TRL on themselves, and on a run of four steps without a GPU.
@@ -250,15 +252,37 @@ def test_families(train, kind, family):
     assert_same(train(kind, ours=True, config=PLAIN, **of_family(kind, family)), stock)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
-def test_beside_the_base_kernels(train, kind):
-    """A patched model gives the same, whichever of the two came first to its forward."""
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("SFT", None),
+        ("DPO", None),
+        ("ORPO", None),
+        ("SFT", LigerFusedLinearCrossEntropyLoss()),
+        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+    ],
+)
+def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
+    """The layers of a patched model stay as they are, and its fused cross entropy is not asked."""
     model = tiny.model()
     apply_liger_kernel(model)
-    assert_same(train(kind, ours=True, config=PLAIN, model=model), train(kind, ours=False, config=PLAIN))
+    norms: list[None] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        norms.append(None)
+        return liger_rms_norm(*args, **kwargs)
+
+    def asked(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the fused cross entropy ran")
+
+    monkeypatch.setattr(layers, "liger_rms_norm", counted)
+    monkeypatch.setattr(forward, "_without_logits", asked)
+    ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
+    assert len(norms) >= 5 * 8  # five norms, eight micro-batches
+    assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GKD"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "GKD", "GRPO"])
 def test_gradient_checkpointing_and_autocast(train, kind):
     """The head is projected in bfloat16, as TRL's is; what is summed up of it rounds in another order."""
     config = {**PLAIN, "gradient_checkpointing": True, "bf16": True}
