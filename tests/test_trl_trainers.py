@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from liger_chunked import (
 )
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
-from liger_chunked.integrations.trl import versions
+from liger_chunked.integrations.trl import add_chunked_lm_head, versions
 from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
@@ -534,6 +536,18 @@ assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer"
     assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer
+
+
+def test_a_copy_of_a_model_runs_on_its_own_weights():
+    model = tiny.model()
+    add_chunked_lm_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    ids = torch.tensor([[5, 6, 7]])
+    assert twin(ids, labels=ids, fused_lm_head=True).loss.item() == pytest.approx(math.log(300))
+    assert not twin(ids).logits.any()
+    assert model(ids).logits.any()
 
 
 def test_trl_keeps_its_own_head(train):

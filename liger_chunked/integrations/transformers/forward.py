@@ -125,14 +125,14 @@ def _taught(stock: Callable) -> Callable:
     return forward
 
 
-def _unbound(own: Callable) -> Callable:
-    """A forward that somebody set on one model, as a function of the model."""
+def unbound(own: Callable) -> Callable:
+    """The forward of one model as a function of the model, so that a copy of the model runs on its own weights."""
     if isinstance(own, types.MethodType):
         return own.__func__
 
     @functools.wraps(own)
-    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
-        return own(**kwargs)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
 
     return forward
 
@@ -144,7 +144,7 @@ def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
             state.patches.set(owner, "forward", _taught(owner.forward))
         else:
             slot = forward_slot(owner)
-            stock = _unbound(vars(owner)[slot]) if slot in vars(owner) else type(owner).forward
+            stock = unbound(vars(owner)[slot]) if slot in vars(owner) else type(owner).forward
             state.patches.set(owner, slot, types.MethodType(_taught(stock), owner))
         state.patches.set(owner, _STATE, state)
     return vars(owner)[_STATE]

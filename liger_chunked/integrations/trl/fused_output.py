@@ -14,6 +14,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadInput, attach_head
+from liger_chunked.integrations.transformers.forward import unbound
 from liger_chunked.types import Head, TokenStats
 
 # TRL's names of the statistics, and ours.
@@ -53,7 +54,7 @@ def add_chunked_lm_head(
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     attach_head(model)
-    inner_forward = model.forward
+    inner_forward = unbound(model.forward)
     head_fn = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
@@ -68,7 +69,7 @@ def add_chunked_lm_head(
     def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
             kwargs["head_fn"] = head_fn
-        return inner_forward(*args, **kwargs)
+        return inner_forward(self, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
