@@ -36,7 +36,6 @@ WORLD = 2
 # A head that is swapped, one where TRL has logits, two models one in the other; then gradients in forward.
 CASES = [
     ("SFT", None),
-    ("KTO", None),
     ("ORPO", None),
     ("Distillation", None),
     ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),

@@ -59,11 +59,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("CPO", {}),
     ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     ("GKD", {}),
-    ("GOLD", {}),
     ("Distillation", {"beta": 0.5}),
     ("GRPO", {"beta": 0.1}),
     ("RLOO", {"beta": 0.1}),
-    ("OnlineDPO", {}),
 ]
 
 

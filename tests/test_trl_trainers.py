@@ -432,7 +432,7 @@ def test_a_transform_that_is_not_the_models_is_refused(train):
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
-        *((kind, None) for kind in ("SFT", "DPO", "KTO", "GKD", "ORPO", "CPO")),
+        *((kind, None) for kind in ("SFT", "DPO", "KTO", "GKD", "ORPO")),
         ("SFT", LigerFusedLinearCrossEntropyLoss()),
         ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
         ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
