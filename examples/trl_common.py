@@ -50,7 +50,6 @@ def setup() -> Setup:
         "dataloader_pin_memory": gpu,
         "save_strategy": "no",
         "report_to": "none",
-        "disable_tqdm": True,
     }
     model, teacher = load_model(options.model, dtype), load_model(options.teacher, dtype, seed=1)
     return Setup(model, load_tokenizer(options.model), settings, teacher)

@@ -23,7 +23,8 @@ def test_example(script, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [script, "--steps", "2"])
     trainer = runpy.run_path(str(EXAMPLES / script), run_name="__main__").get("trainer")
-    assert "'train_loss'" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "'train_loss'" in captured.out and "2/2" in captured.err
     if trainer is not None:
         assert trainer.state.global_step == 2
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,8 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
+from torch import Tensor
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
@@ -36,8 +38,9 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.transformers import apply_liger_kernel
-from liger_chunked.integrations.trl import versions
+from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
+from liger_chunked.integrations.trl import add_chunked_lm_head, versions
+from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
     # transformers and TRL on themselves, and on a run of four steps without a GPU.
@@ -83,7 +86,6 @@ class Kind:
         return getattr(importlib.import_module(self.module), f"{self.name}Config")
 
 
-GOLD = {"lmbda": 0.0, "max_length": 64, "max_completion_length": 6, "use_uld_loss": False}
 GENERATION = {"num_generations": 2, "max_completion_length": 6}
 KINDS = {
     kind.name: kind
@@ -101,7 +103,7 @@ KINDS = {
             "GOLD",
             "messages",
             teacher,
-            {"lmbda": 0.0, "max_length": 64, "use_uld_loss": False, "max_completion_length": 6},
+            {"lmbda": 0.0, "max_length": 64, "max_completion_length": 6, "use_uld_loss": False},
             module="trl.experimental.gold",
         ),
         Kind("OnlineDPO", "prompts", rewards, {"max_new_tokens": 6}, module="trl.experimental.online_dpo"),
@@ -119,7 +121,25 @@ def run(
     evaluate: bool = False,
     **arguments: Any,
 ) -> Log:
-    """Run four steps and return what was logged, but for the time it took."""
+    """Run four steps, evaluate on five samples where asked to, and return what was logged, but for the time it took."""
+    trainer = build(folder, name, ours, config, evaluate, **arguments)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    timed = ("runtime", "per_second", "time")
+    history = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+
+
+def build(
+    folder: Path,
+    name: str,
+    ours: bool,
+    config: dict[str, Any] | None = None,
+    evaluate: bool = False,
+    **arguments: Any,
+) -> Any:
+    """A trainer of four steps, two micro-batches of two samples each; `arguments` are the trainer's own."""
     kind = KINDS[name]
     settings = {
         "output_dir": str(folder),
@@ -139,16 +159,16 @@ def run(
         "seed": 0,
     }
     args = kind.config_class()(**{**settings, **kind.config, **(config or {})})
-    given = {"model": tiny.model(), "train_dataset": tiny.dataset(kind.data), **kind.arguments(), **arguments}
+    given = {
+        "model": tiny.model(),
+        "processing_class": tiny.tokenizer(),
+        "train_dataset": tiny.dataset(kind.data),
+        **kind.arguments(),
+        **arguments,
+    }
     if evaluate:
         given["eval_dataset"] = given["train_dataset"].select(range(5))
-    trainer = (kind.ours() if ours else kind.stock())(args=args, processing_class=tiny.tokenizer(), **given)
-    trainer.train()
-    if evaluate:
-        trainer.evaluate()
-    timed = ("runtime", "per_second", "time")
-    history = trainer.state.log_history
-    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+    return (kind.ours() if ours else kind.stock())(args=args, **given)
 
 
 @pytest.fixture
@@ -156,95 +176,57 @@ def train(tmp_path: Path) -> Callable[..., Log]:
     return functools.partial(run, tmp_path)
 
 
-def assert_same(ours: Log, stock: Log, common: bool = False, rel: float = 2e-5) -> None:
-    """The same keys, or with `common` at least a loss and a gradient, and the same values."""
-    assert len(ours) == len(stock) > 4
+def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -> None:
+    """The same keys, or with `common` at least a loss and a gradient, and the same values, of that many entries."""
+    assert len(ours) == len(stock) >= entries
     for mine, theirs in zip(ours, stock, strict=True):
         keys = mine.keys() & theirs.keys()
         assert keys >= {"loss", "grad_norm"} or "train_loss" in keys or "eval_loss" in keys
         if not common:
             assert mine.keys() == theirs.keys()
-        assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=rel, abs=1e-5)
+        assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=2e-5, abs=1e-5)
 
 
 SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
 CASES = [
-    ("SFT", {}, True),
-    ("SFT", {"loss_type": "dft"}, False),
-    ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}, False),
-    ("SFT", {"padding_free": True, "max_length": None}, False),
-    ("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}, True),
-    ("DPO", {}, True),
-    ("DPO", {"loss_type": "ipo"}, False),
-    ("DPO", {"loss_type": "aot"}, False),
-    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}, False),
-    ("DPO", {"use_weighting": True, "ld_alpha": 0.5}, False),
-    ("DPO", {"precompute_ref_log_probs": True}, True),
-    ("KTO", {}, True),
-    ("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}, False),
-    ("GRPO", {}, True),
-    (
-        "GRPO",
-        SEQUENCES,
-        False,
-    ),
-    ("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}, False),
-    ("RLOO", {"temperature": 0.8}, False),
-    ("Distillation", {"temperature": 0.8, "beta": 0.5}, True),
-    ("Distillation", {"beta": 1.0}, False),
-    ("ORPO", {}, True),
-    ("CPO", {}, True),
-    ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}, False),
-    ("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}, False),
-    ("GKD", {}, True),
-    ("GKD", {"beta": 0.0}, False),
-    ("GOLD", {"temperature": 0.8}, False),
-    ("OnlineDPO", {}, False),
+    ("SFT", {}),
+    ("SFT", {"loss_type": "dft"}),
+    ("SFT", {"packing": True, "max_length": 24}),
+    ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    ("SFT", {"padding_free": True, "max_length": None}),
+    ("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
+    ("DPO", {}),
+    ("DPO", {"loss_type": "ipo"}),
+    ("DPO", {"loss_type": "aot"}),
+    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
+    ("DPO", {"use_weighting": True, "ld_alpha": 0.5}),
+    ("DPO", {"precompute_ref_log_probs": True}),
+    ("DPO", {"padding_free": True}),
+    ("KTO", {}),
+    ("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
+    ("GRPO", {}),
+    ("GRPO", SEQUENCES),
+    ("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}),
+    ("RLOO", {"temperature": 0.8}),
+    ("Distillation", {"temperature": 0.8, "beta": 0.5}),
+    ("Distillation", {"beta": 1.0}),
+    ("ORPO", {}),
+    ("CPO", {}),
+    ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    ("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}),
+    ("GKD", {}),
+    ("GKD", {"beta": 0.0}),
+    ("GOLD", {"temperature": 0.8}),
+    ("OnlineDPO", {}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "config", "evaluate"), CASES, ids=lambda x: str(x) if not isinstance(x, bool) else "")
-def test_logs_what_trl_logs(train, kind, config, evaluate):
+@pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
+def test_logs_what_trl_logs(train, kind, config):
+    """In training and in evaluation, which TRL's online DPO cannot do."""
+    evaluate = kind != "OnlineDPO"
     stock = train(kind, ours=False, config=config, evaluate=evaluate)
     assert_same(train(kind, ours=True, config=config, evaluate=evaluate), stock)
-
-
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "GRPO"])
-@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["frozen-head", "modules_to_save"])
-def test_lora(train, kind, saved):
-    """Where a trainer has a reference, it is the policy without its adapter."""
-    peft_config = dataclasses.replace(LORA, modules_to_save=saved)
-    own = {"ref_model": None} if kind in ("DPO", "KTO") else {}
-    config = {"beta": 0.1} if kind == "GRPO" else {}
-
-    def seeded(ours: bool) -> Log:
-        torch.manual_seed(0)
-        return train(kind, ours=ours, config=config, peft_config=peft_config, **own)
-
-    assert_same(seeded(ours=True), seeded(ours=False))
-
-
-@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
-def test_prompt_tuning(train, loss):
-    """Virtual tokens stand before the others, in the policy and not in the reference."""
-
-    def seeded(ours: bool, **loss: Any) -> Log:
-        torch.manual_seed(0)
-        peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        return train("DPO", ours=ours, peft_config=peft_config, ref_model=None, **loss)
-
-    assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
-def test_lora_on_the_head_is_refused(train, kind):
-    own = {"ref_model": None} if kind == "DPO" else {}
-    peft_config = dataclasses.replace(LORA, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match=r"lm_head.*target_modules"):
-        train(kind, ours=True, peft_config=peft_config, **own)
 
 
 # Adam divides a gradient by its own size, and so turns the rounding of one that should be zero into a step.
@@ -272,15 +254,37 @@ def test_families(train, kind, family):
     assert_same(train(kind, ours=True, config=PLAIN, **of_family(kind, family)), stock)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO"])
-def test_beside_the_base_kernels(train, kind):
-    """A patched model gives the same, whichever of the two came first to its forward."""
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("SFT", None),
+        ("DPO", None),
+        ("ORPO", None),
+        ("SFT", LigerFusedLinearCrossEntropyLoss()),
+        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+    ],
+)
+def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
+    """The layers of a patched model stay as they are, and its fused cross entropy is not asked."""
     model = tiny.model()
     apply_liger_kernel(model)
-    assert_same(train(kind, ours=True, config=PLAIN, model=model), train(kind, ours=False, config=PLAIN))
+    norms: list[None] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        norms.append(None)
+        return liger_rms_norm(*args, **kwargs)
+
+    def asked(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the fused cross entropy ran")
+
+    monkeypatch.setattr(layers, "liger_rms_norm", counted)
+    monkeypatch.setattr(forward, "_without_logits", asked)
+    ours = train(kind, ours=True, config=PLAIN, model=model, loss=loss)
+    assert len(norms) >= 5 * 8  # five norms, eight micro-batches
+    assert_same(ours, train(kind, ours=False, config=PLAIN), common=loss is not None)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GKD"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "GKD", "GRPO"])
 def test_gradient_checkpointing_and_autocast(train, kind):
     """The head is projected in bfloat16, as TRL's is; what is summed up of it rounds in another order."""
     config = {**PLAIN, "gradient_checkpointing": True, "bf16": True}
@@ -365,6 +369,13 @@ def test_a_loss_without_a_reference_needs_none(train):
     assert_same(alone, unread)
 
 
+def test_kto_without_a_reference_needs_none(train):
+    """Its rewards are log-probabilities then."""
+    logs = train("KTO", ours=True, loss=LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=False), ref_model=None)
+    for entry in logs[:4]:
+        assert entry["rewards/chosen"] == pytest.approx(0.1 * entry["logps/chosen"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "family"), [("DPO", "softcap"), ("GRPO", "softcap"), ("KTO", "experts"), ("ORPO", "experts")]
 )
@@ -383,17 +394,33 @@ def test_a_loss_takes_the_models_transform(train, kind, family):
     assert_same(ours, stock, common=True)
 
 
-def test_a_loss_of_another_kind_is_refused(train):
-    with pytest.raises(TypeError, match=r"LigerKTOTrainer takes a LigerFusedLinearUnpaired.*, got loss=.*DPOLoss"):
-        train("KTO", ours=True, loss=LigerFusedLinearDPOLoss())
-    with pytest.raises(TypeError, match="LigerRLOOTrainer takes no loss"):
-        train("RLOO", ours=True, loss=LigerFusedLinearGRPOLoss())
-    with pytest.raises(ValueError, match="asks for the reference point 'delta'"):
-        train("KTO", ours=True, loss=LigerFusedLinearBCOLoss())
-    with pytest.raises(ValueError, match="SimPOLoss takes no reference, got a ref_model"):
-        train("DPO", ours=True, loss=LigerFusedLinearSimPOLoss())
-    with pytest.raises(ValueError, match=r"beta=0.1: set GRPOConfig\(beta"):
-        train("GRPO", ours=True, loss=LigerFusedLinearGRPOLoss(beta=0.1))
+REFUSED = {
+    "another-kind": ("KTO", LigerFusedLinearDPOLoss(), r"LigerKTOTrainer takes a LigerFusedLinearUnpaired.*DPOLoss"),
+    "no-loss": ("RLOO", LigerFusedLinearGRPOLoss(), "LigerRLOOTrainer takes no loss"),
+    "a-class": ("DPO", LigerFusedLinearDPOLoss, "got the class LigerFusedLinearDPOLoss"),
+    "a-name": ("DPO", "sigmoid", "takes a LigerFusedLinearPreferenceBase, got loss=str"),
+    "a-function": ("GRPO", torch.sum, "takes a LigerFusedLinearPolicyBase, got loss=builtin_function_or_method"),
+    "no-reference-point": ("KTO", LigerFusedLinearBCOLoss(), "asks for the reference point 'delta'"),
+    "no-reference": ("ORPO", LigerFusedLinearDPOLoss(use_ref_model=True), "LigerORPOTrainer keeps none: see LigerDPO"),
+    "a-reference": ("DPO", LigerFusedLinearSimPOLoss(), "SimPOLoss takes no reference, got a ref_model"),
+    "a-reference-of-kto": ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False), "no reference, got a ref_model"),
+    "no-beta": ("GRPO", LigerFusedLinearGRPOLoss(beta=0.1), r"beta=0.1: set GRPOConfig\(beta"),
+    "a-sum": ("SFT", LigerFusedLinearCrossEntropyLoss(reduction="sum"), "a mean over tokens, got reduction='sum'"),
+    "other-labels": ("GKD", LigerFusedLinearJSDLoss(ignore_index=-1), "the loss has ignore_index=-1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
+    kind, loss, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        build(tmp_path, kind, ours=True, loss=loss)
+
+
+def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
+    for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
+        with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):
+            build(tmp_path, kind, ours=True, config={"precompute_ref_log_probs": True}, loss=loss, ref_model=None)
 
 
 def test_a_transform_that_is_not_the_models_is_refused(train):
@@ -401,37 +428,75 @@ def test_a_transform_that_is_not_the_models_is_refused(train):
         train("DPO", ours=True, loss=LigerFusedLinearDPOLoss(softcap=5.0))
 
 
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        *((kind, None) for kind in ("SFT", "DPO", "KTO", "GKD", "ORPO")),
+        ("SFT", LigerFusedLinearCrossEntropyLoss()),
+        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+    ],
+)
+def test_compute_metrics_gets_what_trl_hands_it(tmp_path, kind, loss):
+    """Logits, where TRL's trainer returns them."""
+
+    def predictions(ours: bool, **own: Any) -> tuple[float, np.ndarray, np.ndarray]:
+        seen: list[Any] = []
+
+        def keep(prediction: Any) -> dict[str, float]:
+            seen.append(prediction)
+            return {"seen": 1.0}
+
+        trainer = build(tmp_path, kind, ours, evaluate=True, compute_metrics=keep, **own)
+        return trainer.evaluate()["eval_loss"], seen[0].predictions, seen[0].label_ids
+
+    loss_of, *rest = predictions(ours=True, loss=loss)
+    loss_of_trl, *rest_of_trl = predictions(ours=False)
+    assert loss_of == pytest.approx(loss_of_trl, rel=2e-5)
+    for x, x_of_trl in zip(rest, rest_of_trl, strict=True):
+        np.testing.assert_allclose(x, x_of_trl, rtol=1e-4, atol=1e-5)
+
+
 SCALE, VOCABULARY = 4, 1500
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_of_the_size_of_the_logits(train, kind):
-    """In a whole run, optimizer and all; stock, where it builds them, shows that the measure can fail."""
+    """In a run, optimizer, evaluation and all, nothing is larger than the head's gradient, or the attention's scores.
+
+    Stock, which builds logits or, without a GPU, a tile as large, shows that the measure can fail.
+    """
     budget = 64 * 1024
-    config = {"max_steps": 1, "per_device_train_batch_size": 8, "optim": "sgd", "gradient_accumulation_steps": 1}
+    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1}
+    config |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
     config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
     config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
 
     def largest(ours: bool) -> int:
-        own = {"logits_budget": budget} if ours else {}
-        for name, build in (("ref_model", tiny.model), ("teacher_model", tiny.model)):
-            if name in KINDS[kind].arguments():
-                own[name] = build(vocab_size=VOCABULARY)
-        with Memory() as memory:
+        models = {
+            name: tiny.model(seed=seed, vocab_size=VOCABULARY)
+            for seed, name in enumerate(("model", "ref_model", "teacher_model"))
+            if name == "model" or name in KINDS[kind].arguments()
+        }
+        memory = Memory()
+        memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
+        with memory:
             train(
                 kind,
                 ours=ours,
                 config=config,
-                model=tiny.model(vocab_size=VOCABULARY),
+                evaluate=kind != "OnlineDPO",
                 train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
-                **own,
+                **models,
+                **({"logits_budget": budget} if ours else {}),
             )
         return memory.largest
 
     n_tokens = 8 * 28 if kind == "SFT" else 8 * 16
     logits = n_tokens * VOCABULARY * 4
-    ours, weight = largest(ours=True), VOCABULARY * 32 * 4
-    assert ours <= 1.5 * weight < logits / 2
+    weight_gradient = VOCABULARY * 32 * 4
+    assert weight_gradient <= largest(ours=True) <= 1.5 * weight_gradient < logits / 2
     assert largest(ours=False) > logits
 
 
@@ -449,6 +514,16 @@ def test_versions(monkeypatch):
         versions.check_versions()
 
 
+def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
+    """As before 1.15, and perhaps as it will be: not a word, and logits."""
+    for kind in KINDS.values():
+        for module in {sys.modules[cls.__module__] for cls in kind.ours().__mro__}:
+            monkeypatch.delattr(module, "add_fused_lm_head", raising=False)
+    with pytest.raises(RuntimeError, match=r"gives LigerDPOTrainer no fused head to replace"):
+        build(tmp_path, "DPO", ours=True)
+    build(tmp_path, "ORPO", ours=True)
+
+
 def test_imports():
     """The package loads no framework, and a trainer loads its own module of TRL alone."""
     code = """
@@ -461,6 +536,18 @@ assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer"
     assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer
+
+
+def test_a_copy_of_a_model_runs_on_its_own_weights():
+    model = tiny.model()
+    add_chunked_lm_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    ids = torch.tensor([[5, 6, 7]])
+    assert twin(ids, labels=ids, fused_lm_head=True).loss.item() == pytest.approx(math.log(300))
+    assert not twin(ids).logits.any()
+    assert model(ids).logits.any()
 
 
 def test_trl_keeps_its_own_head(train):

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from model_zoo import BY_ID
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import Gemma3Processor, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}{{ 'a:' if add_generation_prompt }}"
@@ -66,9 +68,10 @@ def rows(n: int = 16, scale: int = 1) -> list[dict[str, str]]:
 
 
 def dataset(kind: str, scale: int = 1) -> Dataset:
-    """The same rows as "text", "pairs", "unpaired", "prompts" or "messages"."""
+    """The same rows as "text", "completions", "pairs", "unpaired", "prompts" or "messages"."""
     shapes = {
         "text": lambda i, r: {"text": r["prompt"] + r["chosen"]},
+        "completions": lambda i, r: {"prompt": r["prompt"], "completion": r["chosen"]},
         "pairs": lambda i, r: r,
         "unpaired": lambda i, r: {
             "prompt": r["prompt"],
@@ -81,3 +84,49 @@ def dataset(kind: str, scale: int = 1) -> Dataset:
         },
     }
     return Dataset.from_list([shapes[kind](i, row) for i, row in enumerate(rows(scale=scale))])
+
+
+# Each image is between two tokens of its own, and four others stand for it.
+IMAGE = {"boi_token": "<image>", "image_token": "<patch>", "eoi_token": "</image>"}
+IMAGE_CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}</s>{% endfor %}{{ 'a:' if add_generation_prompt }}"
+)
+
+
+def processor() -> Gemma3Processor:
+    """Of bytes and of images of 8 x 8 pixels."""
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, extra_special_tokens=IMAGE, chat_template=IMAGE_CHAT, **names
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+    return Gemma3Processor(images, tok, chat_template=IMAGE_CHAT, image_seq_length=4)
+
+
+def vision_model(seed: int = 0) -> PreTrainedModel:
+    zoo, tok = BY_ID["gemma3"], processor().tokenizer
+    # The model itself does not cap the logits of its text model, and TRL's head does.
+    text = {**zoo.config["text_config"], **SIZES, "final_logit_softcapping": None}
+    ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in IMAGE.items()}
+    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
+    return dataclasses.replace(zoo, config={**zoo.config, "text_config": text, **special, **ids}).build(seed)
+
+
+def vision_dataset(kind: str) -> Dataset:
+    """Conversations of one message, each about an image of one colour."""
+
+    def conversation(name: str, value: Any) -> Any:
+        role = "user" if name == "prompt" else "assistant"
+        return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+    return Dataset.from_list(
+        [
+            {
+                **{name: conversation(name, x) for name, x in row.items()},
+                "images": [Image.new("RGB", (8, 8), (9 * i,) * 3)],
+            }
+            for i, row in enumerate(dataset(kind))
+        ]
+    )

@@ -64,6 +64,14 @@ class ConcatenatedMixin(LigerTrainerMixin):
         if self.is_encoder_decoder:
             raise ValueError(f"{type(self).__name__} is for decoders, got the encoder-decoder {type(self.model)}")
 
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.use_ref_model:
+            raise ValueError(
+                f"{type(loss).__name__} needs a reference, and {cls.__name__} keeps none: see LigerDPOTrainer"
+            )
+
     def _concatenated(self, batch: dict[str, Any], padding_value: int) -> tuple[dict[str, Any], Tensor]:
         """What the model takes, and the labels of the completions, (2 n, T)."""
         batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)

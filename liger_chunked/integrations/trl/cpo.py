@@ -19,7 +19,7 @@ class LigerCPOTrainer(ConcatenatedMixin, CPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder.
+        ValueError: an encoder-decoder, or a loss that needs a reference.
     """
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 from trl import DPOTrainer
 
-from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, NoReference
 from liger_chunked.integrations.trl.preference import preference_logs, preference_step
-from liger_chunked.integrations.trl.reference_model import reference_logps
+from liger_chunked.integrations.trl.reference_model import ReferenceMixin, reference_logps
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 
 _NOT_OF_THE_MODEL = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
 
 
-class LigerDPOTrainer(LigerTrainerMixin, DPOTrainer):
+class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     """TRL's `DPOTrainer` on a chunked head.
 
     With `loss`, what TRL's config says of the loss (`loss_type`, `beta`, `label_smoothing`, ...) is not read. One that
@@ -28,19 +27,12 @@ class LigerDPOTrainer(LigerTrainerMixin, DPOTrainer):
         *args, **kwargs: TRL's.
         loss: a `LigerFusedLinearPreferenceBase`.
         logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: a reference for a loss that refuses one.
     """
 
     loss_kind = LigerFusedLinearPreferenceBase
-
-    def __init__(self, *args: Any, loss: LigerFusedLinearPreferenceBase | None = None, **kwargs: Any) -> None:
-        without_reference = loss is not None and loss.use_ref_model is False
-        if without_reference:
-            if kwargs.get("ref_model") is not None:
-                raise ValueError(f"{type(loss).__name__} takes no reference, got a ref_model")
-            kwargs["ref_model"] = NoReference()
-        super().__init__(*args, loss=loss, **kwargs)
-        if without_reference:
-            self.ref_model = None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         loss = self.loss_override
@@ -58,7 +50,7 @@ class LigerDPOTrainer(LigerTrainerMixin, DPOTrainer):
         value = step.loss
         if step.aux_loss is not None:
             value = value + self.router_aux_loss_coef * step.aux_loss
-            metrics["aux_loss"].append(self.accelerator.gather(step.aux_loss.detach()).mean().item())
+            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(step.aux_loss.detach()).mean().item())
         if self.model.training:
             tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
             self._total_train_tokens += tokens // self._tp_size

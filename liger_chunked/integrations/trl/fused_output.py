@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.integrations.transformers import HeadInput, attach_head
+from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
 from liger_chunked.types import Head, TokenStats
 
 # TRL's names of the statistics, and ours.
@@ -53,8 +53,7 @@ def add_chunked_lm_head(
     if unknown:
         raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
     attach_head(model)
-    inner_forward = model.forward
-    head_fn = functools.partial(
+    statistics = functools.partial(
         fused_output,
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
         temperature=temperature,
@@ -63,14 +62,17 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
 
-    # `generate` and `Trainer` read the signature.
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head:
-            kwargs["head_fn"] = head_fn
-        return inner_forward(*args, **kwargs)
+    # A partial, which is copied with its model, and runs on the copy's weights; `generate` and `Trainer` read the
+    # signature of what it wraps.
+    model.forward = functools.update_wrapper(functools.partial(_forward, model.forward, statistics), model.forward)
 
-    model.forward = types.MethodType(forward, model)
+
+def _forward(
+    inner: Callable[..., Any], statistics: HeadFn, /, *args: Any, fused_lm_head: bool = False, **kwargs: Any
+) -> Any:
+    if fused_lm_head:
+        kwargs["head_fn"] = statistics
+    return inner(*args, **kwargs)
 
 
 def head_stats(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
@@ -43,8 +44,9 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
 
     loss_kind = LigerFusedLinearPolicyBase
 
-    def __init__(self, *args: Any, loss: LigerFusedLinearPolicyBase | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, loss=loss, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loss = self.loss_override
         if loss is not None and loss.beta and not self.beta:
             raise ValueError(f"the loss has beta={loss.beta}: set GRPOConfig(beta=...) too, or TRL keeps no reference")
 
@@ -93,5 +95,10 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
                 logs[name].append(self.global_mean(metric, sequences if one_a_sequence else tokens))
         if aux_loss is not None:
             value = value + self.router_aux_loss_coef * aux_loss / window
-            logs["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+            logs["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
         return value
+
+    def global_mean(self, mean: Tensor, count: Tensor) -> float:
+        # As GRPO's own metrics, and unlike those of other trainers: of every rank, duplicates and all.
+        sums = self.accelerator.reduce(torch.stack([mean.detach() * count, count.to(mean.dtype)]), reduction="sum")
+        return (sums[0] / sums[1].clamp(min=1)).item()

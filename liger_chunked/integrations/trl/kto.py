@@ -10,15 +10,15 @@ from trl import KTOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
-from liger_chunked.integrations.trl.reference_model import reference_logps, reference_of
+from liger_chunked.integrations.trl.mixin import fitted
+from liger_chunked.integrations.trl.reference_model import ReferenceMixin, reference_logps, reference_of
 from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
 from liger_chunked.types import Head, UnpairedPreferenceMetrics
 
 _NOT_OF_THE_MODEL = {"completion_mask", "label", "ref_logps", "ref_KL_logps"}
 
 
-class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
+class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """TRL's `KTOTrainer` on a chunked head.
 
     With `loss`, what TRL's config says of the loss (`beta`, `desirable_weight`, ...) is not read, but for `loss_type`:
@@ -26,17 +26,19 @@ class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
 
     Args:
         *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none.
+        loss: a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. One that refuses a
+            reference loads none.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss whose reference point the trainer cannot estimate.
+        ValueError: a loss whose reference point the trainer cannot estimate, or a reference for one that refuses it.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
 
-    def __init__(self, *args: Any, loss: LigerFusedLinearUnpairedPreferenceBase | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, loss=loss, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loss = self.loss_override
         point = None if loss is None else loss.reference_point
         if point == "delta" or (point == "kl" and not self.calculate_KL):
             remedy = "estimates none" if point == "delta" else "needs KTOConfig(loss_type='kto') for it"
@@ -104,7 +106,9 @@ class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
     def _kl(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """KTO's estimate on mismatched completions, the mean over all ranks."""
         logps = self._compute_kl_logps(model, batch)
-        if self.precompute_ref_logps:
+        if self.loss_override.use_ref_model is False:
+            reference = torch.zeros_like(logps)
+        elif self.precompute_ref_logps:
             reference = batch["ref_KL_logps"]
         else:
             args = self.args.gradient_checkpointing_kwargs
@@ -116,7 +120,7 @@ class LigerKTOTrainer(LigerTrainerMixin, KTOTrainer):
     def _log_sides(self, logs: dict[str, list[float]], metrics: UnpairedPreferenceMetrics) -> None:
         """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
         n = {
-            side: self.accelerator.gather(getattr(metrics, f"{side}_count")).sum().item()
+            side: self.accelerator.gather_for_metrics(getattr(metrics, f"{side}_count")).sum().item()
             for side in ("chosen", "rejected")
         }
         for side in (side for side in n if n[side]):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import trl
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers.head import inner_model
 from liger_chunked.integrations.trl.fused_output import add_chunked_lm_head
@@ -22,10 +22,6 @@ Loss = TypeVar("Loss", bound=nn.Module)
 
 # What of the logit options is the model's.
 TRANSFORM = ("softcap", "logit_scale")
-
-
-class NoReference(nn.Module):
-    """Stands for the reference model while a trainer is built whose loss has none, so that none is loaded."""
 
 
 class LigerTrainerMixin:
@@ -38,6 +34,8 @@ class LigerTrainerMixin:
 
     Raises:
         TypeError: a loss of another kind.
+        ValueError: a loss that ignores another label than -100, TRL's.
+        RuntimeError: a release of TRL whose trainer asks for no fused head, and would build logits.
     """
 
     # Of the trainer beneath.
@@ -46,14 +44,15 @@ class LigerTrainerMixin:
     model: Any
 
     # What `loss` must be an instance of; None for a trainer that takes none.
-    loss_kind: ClassVar[type[nn.Module] | None] = None
+    loss_kind: ClassVar[type[Any] | None] = None
     # The models that TRL gives no fused head.
     models_without_head: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
     ) -> None:
-        self._check_loss(loss)
+        if loss is not None:
+            self._check_loss(loss)
         self.loss_override: Any = loss
         self.logits_budget = logits_budget
         with _chunked_heads(type(self), logits_budget):
@@ -64,34 +63,48 @@ class LigerTrainerMixin:
                 add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
 
     def global_mean(self, mean: Tensor, count: Tensor) -> float:
-        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none."""
-        sums = self.accelerator.gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
+        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none.
+
+        Without the ranks that repeat samples to fill up the last batch of an evaluation.
+        """
+        sums = torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]
+        sums = self.accelerator.gather_for_metrics(sums).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
-    def _check_loss(self, loss: nn.Module | None) -> None:
-        if loss is None or (self.loss_kind is not None and isinstance(loss, self.loss_kind)):
-            return
-        expected = "no loss" if self.loss_kind is None else f"a {self.loss_kind.__name__}"
-        raise TypeError(f"{type(self).__name__} takes {expected}, got loss={type(loss).__name__}")
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        """Refuse, before anything is loaded, a loss that this trainer cannot train with."""
+        if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
+            expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
+            got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
+            raise TypeError(f"{cls.__name__} takes {expected}, got {got}")
+        ignored = loss.options.ignore_index
+        if ignored != -100:
+            raise ValueError(f"TRL's labels are -100 where there is none, but the loss has ignore_index={ignored}")
 
 
 @contextmanager
-def _chunked_heads(trainer: type, logits_budget: int | None) -> Iterator[None]:
+def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
     """While a trainer is built, the function that its TRL modules call to add fused heads is ours.
 
     They call it with the temperature, precision and statistics that they need, and may score a reference before they
     are done: whoever came later would have to guess the one and be late for the other.
+
+    Raises:
+        RuntimeError: nothing calls it, for a model that gets its head from nowhere else.
     """
-
-    def add(model: PreTrainedModel | NoReference, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(model, NoReference):
-            add_chunked_lm_head(model, *args, logits_budget=logits_budget, **kwargs)
-
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
+    if not theirs and "model" not in trainer.models_without_head:
+        raise RuntimeError(
+            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
+            "TRL 1.15 and 1.16 do"
+        )
     try:
         for module, function in theirs:
-            module.add_fused_lm_head = functools.wraps(function)(add)
+            module.add_fused_lm_head = functools.wraps(function)(
+                functools.partial(add_chunked_lm_head, logits_budget=logits_budget)
+            )
         yield
     finally:
         for module, function in theirs:

@@ -20,7 +20,7 @@ class LigerORPOTrainer(ConcatenatedMixin, ORPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder.
+        ValueError: an encoder-decoder, or a loss that needs a reference.
     """
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:

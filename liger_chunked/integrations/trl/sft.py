@@ -26,9 +26,18 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         loss: a `LigerFusedLinearCrossEntropyLoss` that reduces to a mean; what it is asked to return beside the loss is
             logged: `mean_token_accuracy`, `z_loss`.
         logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: a loss of another reduction.
     """
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.reduction != "mean":
+            raise ValueError(f"{cls.__name__} trains on a mean over tokens, got reduction={loss.reduction!r}")
 
     def compute_loss(
         self,
@@ -64,7 +73,7 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             logs["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
         for name, metric in (("z_loss", metrics and metrics.z_loss), ("aux_loss", aux_loss)):
             if metric is not None:
-                logs[name].append(self.accelerator.gather(metric.detach()).mean().item())
+                logs[name].append(self.accelerator.gather_for_metrics(metric.detach()).mean().item())
         if self.model.training:
             # Without padding there is no mask, and every position is a token.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+# The trainers of TRL 1.15 are the first to ask for a fused head; those of 1.14 compute on logits.
 REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
 

@@ -1,0 +1,119 @@
+"""Adapters under our trainers: stock's logs, a frozen head without a gradient, and no adapter that goes unread."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from peft import LoraConfig, PromptTuningConfig
+from test_cost import Memory
+from test_trl_trainers import KINDS, Log, assert_same, build, run
+
+from liger_chunked import LigerFusedLinearDPOLoss
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is deprecated and will be removed in v6:FutureWarning",
+    # PEFT, of modules_to_save in a model that ties its embeddings.
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
+)
+
+
+def lora(kind: str, target_modules: tuple[str, ...] = ("q_proj", "v_proj"), **config: Any) -> dict[str, Any]:
+    """The arguments of a trainer with an adapter that does something; its reference is the model without it."""
+    adapter = LoraConfig(r=4, target_modules=list(target_modules), init_lora_weights=False, **config)
+    return {"peft_config": adapter, **({"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {})}
+
+
+@pytest.fixture
+def assert_logs_what_trl_logs(tmp_path: Path) -> Callable[..., None]:
+    def check(
+        kind: str, own: Callable[[], dict[str, Any]], config: dict[str, Any] | None = None, loss: Any = None
+    ) -> None:
+        def seeded(ours: bool, **loss: Any) -> Log:
+            torch.manual_seed(0)
+            return run(tmp_path, kind, ours, config=config, **own(), **loss)
+
+        assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None)
+
+    return check
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("SFT", {}),
+    ("DPO", {}),
+    ("DPO", {"loss_type": "ipo"}),
+    ("DPO", {"loss_type": "aot"}),
+    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
+    ("KTO", {}),
+    ("ORPO", {}),
+    ("CPO", {}),
+    ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    ("GKD", {}),
+    ("Distillation", {"beta": 0.5}),
+    ("GRPO", {"beta": 0.1}),
+    ("RLOO", {"beta": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
+def test_lora(assert_logs_what_trl_logs, kind, config):
+    assert_logs_what_trl_logs(kind, functools.partial(lora, kind), config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("SFT", "llama"), ("KTO", "llama"), ("DPO", "softcap"), ("ORPO", "softcap"), ("GKD", "llama")]
+)
+def test_a_head_and_embeddings_trained_in_full(assert_logs_what_trl_logs, kind, family):
+    """Where the model ties them too."""
+
+    def own() -> dict[str, Any]:
+        return {**lora(kind, modules_to_save=["lm_head", "embed_tokens"]), "model": tiny.model(family)}
+
+    assert_logs_what_trl_logs(kind, own, {"optim": "sgd", "learning_rate": 0.02})
+
+
+@pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
+def test_prompt_tuning(assert_logs_what_trl_logs, loss):
+    """Virtual tokens stand before the others, in the policy and not in the reference."""
+
+    def own() -> dict[str, Any]:
+        peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return {"peft_config": peft_config, "ref_model": None}
+
+    assert_logs_what_trl_logs("DPO", own, loss=loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_on_the_head_is_refused(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"lm_head.*target_modules"):
+        build(tmp_path, kind, ours=True, **lora(kind, ("q_proj", "lm_head")))
+
+
+VOCABULARY = 1500
+
+
+@pytest.mark.parametrize(("kind", "trained"), [*((kind, False) for kind in KINDS), ("SFT", True)])
+def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
+    """Not even one that is thrown away: nothing of its size is made, as it is where the head is trained."""
+    own = lora(kind, modules_to_save=["lm_head"] if trained else None)
+    models = {"model": tiny.model(vocab_size=VOCABULARY)}
+    if "teacher_model" in KINDS[kind].arguments():
+        models["teacher_model"] = tiny.model(seed=1, vocab_size=VOCABULARY)
+    config = {"max_steps": 1, "gradient_accumulation_steps": 1, "optim": "sgd"}
+    trainer = build(tmp_path, kind, ours=True, config=config, logits_budget=16 * 1024, **own, **models)
+    memory = Memory()
+    memory.expect(*trainer.model.parameters(), *(p for model in models.values() for p in model.parameters()))
+    with memory:
+        trainer.train()
+    of_the_head = VOCABULARY * 32 * 4
+    assert memory.largest >= of_the_head if trained else memory.largest < of_the_head / 3

@@ -1,0 +1,61 @@
+"""Images under our trainers: pixels reach the model, and the log is stock's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("PIL")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from test_trl_trainers import KINDS, PLAIN, Log, assert_same, run
+
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearKTOLoss,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+CASES = [
+    ("SFT", None),
+    ("DPO", None),
+    ("KTO", None),
+    ("GRPO", None),
+    ("Distillation", None),
+    ("SFT", LigerFusedLinearCrossEntropyLoss()),
+    ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+    ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+    ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
+]
+
+
+@pytest.mark.parametrize(("kind", "loss"), CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_logs_what_trl_logs(tmp_path, kind, loss):
+    data = tiny.vision_dataset("completions" if kind == "SFT" else KINDS[kind].data)
+
+    def seeded(ours: bool, **own: Any) -> Log:
+        for seed, name in enumerate(("model", "ref_model", "teacher_model")):
+            if name == "model" or name in KINDS[kind].arguments():
+                own[name] = tiny.vision_model(seed)
+        # Images need every token of theirs.
+        whole = {"max_length": None} if kind in ("SFT", "DPO", "KTO") else {}
+        torch.manual_seed(0)
+        return run(
+            tmp_path,
+            kind,
+            ours,
+            config={**PLAIN, **whole, "max_steps": 2, "max_grad_norm": 0.1},
+            train_dataset=data,
+            processing_class=tiny.processor(),
+            **own,
+        )
+
+    assert_same(seeded(ours=True, loss=loss), seeded(ours=False), common=loss is not None, entries=3)

@@ -1,0 +1,98 @@
+"""ZeRO-3 as a model sees it: a module has its parameters in its own forward and backward, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from test_trl_trainers import KINDS, PLAIN, Log, assert_same, run
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import TrainerCallback
+
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+
+class _Gathering(torch.autograd.Function):
+    """The outputs of a module, whose backward begins with its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: Any, x: Tensor) -> Tensor:
+        ctx.gather = gather
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.gather()
+        return None, grad
+
+
+class Zero3(TrainerCallback):
+    """DeepSpeed's hooks on one process, whose shard of each parameter is hidden between them."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._whole = {p: p.data for model in models for p in model.parameters()}
+        for model in models:
+            for module in model.modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    module.register_forward_pre_hook(lambda module, _: self._gather(module))
+                    module.register_forward_hook(self._after)
+            self._release(model)
+
+    def _gather(self, module: nn.Module, recurse: bool = False) -> None:
+        for p in module.parameters(recurse):
+            p.data = self._whole[p]
+
+    def _release(self, module: nn.Module, recurse: bool = True) -> None:
+        for p in module.parameters(recurse):
+            p.data = p.data.new_empty(0)
+
+    def _after(self, module: nn.Module, _: Any, outputs: Any) -> Any:
+        self._release(module, recurse=False)
+
+        def gathering(x: Tensor) -> Tensor:
+            return _Gathering.apply(lambda: self._gather(module), x) if x.requires_grad else x
+
+        return tree_map_only(Tensor, gathering, outputs)
+
+    def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+        self._gather(model, recurse=True)
+
+    def on_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+        self._release(model)
+
+
+# So that there are two rows of logits at once, and backward has to project again.
+BUDGET = 2 * 4 * 300
+CASES = [
+    ("SFT", "softcap", None),
+    ("DPO", "llama", None),
+    ("ORPO", "softcap", None),
+    ("GKD", "llama", None),
+    ("GRPO", "llama", None),
+    ("Distillation", "llama", None),
+    ("DPO", "softcap", LigerFusedLinearDPOLoss(beta=0.1, logits_budget=BUDGET)),
+    ("KTO", "llama", LigerFusedLinearKTOLoss(beta=0.1, logits_budget=BUDGET)),
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "loss"), CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
+    """The same steps; embeddings that are tied to the head, as those of `softcap`, go in between."""
+
+    def logs(zero3: bool) -> Log:
+        names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
+        models = {name: tiny.model(family, seed=seed) for seed, name in enumerate(names)}
+        own = {"callbacks": [Zero3(*models.values())]} if zero3 else {}
+        return run(tmp_path, kind, ours=True, config=PLAIN, loss=loss, logits_budget=BUDGET, **models, **own)
+
+    assert_same(logs(zero3=True), logs(zero3=False))
