@@ -58,9 +58,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if gpu else "cpu")
     model = load_model(options.model, torch.float32).to(device).train()
     loss_fn = LigerFusedLinearCrossEntropyLoss(**asdict(logit_options(model)))
-    attach_head(
-        model
-    )  # now model(..., head_fn=fn) works; before or after DDP(model), fully_shard(model), get_peft_model
+    # Now model(..., head_fn=fn) works. Before or after DDP(model), fully_shard(model), get_peft_model(model).
+    attach_head(model)
     loss_of = outside if options.outside else inside
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if options.model else 3e-3)
     data = batches(load_tokenizer(options.model), device)

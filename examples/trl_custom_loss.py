@@ -19,7 +19,7 @@ class MarginPerToken(LigerFusedLinearPreferenceBase):
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = (pairs.logratios / pairs.lengths).unbind(-1)
-        return -F.logsigmoid((chosen - rejected) / self.beta - 0.5)
+        return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
 
 
 if __name__ == "__main__":
@@ -29,6 +29,6 @@ if __name__ == "__main__":
         args=DPOConfig(**settings, precompute_ref_log_probs=True),
         processing_class=tokenizer,
         train_dataset=preference_data(),
-        loss=MarginPerToken(beta=0.1),
+        loss=MarginPerToken(beta=2.0),
     )
     trainer.train()

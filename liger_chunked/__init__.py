@@ -110,16 +110,26 @@ __all__ = [
 ]
 
 # Not in __all__: these import transformers, when they are first asked for.
-_LAZY = {
-    "AutoLigerKernelForCausalLM": "liger_chunked.integrations.transformers",
-    "apply_liger_kernel": "liger_chunked.integrations.transformers",
-    "revert_liger_kernel": "liger_chunked.integrations.transformers",
-}
+_OF_TRANSFORMERS = (
+    "AutoLigerKernelForCausalLM",
+    "apply_liger_kernel",
+    "attach_head",
+    "detach_head",
+    "logit_options",
+    "register_family",
+    "revert_liger_kernel",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("apply_liger_kernel_to_"):
-        return getattr(import_module(_LAZY["apply_liger_kernel"]), name)
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in _OF_TRANSFORMERS or name.startswith("apply_liger_kernel_to_"):
+        return getattr(import_module("liger_chunked.integrations.transformers"), name)
+    if name.startswith("Liger") and name.endswith("Trainer"):
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: import it from {__name__}.integrations.trl"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_OF_TRANSFORMERS])

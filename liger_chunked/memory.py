@@ -78,7 +78,7 @@ def estimate_memory(
         Bytes, as a whole and by part.
 
     Raises:
-        TypeError: something that is not a loss of this library.
+        TypeError: something that is not a loss of this library, or not a dtype.
         ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
@@ -97,6 +97,8 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
     1780 MiB: logits 1187, weight_grad 519, input_grad 56, other 18
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
     for argument, size in sizes.items():
@@ -171,7 +173,8 @@ def _read(
         name, group, options = "linear_token_stats", "token", LogitOptions()
     else:
         expected = ", ".join(base.__name__ for base in (LigerFusedLinearDistillationBase, *_FUSED))
-        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {loss!r}")
+        described = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {described}")
     if ref_hidden_size is not None:
         refuses = isinstance(loss, _PREFERENCE) and loss.use_ref_model is False
         if refuses or not isinstance(loss, (LigerFusedLinearPolicyBase, *_PREFERENCE)):

@@ -407,6 +407,11 @@ def test_an_unknown_keyword_is_the_loss_own(loss):
         loss(betta=0.1)
 
 
+def test_loss_type_of_a_policy_loss_says_where_it_goes():
+    with pytest.raises(TypeError, match=r"takes TRL's loss_type as LigerFusedLinearGRPOLoss.from_loss_type"):
+        LigerFusedLinearGRPOLoss(loss_type="dapo")
+
+
 @pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "loss", [LigerFusedLinearBCOLoss, LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss, LigerFusedLinearORPOLoss]

@@ -137,3 +137,14 @@ def test_a_field_that_is_not_declared_is_named():
         AttributeError, match=r"token_stats\.entropy was not computed: .*token_outputs = \('entropy',\)"
     ):
         Undeclared()(**pairs(SMALL, seed=0, ref=None))
+
+
+def test_what_a_class_misspells_is_named():
+    misspelt = SimPO()
+    misspelt.scope = "bach"
+    with pytest.raises(ValueError, match=r"SimPO.scope must be one of \('pair', 'batch'\), got 'bach'"):
+        misspelt(**pairs(SMALL, seed=0))
+    misspelt = Confident()
+    misspelt.token_outputs = ("entorpy",)
+    with pytest.raises(ValueError, match=r"token_outputs must name fields of TokenStats .*, got \['entorpy'\]"):
+        misspelt(**pairs(SMALL, seed=0))

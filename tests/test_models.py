@@ -40,6 +40,7 @@ from liger_chunked.integrations.transformers import (
     register_family,
     revert_liger_kernel,
 )
+from liger_chunked.integrations.transformers.apply import APPLY_TO
 from liger_chunked.integrations.transformers.families import BY_NAME
 from liger_chunked.integrations.transformers.layers import GLU, LAYER_NORM, RMS_NORM
 
@@ -779,6 +780,7 @@ def table(monkeypatch):
     yield
     for name in BY_NAME.keys() - before:
         del BY_NAME[name]
+        APPLY_TO.pop(f"apply_liger_kernel_to_{name}", None)
 
 
 @pytest.mark.parametrize(
@@ -792,6 +794,7 @@ def test_a_row_of_ones_own(table, row, prefix, layers):
     with pytest.raises(ValueError, match=f"no kernels for {prefix}ForCausalLM; supported families: llama"):
         apply_liger_kernel(model)
     apply = register_family(row)
+    assert getattr(liger_chunked, f"apply_liger_kernel_to_{row.name}") is apply
     stock, before = step(model, arguments), state_of(model)
     applied = apply_liger_kernel(model)
     assert set(applied.replaced) == set(row.switches) - {"cross_entropy"}

@@ -260,7 +260,13 @@ def fused_loss(
 
     Returns:
         The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
+
+    Raises:
+        ValueError: an output that is no field of `TokenStats`.
     """
+    unknown = [name for name in outputs if name not in TokenStats._fields]
+    if unknown:
+        raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
     plan = Plan.of(
         head.weight.shape,
         layout,

@@ -117,6 +117,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         vespo_lambda_neg: float = 2.0,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
+        if "loss_type" in options:
+            name = type(self).__name__
+            raise TypeError(f"{name} takes TRL's loss_type as {name}.from_loss_type(loss_type, ...)")
         if surrogate not in SURROGATES:
             raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {sorted(SURROGATES)}")
         definition = SURROGATES[surrogate]

@@ -27,6 +27,7 @@ from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings, checked_items
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.sequences import check_scope
 from liger_chunked.losses.surrogates import Clipped
 from liger_chunked.types import (
     Head,
@@ -172,6 +173,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
 
     @property
     def _group(self) -> Group:
+        check_scope(type(self).__name__, self.scope, ("token", "sequence"))
         by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
         return "sequence" if by_sequence else "token"
 

@@ -26,7 +26,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import check_beta, sequence_logps
+from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -120,7 +120,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         ValueError: a bad option.
 
     Attributes that a subclass, or its constructor, may set:
-        scope: "pair", or "batch" if `preference_loss` must see all pairs of the batch at once.
+        scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort): then it sees
+            all of them at once, and would otherwise depend on how the budget cuts the batch.
         token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
     """
 
@@ -212,6 +213,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                 missing, incomplete, given twice, or refused.
             TypeError: dtypes that do not fit.
         """
+        check_scope(type(self).__name__, self.scope, ("pair", "batch"))
         head = Head(weight, bias)
         check_projection(head, input)
         check_target(target, input)

@@ -22,6 +22,16 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
     return logps / lengths if average else logps
 
 
+def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
+    """`scope` is a class attribute that anyone may misspell.
+
+    Raises:
+        ValueError: it is none of `known`.
+    """
+    if scope not in known:
+        raise ValueError(f"{loss}.scope must be one of {known}, got {scope!r}")
+
+
 def check_beta(beta: float) -> None:
     """What scales rewards is a number that is not negative; losses that divide by it say so themselves.
 

@@ -9,6 +9,8 @@ patches.py    attributes replaced for a while
 auto.py       models that come patched
 """
 
+from typing import Any
+
 from liger_chunked.integrations.transformers.apply import (
     APPLY_TO,
     Applied,
@@ -21,7 +23,13 @@ from liger_chunked.integrations.transformers.families import FAMILIES, Family
 from liger_chunked.integrations.transformers.forward import attach_head, detach_head
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
 
-globals().update(APPLY_TO)
+
+def __getattr__(name: str) -> Any:
+    """`apply_liger_kernel_to_<family>`, of families that were registered too."""
+    if name in APPLY_TO:
+        return APPLY_TO[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FAMILIES",

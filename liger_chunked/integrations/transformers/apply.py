@@ -305,7 +305,7 @@ def register_family(family: Family) -> Callable[..., Applied]:
     """Add a row to the table: `apply_liger_kernel` and `AutoLigerKernelForCausalLM` know the family from then on.
 
     Returns:
-        Its `apply_liger_kernel_to_<name>`.
+        Its `apply_liger_kernel_to_<name>`, which `liger_chunked` has then too.
 
     Raises:
         ValueError: another family has that name, or the modeling module lacks what the row names.
@@ -329,7 +329,8 @@ def register_family(family: Family) -> Callable[..., Applied]:
     if missing := [name for name in wanted if name not in known]:
         raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
     BY_NAME.update(dict.fromkeys(names, family))
-    return _function_of(family.name, family)
+    APPLY_TO.update({f"apply_liger_kernel_to_{name}": _function_of(name, family) for name in names})
+    return APPLY_TO[f"apply_liger_kernel_to_{family.name}"]
 
 
 APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name, family in BY_NAME.items()}

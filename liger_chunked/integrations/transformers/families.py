@@ -198,4 +198,7 @@ def family_of(model_class: type) -> Family:
     for family in BY_NAME.values():
         if family.module_name in modules:
             return family
-    raise ValueError(f"no kernels for {model_class.__name__}; supported families: {', '.join(BY_NAME)}")
+    raise ValueError(
+        f"no kernels for {model_class.__name__}; supported families: {', '.join(BY_NAME)}. register_family adds one; "
+        f"attach_head, and the losses, work on any model with an lm_head"
+    )
