@@ -119,6 +119,7 @@ class Pairs:
     """`n` preference pairs as a loss sees them. Axis 1 is (chosen, rejected); `T` is the padded length.
 
     A loss may be handed the batch in several parts; `batch_size` and `batch_lengths` always speak of the whole batch.
+    How tensors lie in memory depends on the part: `reshape` them, as `view` may fail.
 
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
       their mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums

@@ -216,6 +216,10 @@ CASES = {
         lambda: WrongShape()(**pairs(SMALL, seed=0, ref=None)),
         r"preference_loss must return one value for each of 3 pairs, got \(3, 2\)",
     ),
+    "wrong-shape-from-a-callable": (
+        lambda: dpo({"loss_type": ["sigmoid", lambda pairs: pairs.logps.mean()]}),
+        r"loss_type <function .*lambda.* must return one value for each of 3 pairs, got \(\)",
+    ),
     # The reference
     "reference-missing": (
         lambda: dpo({"use_ref_model": True}),

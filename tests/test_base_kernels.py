@@ -419,6 +419,14 @@ def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
 
 
 @pytest.mark.triton
+def test_rope_of_few_columns_of_a_wide_head(device: str) -> None:
+    """Tiles are as large as what passes lets them be."""
+    heads = torch.randn(1, 2, 3, 1024, device=device)
+    ours, eager = (op(heads, heads, share=2 / 1024)[0] for op in (our_rope, eager_rope))
+    torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.triton
 @one_each
 def test_upstream_of_stride_zero(op: Op, device: str) -> None:
     inputs = op.sample(op.shapes[0], torch.float32, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -124,6 +126,12 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
     assert len(kernel.launchers) == 1
+
+
+def test_an_import_leaves_cuda_alone() -> None:
+    """A process that has started CUDA can neither fork workers that use it nor choose its devices."""
+    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.triton

@@ -783,6 +783,15 @@ def table(monkeypatch):
         APPLY_TO.pop(f"apply_liger_kernel_to_{name}", None)
 
 
+def test_a_model_of_a_row_that_is_not_registered_does_not_load(table):
+    model = Tiny("smollm3", "smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", BY_ID["llama"].config).build()
+    register_family(SMOLLM3)(model=model)
+    written = pickle.dumps(model)
+    del BY_NAME["smollm3"]
+    with pytest.raises(ValueError, match="unknown family 'smollm3'; supported families: llama"):
+        pickle.loads(written)
+
+
 @pytest.mark.parametrize(
     ("row", "prefix", "layers"), [(SMOLLM3, "SmolLM3", 7), (STARCODER2, "Starcoder2", 5)], ids=["smollm3", "starcoder2"]
 )

@@ -302,7 +302,8 @@ def test_fullgraph(name):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     output, gradients = step(compiled, {**arguments, "return_token_accuracy": True})
     assert_same_step((output, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}), stock)
-    assert output.logits is None and output.token_accuracy.ndim == 0
+    assert output.logits is None
+    assert output.token_accuracy.ndim == 0 and not output.token_accuracy.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -126,6 +126,27 @@ def test_hard_case_14_orpo_nll_over_prompt_and_response():
         assert torch.allclose(getattr(metrics, name), getattr(of_response, name), rtol=1e-12), name
 
 
+@pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired"])
+def test_a_pair_with_tokens_of_the_nll_alone_is_sorted_nowhere(loss_type):
+    batch = pairs(SMALL, seed=0, ref="sequences")
+    n = SMALL.sequences // 2
+    nll_target = batch["target"].clone()
+    of_first = torch.tensor([0, n])
+    batch["target"][of_first] = -100
+    nll_target[0, :2] = 3
+    settings = {"loss_type": loss_type, "beta": 0.3, "logits_budget": SEVERAL_PACKS}
+
+    def apart(batch: dict[str, Tensor]) -> Tensor:
+        others = [i for i in range(2 * n) if i not in of_first]
+        of_sequences = {name: batch[name][others] for name in ("input", "target", "ref_logps")}
+        preference = LigerFusedLinearDPOLoss(**settings)(**{**batch, **of_sequences})[0] * (n - 1) / n
+        logits = reference.logits(batch["weight"], batch["input"], batch["bias"])[:n]
+        return preference + 0.5 * F.cross_entropy(logits.flatten(0, 1), nll_target[:n].flatten())
+
+    loss = LigerFusedLinearDPOLoss(**settings, compute_nll_loss=True, alpha=0.5)
+    assert_same(evaluate(lambda batch: loss(**batch, nll_target=nll_target)[0], batch), evaluate(apart, batch))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("p", [0.5, 0.9, 0.999, 1 - 1e-5, 1 - 1e-7])
 @pytest.mark.parametrize("side", ["chosen", "rejected"])

@@ -23,8 +23,8 @@ from liger_chunked.types import LogitOptions, TokenStats
 
 Group = Literal["token", "sequence", "pair"]
 
-# A pack that is cut along the vocabulary keeps slices of at least this many columns, and cuts its rows instead:
-# narrower products no longer fill the matrix units.
+# A pack is cut along the vocabulary alone where the budget holds so many columns of it, and along its rows too where it
+# does not: narrower products no longer fill the matrix units.
 _MIN_SLICE = 1024
 # Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
 _ONE_CHUNK = 2_500_000_000

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, jit
 
-# Where torch.cuda says which device a kernel goes to, NVIDIA's or AMD's.
-_HAS_CURRENT_DEVICE = not INTERPRETED and torch.cuda.is_available()
+# Where torch.cuda says which device a kernel goes to, NVIDIA's or AMD's. Whether there is one is not asked: that starts
+# CUDA, and an import that does keeps its process from forking workers, or from choosing devices.
+_HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED
 _MOST_REMEMBERED = 1 << 10
@@ -88,7 +89,7 @@ class Kernel:
         if launcher is not None:
             launcher(*arguments)
             return
-        if len(self.launchers) == _MOST_REMEMBERED:
+        if len(self.launchers) >= _MOST_REMEMBERED:  # threads of autograd add to it too
             self.launchers.clear()
         compiled = self.kernel[grid](*arguments, num_warps=num_warps)
         self.launchers[key] = compiled[(*grid, 1, 1)[:3]]

@@ -123,8 +123,9 @@ def _rope_triton(
     q_out, k_out = _empty(q, by_token), _empty(k, by_token)
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
     half = _power_of_two(rotary_dim // 2)
-    rest = head_dim - rotary_dim
-    tile = max(1, _PAIRS // half)
+    rest = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
+    # What passes takes registers too, and of a head it may be the most.
+    tile = max(1, _PAIRS // max(half, rest // 2))
     if q_rows or k_rows:
         shared = cos.shape[0] == 1
         cos_strides, sin_strides = [(0 if shared else x.stride(0), x.stride(1)) for x in (cos, sin)]
@@ -134,7 +135,7 @@ def _rope_triton(
             (
                 *(*q.stride()[:3], *k.stride()[:3], *cos_strides, *sin_strides),
                 *(n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, rotary_dim // 2),
-                *(tile, half, _power_of_two(rest) if rest else 0, by_token, interleaved, inverse),
+                *(tile, half, rest, by_token, interleaved, inverse),
             ),
             num_warps=4,
         )

@@ -321,12 +321,21 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"loss_type 'exo_pair' needs label_smoothing in (0, 1), got {smoothing}")
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        losses = (
-            kind(pairs) if callable(kind) else LOSS_TYPES[kind].loss(pairs, self.settings) for kind in self.loss_types
-        )
+        losses = (self._loss(kind, pairs) for kind in self.loss_types)
         weighted = (x if w == 1 else w * x for x, w in zip(losses, self.loss_weights, strict=True))
         loss = functools.reduce(torch.add, weighted)
         return loss * _wpo_weights(pairs) if self.use_weighting else loss
+
+    def _loss(self, kind: str | PairLoss, pairs: Pairs) -> Tensor:
+        if not callable(kind):
+            return LOSS_TYPES[kind].loss(pairs, self.settings)
+        loss = kind(pairs)
+        if loss.shape != pairs.logps.shape[:1]:  # a sum would broadcast it
+            raise ValueError(
+                f"loss_type {kind} must return one value for each of {pairs.logps.shape[0]} pairs, "
+                f"got {tuple(loss.shape)}"
+            )
+        return loss
 
     def extra_repr(self) -> str:
         names = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]

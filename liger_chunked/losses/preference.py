@@ -230,12 +230,11 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
 
-        with_tokens = [pair for pair, length in enumerate(layout.group_lengths or ()) if length]
-
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            if self._whole_batch and len(with_tokens) < n_pairs:
+            nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
+            if self._whole_batch and batch.has_tokens is not None:
                 # What is sorted over the batch has no place for a pair without tokens.
-                index = torch.tensor(with_tokens, dtype=torch.int64, device=input.device)
+                index = batch.has_tokens.nonzero().view(-1)
                 stats = TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(stats, index)
             losses = self.preference_loss(pairs)
@@ -247,9 +246,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             if batch.has_tokens is not None:
                 losses = torch.where(batch.has_tokens[index], losses, 0.0)
             loss = losses.sum() / n_pairs
-            if self.compute_nll_loss:
-                loss = loss + self.alpha * batch.nll(stats, index)
-            return loss
+            return loss if nll is None else loss + nll
 
         loss, stats = fused_loss(
             head,

@@ -40,7 +40,7 @@ class Applied:
         """Of a copy, which wants the rope for as long as it lives itself."""
         vars(self).update(state)
         if "rope" in self.replaced:
-            _ROPES[self.family].hold(BY_NAME[self.family], self)
+            _ROPES[self.family].hold(_by_name(self.family), self)
 
     def __str__(self) -> str:
         lines = [

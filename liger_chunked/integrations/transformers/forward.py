@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, can_return_tuple
 
-from liger_chunked.engine import Like, Returns, one_operation
+from liger_chunked.engine import Like, Returns, loss_and, one_operation
 from liger_chunked.integrations.transformers.head import (
     HeadFn,
     HeadInput,
@@ -56,10 +56,8 @@ class ForwardState:
 
 
 def _cross_entropy_returns(given: dict[str, Any]) -> Returns:
-    tensors = {"loss": Like()}
-    if given["token_accuracy"]:
-        tensors["token_accuracy"] = Like(dtype="float32")
-    return Returns(lambda loss, token_accuracy=None: (loss, token_accuracy), tensors)
+    accuracy = {"token_accuracy": Like(dtype="float32")} if given["token_accuracy"] else {}
+    return loss_and(lambda token_accuracy=None: token_accuracy, accuracy, Like())
 
 
 @one_operation(_cross_entropy_returns)
