@@ -88,9 +88,13 @@ def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = 
     return rotated(q), rotated(k)
 
 
-def our_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1) -> Any:
+def our_rope(
+    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1, inplace: bool = False
+) -> Any:
     cos, sin = rotation(q.shape[3 - heads_dim], int(share * q.shape[-1]), q)
-    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved)
+    if inplace:
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved, inplace=inplace)
 
 
 def labels(logits: Tensor) -> Tensor:
@@ -223,7 +227,8 @@ def rotary(id: str, **options: Any) -> Op:
             return (batch, tokens, heads, size), (batch, tokens, 1, size)
         return s, (batch, 1, tokens, size)
 
-    return Op(f"rope-{id}", partial(our_rope, **options), partial(eager_rope, **options), shapes, HEADS)
+    eager = partial(eager_rope, **{name: value for name, value in options.items() if name != "inplace"})
+    return Op(f"rope-{id}", partial(our_rope, **options), eager, shapes, HEADS)
 
 
 def cross_entropy(id: str, **options: Any) -> Op:
@@ -281,6 +286,8 @@ OPS = [
     rotary("interleaved", share=0.5, interleaved=True),
     rotary("interleaved-whole", interleaved=True),
     rotary("heads_last", heads_dim=2),
+    rotary("inplace", inplace=True),
+    rotary("inplace-interleaved", share=0.5, interleaved=True, heads_dim=2, inplace=True),
     cross_entropy("mean", reduction="mean"),
     cross_entropy("sum-weighted", reduction="sum", weighted=True),
     cross_entropy("everything", reduction="mean", smoothing=0.1, square=1e-2, softcap=5.0, weighted=True),
@@ -318,7 +325,9 @@ def run(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor] 
     outputs = outputs_of(function(*inputs))
     grads = upstream(outputs) if grads is None else grads
     wanted = [x for x in inputs if x.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
+    # In place, what is made of a frozen input has no gradient either.
+    paired = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    gradients = torch.autograd.grad([y for y, _ in paired], wanted, [g for _, g in paired])
     return [*(y.detach() for y in outputs), *gradients]
 
 
@@ -721,6 +730,100 @@ def test_rotary_embedding_keeps_the_dtype_under_float32_angles() -> None:
     same, _ = transformers_object("olmo2.apply_rotary_pos_emb")(q, k, cos, sin)
     assert value.dtype == torch.bfloat16
     assert torch.equal(value, same)
+
+
+def projections(x: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Four heads of queries and two of keys, of 8: views, as attention has them, or not."""
+    if kind == "packed":
+        qkv = x @ weight
+        q, k = qkv[..., :32], qkv[..., 32:]
+    elif kind == "split":
+        q, k = (x @ weight).split([32, 16], dim=-1)
+    else:
+        q, k = x @ weight[:, :32], x @ weight[:, 32:]
+    q, k = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k))
+    return (q.clone(), k.clone()) if kind == "no view" else (q, k)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("share", "interleaved"), [(1.0, False), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])
+def test_rotary_embedding_in_place(kind: str, share: float, interleaved: bool, device: str) -> None:
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=True)
+    cos, sin = rotation(5, int(8 * share), x)
+    found = []
+    for inplace in (False, True):
+        q, k = projections(x, weight, kind)
+        versions = q._version, k._version
+        rotated = lc.liger_rotary_pos_emb(q, k, cos, sin, interleaved=interleaved, inplace=inplace)
+        for before, after, version in zip((q, k), rotated, versions, strict=True):
+            assert (after.data_ptr() == before.data_ptr()) == inplace == (before._version > version)
+            assert not inplace or torch.equal(before, after)
+        upstreams = upstream(rotated)
+        copies = [g.clone() for g in upstreams]
+        found.append([*rotated, *torch.autograd.grad(rotated, weight, upstreams)])
+        assert all(torch.equal(g, copy) for g, copy in zip(upstreams, copies, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.triton
+def test_rotary_embedding_in_place_without_gradient(device: str) -> None:
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=True)
+    with torch.no_grad():
+        q, k = projections(x, weight, "split")
+        expected = our_rope(q, k)
+        rotated = lc.liger_rotary_pos_emb(q, k, *rotation(5, 8, x), inplace=True)
+    for y, before, same in zip(rotated, (q, k), expected, strict=True):
+        assert torch.equal(y, same) and torch.equal(before, same) and not y.requires_grad
+
+
+def test_rotary_embedding_in_place_refuses_before_it_writes() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    angles = rotation(3, 8, q)
+    parameter = torch.randn(1, 2, 3, 8, requires_grad=True)
+    split = projections(torch.randn(1, 3, 6, requires_grad=True), torch.randn(6, 48), "split")
+    for kind, message, given in (
+        (ValueError, "q is a leaf that requires a gradient", (parameter, k)),
+        (ValueError, "k is a leaf that requires a gradient, or a view", (q, parameter[:, :1])),
+        (ValueError, "q must have memory of its own for each element", (q[:, :1].expand(1, 4, 3, 8), k)),
+        (ValueError, "k must have memory of its own for each element", (q, torch.randn(1, 1, 8, 3).mT)),
+        (RuntimeError, "function that returns multiple views", split),
+    ):
+        copies = [x.detach().clone() for x in given]
+        with pytest.raises(kind, match=message):
+            lc.liger_rotary_pos_emb(*given, *angles, inplace=True)
+        assert all(torch.equal(x, copy) for x, copy in zip(given, copies, strict=True))
+
+
+@dynamo_warns
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])
+def test_compile_rotary_embedding_in_place(kind: str, with_gradient: bool, device: str) -> None:
+    torch.compiler.reset()
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=with_gradient)
+    cos, sin = rotation(5, 8, x)
+
+    def attention(weight: Tensor) -> tuple[Tensor, ...]:
+        q, k = projections(x, weight, kind)
+        rotated = lc.liger_rotary_pos_emb(q, k, cos, sin, inplace=True)
+        return *rotated, q * 1, k * 1  # the given ones hold the results too
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    found = run(compiled, [weight]) if with_gradient else compiled(weight)
+    expected = run(attention, [weight]) if with_gradient else attention(weight)
+    for value, same in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, same)
+
+
+@dynamo_warns
+def test_compile_rotary_embedding_in_place_of_what_is_given(device: str) -> None:
+    torch.compiler.reset()
+    q, k = torch.randn(1, 2, 3, 8, device=device), torch.randn(1, 1, 3, 8, device=device)
+    angles = rotation(3, 8, q)
+    expected = lc.liger_rotary_pos_emb(q, k, *angles)
+    compiled = torch.compile(partial(lc.liger_rotary_pos_emb, inplace=True), fullgraph=True, backend="aot_eager")
+    for y, before, same in zip(compiled(q, k, *angles), (q, k), expected, strict=True):
+        assert torch.equal(y, same) and torch.equal(before, same)
 
 
 @pytest.mark.parametrize(
