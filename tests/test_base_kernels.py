@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import glu, layer_norm, pointwise_divergence, rms_norm, rope
+from liger_chunked.kernels import glu, layer_norm, logits_divergence, pointwise_divergence, rms_norm, rope
 from liger_chunked.kernels.backend import INTERPRETED, MAX_ROW
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -176,6 +176,44 @@ def eager_tvd(x: Tensor, *, reduction: str) -> Tensor:
     return {"none": terms, "batchmean": terms.sum() / rows, "mean": terms.mean() * x.shape[0] / rows}[reduction]
 
 
+def teacher_logits(x: Tensor) -> Tensor:
+    return (3 * torch.cos(torch.arange(x.numel(), device=x.device))).view(x.shape).bfloat16().to(x.dtype)
+
+
+def eager_with_logits(
+    x: Tensor, *, kind: str, beta: float = 0.0, temperature: float = 1.0, reduction: str = "batchmean"
+) -> Tensor:
+    log_p, log_q = ((wide(z) / temperature).log_softmax(-1) for z in (x, teacher_logits(x)))
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tvd":
+        rows = 0.5 * (p - q).abs().sum(-1)
+    elif kind == "kl":
+        rows = (q * (log_q - log_p)).sum(-1)
+    elif kind == "reverse_kl":
+        rows = (p * (log_p - log_q)).sum(-1)
+    else:
+        log_m = (beta * q + (1 - beta) * p).log()
+        rows = (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
+    valid = labels(x) != -100
+    total = (rows * valid).sum()
+    return {
+        "none": rows * valid,
+        "sum": total,
+        "batchmean": total / valid.sum().clamp(min=1),
+        "mean": total / valid.sum().clamp(min=1) / x.shape[-1],
+    }[reduction]
+
+
+def our_with_logits(x: Tensor, *, kind: str, inplace: bool = False, **options: Any) -> Tensor:
+    function = {
+        "kl": lc.liger_kl_div_with_logits,
+        "reverse_kl": partial(lc.liger_kl_div_with_logits, reverse=True),
+        "jsd": lc.liger_jsd_with_logits,
+        "tvd": lc.liger_tvd_with_logits,
+    }[kind]
+    return function(x, teacher_logits(x), labels(x), inplace=inplace, **options)
+
+
 @dataclass(frozen=True)
 class Op:
     """One variant of one operation: ours and eager code, both of tensors of the shapes that `make` gives."""
@@ -234,6 +272,11 @@ def rotary(id: str, **options: Any) -> Op:
 def cross_entropy(id: str, **options: Any) -> Op:
     ours, eager = partial(our_cross_entropy, **options), partial(eager_cross_entropy, **options)
     return Op(f"cross_entropy-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
+
+
+def with_logits(id: str, **options: Any) -> Op:
+    ours, eager = partial(our_with_logits, **options), partial(eager_with_logits, **options)
+    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
 
 
 def pointwise(id: str, ours: Callable[..., Tensor], eager: Callable[..., Tensor], probs: bool = False) -> Op:
@@ -302,11 +345,17 @@ OPS = [
         )
         for reduction in ("batchmean", "mean", "none")
     ),
+    with_logits("kl", kind="kl"),
+    with_logits("kl-reverse", kind="reverse_kl", temperature=2.0, reduction="sum"),
+    with_logits("jsd", kind="jsd", beta=0.5, temperature=2.0),
+    with_logits("jsd-0.1", kind="jsd", beta=0.1, reduction="mean"),
+    with_logits("tvd", kind="tvd", reduction="none"),
 ]
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 # One for each operator: what is said of the machinery around a kernel holds for all that it computes.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "with_logits-jsd",
 )]  # fmt: skip
 one_each = pytest.mark.parametrize("op", ONE_EACH, ids=lambda op: op.id)
 
@@ -363,8 +412,9 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"ran the {other} path")
 
     # Functions have the names of the last two.
-    shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in ("logits_stats", "logits_grad")]
-    pattern = rf"_(forward|backward|rope|sum|grad|logits_\w+)_{other}_?"
+    files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
+    shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
+    pattern = rf"_(forward|backward|rope|sums?|second_sweep|grad|logits_\w+|divergence_grad)_{other}_?"
     for module in (glu, layer_norm, pointwise_divergence, rms_norm, rope, *shared):
         hosts = [name for name in vars(module) if re.fullmatch(pattern, name)]
         assert hosts
@@ -642,6 +692,7 @@ def test_long(shape: tuple[int, int]) -> None:
         lc.liger_swiglu,
         rope,
         lambda x: lc.liger_cross_entropy(x, torch.full((len(x),), 5, device=x.device), reduction="none"),
+        lambda x: lc.liger_jsd_with_logits(x, x.detach().flip(1), reduction="none"),
     ]
     for function in rows:
         x.requires_grad_()
@@ -885,8 +936,99 @@ def test_divergences_of_events_without_probability(device: str) -> None:
         assert loss.isfinite().all() and gradient.isfinite().all()
 
 
+WITH_LOGITS: dict[str, Callable[..., Tensor]] = {
+    "kl": lc.liger_kl_div_with_logits,
+    "kl-reverse": partial(lc.liger_kl_div_with_logits, reverse=True),
+    "jsd": partial(lc.liger_jsd_with_logits, beta=0.3),
+    "tvd": lc.liger_tvd_with_logits,
+}
+each_with_logits = pytest.mark.parametrize("function", WITH_LOGITS.values(), ids=WITH_LOGITS)
+
+
+@pytest.mark.triton
+@each_with_logits
+def test_divergence_with_logits_in_place(function: Callable[..., Tensor], device: str) -> None:
+    x = torch.randn(2, 3, 33, device=device, requires_grad=True)
+    t, shift_labels = teacher_logits(x), labels(x)
+    logits = x * 1.0
+    loss = function(logits, t, shift_labels, inplace=True)
+    expected = torch.autograd.grad(function(x, t, shift_labels), x)[0]
+    gradient = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert torch.equal(gradient, expected) and torch.equal(logits, gradient)
+    assert torch.equal(t, teacher_logits(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.triton
+@each_with_logits
+def test_divergence_with_logits_of_nothing(function: Callable[..., Tensor], device: str) -> None:
+    """Ignored rows have neither value nor gradient, whatever is in them."""
+    x, t = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
+    shift_labels = torch.tensor([3, 7, 7, 5], device=device)
+    expected = function(x[::3], t[::3])
+    x[1:3], t[1] = torch.tensor([torch.nan, -torch.inf], device=device)[:, None], torch.inf
+    x.requires_grad_()
+    for reduction in ("batchmean", "none"):
+        loss = function(x, t, shift_labels, ignore_index=7, reduction=reduction)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.isfinite().all() and not gradient[1:3].any() and gradient[0].any() and gradient[3].any()
+        torch.testing.assert_close(loss.sum() / (2 if reduction == "none" else 1), expected)
+    nothing = function(x, t, torch.full_like(shift_labels, 7), ignore_index=7)
+    (gradient,) = torch.autograd.grad(nothing, x)
+    assert nothing == 0 and not gradient.any()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("masked", ["both", "teacher", "student"])
+@each_with_logits
+def test_divergence_with_logits_of_minus_infinity(function: Callable[..., Tensor], masked: str, device: str) -> None:
+    """Tokens that a model forbids: what eager code with `0 log 0 = 0` makes of them."""
+    x, t = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device)
+    for z in {"both": (x, t), "teacher": (t,), "student": (x,)}[masked]:
+        z[:, 5:30] = -torch.inf
+    x.requires_grad_()
+    loss = function(x, t)
+    if (function is WITH_LOGITS["kl"] and masked == "student") or (
+        function is WITH_LOGITS["kl-reverse"] and masked == "teacher"
+    ):
+        assert loss == torch.inf
+        return
+    (gradient,) = torch.autograd.grad(loss, x)
+    # The same of a student whose forbidden tokens have hardly any probability.
+    near = x.detach().double().clamp(min=-80).requires_grad_()
+    expected = function(near, t.double().clamp(min=-80 if masked != "teacher" else -torch.inf))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, near)[0].float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.triton
+def test_divergence_with_logits_takes_a_teacher_of_another_dtype(device: str) -> None:
+    x, t = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device).bfloat16()
+    assert torch.equal(lc.liger_jsd_with_logits(x, t), lc.liger_jsd_with_logits(x, t.float()))
+
+
 @pytest.mark.parametrize(
-    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence], ids=lambda m: m.__name__[22:]
+    ("module", "function"),
+    [
+        (
+            lc.LigerKLDIVWithLogitsLoss("sum", reverse=True, temperature=2.0),
+            partial(our_with_logits, kind="reverse_kl"),
+        ),
+        (lc.LigerJSDWithLogits(0.3, reduction="sum", temperature=2.0), partial(our_with_logits, kind="jsd", beta=0.3)),
+        (lc.LigerTVDWithLogitsLoss("sum", temperature=2.0), partial(our_with_logits, kind="tvd")),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_divergence_with_logits_as_a_module(module: torch.nn.Module, function: Callable[..., Tensor]) -> None:
+    x = torch.randn(4, 33)
+    value = module(x, teacher_logits(x), labels(x))
+    assert torch.equal(value, function(x, reduction="sum", temperature=2.0))
+    assert "reduction='sum'" in repr(module) and "temperature=2.0" in repr(module)
+
+
+@pytest.mark.parametrize(
+    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence, logits_divergence], ids=lambda m: m.__name__[22:]
 )
 def test_operators_keep_their_word(module: Any) -> None:
     """Schema, fake outputs and aliasing, as torch.library checks them."""
@@ -900,6 +1042,11 @@ def test_operators_keep_their_word(module: Any) -> None:
         "glu": [(x, x, "silu"), (x, None, "gelu")],
         "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
         "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
+        "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
+        "logits_divergence_backward": [
+            (x, x, [row] * 8, row, "mixture", 0.3, 0.7, 0.3, 2.0, False),
+            (x.t(), x.t(), [torch.rand(8)] * 7, torch.rand(8), "reverse_kl", 0.0, 0.0, 0.0, 1.0, False),
+        ],
         "pointwise_divergence": [(x, x, "jsd", 0.3)],
         "pointwise_divergence_backward": [(x, x, row, "kl", 0.0)],
     }
@@ -942,6 +1089,13 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("jsd-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd(Z, Z, beta=1.5)),
     ("jsd-labels", ValueError, "shift_labels must be", lambda: lc.liger_jsd(Z, Z, T[:2])),
     ("tvd-grad", ValueError, "q gets no gradient", lambda: lc.liger_tvd(Z, Z.clone().requires_grad_())),
+    ("logits-shape", ValueError, "teacher_logits must have the shape", lambda: lc.liger_tvd_with_logits(Z, Z[:, 1:])),
+    ("logits-int", TypeError, "teacher_logits must be a floating", lambda: lc.liger_jsd_with_logits(Z, T)),
+    ("logits-grad", ValueError, "get no grad", lambda: lc.liger_jsd_with_logits(Z, Z.clone().requires_grad_())),
+    ("logits-labels", ValueError, r"shift_labels must be \(3,\)", lambda: lc.liger_jsd_with_logits(Z, Z, T[:2])),
+    ("logits-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd_with_logits(Z, Z, beta=-1)),
+    ("logits-reduction", ValueError, "reduction must", lambda: lc.liger_kl_div_with_logits(Z, Z, reduction="avg")),
+    ("logits-temp", ValueError, "temperature must", lambda: lc.liger_kl_div_with_logits(Z, Z, temperature=0.0)),
     ("swiglu-act", ValueError, "hidden_act must be", lambda: lc.LigerSwiGLUMLP(SimpleNamespace(hidden_act="gelu"))),
 ]  # fmt: skip
 
