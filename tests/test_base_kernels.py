@@ -243,6 +243,7 @@ PACKED = ((3, 5, 64), (2, 4098), (1, 2), (7, 130))
 HEADS = ((2, 3, 5, 16), (1, 4, 3, 24), (2, 1, 1, 64))  # batch, query heads, tokens, head size
 ROWS = ((5, 131), (3, 2500))
 LOGITS = ((2, 5, 131), (4, 5000))
+PAIRS = ((2, 3, 131), (3, 2500))
 
 
 def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = True, residual: bool = False) -> Op:
@@ -276,7 +277,7 @@ def cross_entropy(id: str, **options: Any) -> Op:
 
 def with_logits(id: str, **options: Any) -> Op:
     ours, eager = partial(our_with_logits, **options), partial(eager_with_logits, **options)
-    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
+    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), PAIRS, lambda x: 3 * x)
 
 
 def pointwise(id: str, ours: Callable[..., Tensor], eager: Callable[..., Tensor], probs: bool = False) -> Op:
