@@ -9,6 +9,7 @@ last tasks, where the launches count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -217,6 +218,31 @@ def divergences(table: Table, n: int, vocab: int) -> None:
     measure(table, f"KL of log-probabilities {n}x{vocab}", units, ours, {"x": x}, kl)
 
 
+def divergences_with_logits(table: Table, n: int, vocab: int) -> None:
+    def log_probs(x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        return x.to(wide).log_softmax(-1), teacher.to(wide).log_softmax(-1)
+
+    def jsd(x: Tensor) -> Tensor:
+        log_p, log_q = log_probs(x)
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+        return 0.5 * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(1).mean()
+
+    def kl(x: Tensor) -> Tensor:
+        return F.kl_div(*log_probs(x), reduction="batchmean", log_target=True)
+
+    teacher = sample(n, vocab).detach()
+    x = sample(n, vocab)
+    # The sweeps read both, of a JSD twice; the gradient reads both and is written.
+    for name, ours, eager, units in (
+        ("JSD", lc.liger_jsd_with_logits, jsd, 7),
+        ("KL", lc.liger_kl_div_with_logits, kl, 5),
+    ):
+        contenders = compared(lambda x, ours=ours: ours(x, teacher), eager, None)
+        task = f"{name} of logits {n}x{vocab}"
+        measure(table, task, units * x.numel() * x.element_size(), contenders, {"x": x}, eager)
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
     table = Table("base_kernels", parser(__doc__ or "", peer_seconds=120).parse_args(arguments))
     torch.manual_seed(0)
@@ -232,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     rotary(table, 1, 4096 // cut, 14, 2, 64)
     cross_entropy(table, 4096 // cut, 128256 // cut)
     divergences(table, 4096 // cut, 32000 // cut)
+    divergences_with_logits(table, 4096 // cut, 32000 // cut)
     rms_norm(table, 4096 // cut, 2048 // cut, graph=False)
     layer_norm(table, 4096 // cut, 2048 // cut, graph=False)
     cross_entropy(table, 4096 // cut, 128256 // cut, graph=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,11 @@ from torch import Tensor, nn
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
+from liger_chunked.kernels.logits_divergence import (
+    liger_jsd_with_logits,
+    liger_kl_div_with_logits,
+    liger_tvd_with_logits,
+)
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
 
@@ -200,3 +206,85 @@ class LigerTVDLoss(nn.Module):
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return liger_tvd(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
+
+
+Reduction = Literal["none", "sum", "mean", "batchmean"]
+
+
+class _DivergenceWithLogits(nn.Module):
+    """A function of two models' logits, with its options."""
+
+    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+        super().__init__()
+        self._function = function
+        self.options = options
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return self._function(student_logits, teacher_logits, shift_labels, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class LigerKLDIVWithLogitsLoss(_DivergenceWithLogits):
+    """Kullback-Leibler divergence of the distributions of logits; see `liger_kl_div_with_logits`."""
+
+    def __init__(
+        self,
+        reduction: Reduction = "batchmean",
+        *,
+        reverse: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(
+            liger_kl_div_with_logits,
+            reduction=reduction,
+            reverse=reverse,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            inplace=inplace,
+        )
+
+
+class LigerJSDWithLogits(_DivergenceWithLogits):
+    """Generalised Jensen-Shannon divergence of the distributions of logits; see `liger_jsd_with_logits`."""
+
+    def __init__(
+        self,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        *,
+        reduction: Reduction = "batchmean",
+        temperature: float = 1.0,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(
+            liger_jsd_with_logits,
+            beta=beta,
+            reduction=reduction,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            inplace=inplace,
+        )
+
+
+class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
+    """Total variation distance of the distributions of logits; see `liger_tvd_with_logits`."""
+
+    def __init__(
+        self,
+        reduction: Reduction = "batchmean",
+        ignore_index: int = -100,
+        *,
+        temperature: float = 1.0,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(
+            liger_tvd_with_logits,
+            reduction=reduction,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            inplace=inplace,
+        )

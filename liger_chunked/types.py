@@ -335,6 +335,19 @@ class Divergence:
     on_student: float = 0.0
     on_teacher: float = 0.0
 
+    @classmethod
+    def jensen_shannon(cls, beta: float) -> Divergence:
+        """`beta * KL(q || m) + (1 - beta) * KL(p || m)`; at its ends, where that is 0, its limit over beta (1 - beta).
+
+        Raises:
+            ValueError: a beta outside [0, 1].
+        """
+        if not 0.0 <= beta <= 1.0:
+            raise ValueError(f"beta must be in [0, 1], got {beta}")
+        if beta in (0.0, 1.0):
+            return cls("reverse_kl" if beta else "forward_kl")
+        return cls("mixture", beta=beta, on_student=1.0 - beta, on_teacher=beta)
+
     @property
     def on_ratio(self) -> float:
         """The coefficient of `q / m` in `dD/dp`, beside `on_student * log(p / m)`; none for a JSD."""

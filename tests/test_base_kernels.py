@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
-from liger_chunked.kernels import glu, layer_norm, pointwise_divergence, rms_norm, rope
+from liger_chunked.kernels import glu, layer_norm, logits_divergence, pointwise_divergence, rms_norm, rope
 from liger_chunked.kernels.backend import INTERPRETED, MAX_ROW
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,9 +88,13 @@ def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = 
     return rotated(q), rotated(k)
 
 
-def our_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1) -> Any:
+def our_rope(
+    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1, inplace: bool = False
+) -> Any:
     cos, sin = rotation(q.shape[3 - heads_dim], int(share * q.shape[-1]), q)
-    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved)
+    if inplace:
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved, inplace=inplace)
 
 
 def labels(logits: Tensor) -> Tensor:
@@ -172,6 +176,44 @@ def eager_tvd(x: Tensor, *, reduction: str) -> Tensor:
     return {"none": terms, "batchmean": terms.sum() / rows, "mean": terms.mean() * x.shape[0] / rows}[reduction]
 
 
+def teacher_logits(x: Tensor) -> Tensor:
+    return (3 * torch.cos(torch.arange(x.numel(), device=x.device))).view(x.shape).bfloat16().to(x.dtype)
+
+
+def eager_with_logits(
+    x: Tensor, *, kind: str, beta: float = 0.0, temperature: float = 1.0, reduction: str = "batchmean"
+) -> Tensor:
+    log_p, log_q = ((wide(z) / temperature).log_softmax(-1) for z in (x, teacher_logits(x)))
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tvd":
+        rows = 0.5 * (p - q).abs().sum(-1)
+    elif kind == "kl":
+        rows = (q * (log_q - log_p)).sum(-1)
+    elif kind == "reverse_kl":
+        rows = (p * (log_p - log_q)).sum(-1)
+    else:
+        log_m = (beta * q + (1 - beta) * p).log()
+        rows = (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
+    valid = labels(x) != -100
+    total = (rows * valid).sum()
+    return {
+        "none": rows * valid,
+        "sum": total,
+        "batchmean": total / valid.sum().clamp(min=1),
+        "mean": total / valid.sum().clamp(min=1) / x.shape[-1],
+    }[reduction]
+
+
+def our_with_logits(x: Tensor, *, kind: str, inplace: bool = False, **options: Any) -> Tensor:
+    function = {
+        "kl": lc.liger_kl_div_with_logits,
+        "reverse_kl": partial(lc.liger_kl_div_with_logits, reverse=True),
+        "jsd": lc.liger_jsd_with_logits,
+        "tvd": lc.liger_tvd_with_logits,
+    }[kind]
+    return function(x, teacher_logits(x), labels(x), inplace=inplace, **options)
+
+
 @dataclass(frozen=True)
 class Op:
     """One variant of one operation: ours and eager code, both of tensors of the shapes that `make` gives."""
@@ -201,6 +243,7 @@ PACKED = ((3, 5, 64), (2, 4098), (1, 2), (7, 130))
 HEADS = ((2, 3, 5, 16), (1, 4, 3, 24), (2, 1, 1, 64))  # batch, query heads, tokens, head size
 ROWS = ((5, 131), (3, 2500))
 LOGITS = ((2, 5, 131), (4, 5000))
+PAIRS = ((2, 3, 131), (3, 2500))
 
 
 def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = True, residual: bool = False) -> Op:
@@ -223,12 +266,18 @@ def rotary(id: str, **options: Any) -> Op:
             return (batch, tokens, heads, size), (batch, tokens, 1, size)
         return s, (batch, 1, tokens, size)
 
-    return Op(f"rope-{id}", partial(our_rope, **options), partial(eager_rope, **options), shapes, HEADS)
+    eager = partial(eager_rope, **{name: value for name, value in options.items() if name != "inplace"})
+    return Op(f"rope-{id}", partial(our_rope, **options), eager, shapes, HEADS)
 
 
 def cross_entropy(id: str, **options: Any) -> Op:
     ours, eager = partial(our_cross_entropy, **options), partial(eager_cross_entropy, **options)
     return Op(f"cross_entropy-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
+
+
+def with_logits(id: str, **options: Any) -> Op:
+    ours, eager = partial(our_with_logits, **options), partial(eager_with_logits, **options)
+    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), PAIRS, lambda x: 3 * x)
 
 
 def pointwise(id: str, ours: Callable[..., Tensor], eager: Callable[..., Tensor], probs: bool = False) -> Op:
@@ -281,6 +330,8 @@ OPS = [
     rotary("interleaved", share=0.5, interleaved=True),
     rotary("interleaved-whole", interleaved=True),
     rotary("heads_last", heads_dim=2),
+    rotary("inplace", inplace=True),
+    rotary("inplace-interleaved", share=0.5, interleaved=True, heads_dim=2, inplace=True),
     cross_entropy("mean", reduction="mean"),
     cross_entropy("sum-weighted", reduction="sum", weighted=True),
     cross_entropy("everything", reduction="mean", smoothing=0.1, square=1e-2, softcap=5.0, weighted=True),
@@ -295,11 +346,17 @@ OPS = [
         )
         for reduction in ("batchmean", "mean", "none")
     ),
+    with_logits("kl", kind="kl"),
+    with_logits("kl-reverse", kind="reverse_kl", temperature=2.0, reduction="sum"),
+    with_logits("jsd", kind="jsd", beta=0.5, temperature=2.0),
+    with_logits("jsd-0.1", kind="jsd", beta=0.1, reduction="mean"),
+    with_logits("tvd", kind="tvd", reduction="none"),
 ]
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 # One for each operator: what is said of the machinery around a kernel holds for all that it computes.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "with_logits-jsd",
 )]  # fmt: skip
 one_each = pytest.mark.parametrize("op", ONE_EACH, ids=lambda op: op.id)
 
@@ -318,7 +375,9 @@ def run(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor] 
     outputs = outputs_of(function(*inputs))
     grads = upstream(outputs) if grads is None else grads
     wanted = [x for x in inputs if x.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
+    # In place, what is made of a frozen input has no gradient either.
+    paired = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    gradients = torch.autograd.grad([y for y, _ in paired], wanted, [g for _, g in paired])
     return [*(y.detach() for y in outputs), *gradients]
 
 
@@ -354,8 +413,9 @@ def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"ran the {other} path")
 
     # Functions have the names of the last two.
-    shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in ("logits_stats", "logits_grad")]
-    pattern = rf"_(forward|backward|rope|sum|grad|logits_\w+)_{other}_?"
+    files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
+    shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
+    pattern = rf"_(forward|backward|rope|sums?|second_sweep|grad|logits_\w+|divergence_grad)_{other}_?"
     for module in (glu, layer_norm, pointwise_divergence, rms_norm, rope, *shared):
         hosts = [name for name in vars(module) if re.fullmatch(pattern, name)]
         assert hosts
@@ -641,6 +701,7 @@ def test_long(shape: tuple[int, int]) -> None:
         lc.liger_swiglu,
         rope,
         lambda x: lc.liger_cross_entropy(x, torch.full((len(x),), 5, device=x.device), reduction="none"),
+        lambda x: lc.liger_jsd_with_logits(x, x.detach().flip(1), reduction="none"),
     ]
     for function in rows:
         x.requires_grad_()
@@ -731,6 +792,100 @@ def test_rotary_embedding_keeps_the_dtype_under_float32_angles() -> None:
     assert torch.equal(value, same)
 
 
+def projections(x: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Four heads of queries and two of keys, of 8: views, as attention has them, or not."""
+    if kind == "packed":
+        qkv = x @ weight
+        q, k = qkv[..., :32], qkv[..., 32:]
+    elif kind == "split":
+        q, k = (x @ weight).split([32, 16], dim=-1)
+    else:
+        q, k = x @ weight[:, :32], x @ weight[:, 32:]
+    q, k = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k))
+    return (q.clone(), k.clone()) if kind == "no view" else (q, k)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("share", "interleaved"), [(1.0, False), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])
+def test_rotary_embedding_in_place(kind: str, share: float, interleaved: bool, device: str) -> None:
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=True)
+    cos, sin = rotation(5, int(8 * share), x)
+    found = []
+    for inplace in (False, True):
+        q, k = projections(x, weight, kind)
+        versions = q._version, k._version
+        rotated = lc.liger_rotary_pos_emb(q, k, cos, sin, interleaved=interleaved, inplace=inplace)
+        for before, after, version in zip((q, k), rotated, versions, strict=True):
+            assert (after.data_ptr() == before.data_ptr()) == inplace == (before._version > version)
+            assert not inplace or torch.equal(before, after)
+        upstreams = upstream(rotated)
+        copies = [g.clone() for g in upstreams]
+        found.append([*rotated, *torch.autograd.grad(rotated, weight, upstreams)])
+        assert all(torch.equal(g, copy) for g, copy in zip(upstreams, copies, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.triton
+def test_rotary_embedding_in_place_without_gradient(device: str) -> None:
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=True)
+    with torch.no_grad():
+        q, k = projections(x, weight, "split")
+        expected = our_rope(q, k)
+        rotated = lc.liger_rotary_pos_emb(q, k, *rotation(5, 8, x), inplace=True)
+    for y, before, same in zip(rotated, (q, k), expected, strict=True):
+        assert torch.equal(y, same) and torch.equal(before, same) and not y.requires_grad
+
+
+def test_rotary_embedding_in_place_refuses_before_it_writes() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    angles = rotation(3, 8, q)
+    parameter = torch.randn(1, 2, 3, 8, requires_grad=True)
+    split = projections(torch.randn(1, 3, 6, requires_grad=True), torch.randn(6, 48), "split")
+    for kind, message, given in (
+        (ValueError, "q is a leaf that requires a gradient", (parameter, k)),
+        (ValueError, "k is a leaf that requires a gradient, or a view", (q, parameter[:, :1])),
+        (ValueError, "q must have memory of its own for each element", (q[:, :1].expand(1, 4, 3, 8), k)),
+        (ValueError, "k must have memory of its own for each element", (q, torch.randn(1, 1, 8, 3).mT)),
+        (RuntimeError, "function that returns multiple views", split),
+    ):
+        copies = [x.detach().clone() for x in given]
+        with pytest.raises(kind, match=message):
+            lc.liger_rotary_pos_emb(*given, *angles, inplace=True)
+        assert all(torch.equal(x, copy) for x, copy in zip(given, copies, strict=True))
+
+
+@dynamo_warns
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("kind", ["no view", "of one each", "packed"])
+def test_compile_rotary_embedding_in_place(kind: str, with_gradient: bool, device: str) -> None:
+    torch.compiler.reset()
+    x, weight = torch.randn(2, 5, 6, device=device), torch.randn(6, 48, device=device, requires_grad=with_gradient)
+    cos, sin = rotation(5, 8, x)
+
+    def attention(weight: Tensor) -> tuple[Tensor, ...]:
+        q, k = projections(x, weight, kind)
+        rotated = lc.liger_rotary_pos_emb(q, k, cos, sin, inplace=True)
+        return *rotated, q * 1, k * 1  # the given ones hold the results too
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    found = run(compiled, [weight]) if with_gradient else compiled(weight)
+    expected = run(attention, [weight]) if with_gradient else attention(weight)
+    for value, same in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, same)
+
+
+@dynamo_warns
+def test_compile_rotary_embedding_in_place_of_what_is_given(device: str) -> None:
+    torch.compiler.reset()
+    q, k = torch.randn(1, 2, 3, 8, device=device), torch.randn(1, 1, 3, 8, device=device)
+    angles = rotation(3, 8, q)
+    expected = lc.liger_rotary_pos_emb(q, k, *angles)
+    compiled = torch.compile(partial(lc.liger_rotary_pos_emb, inplace=True), fullgraph=True, backend="aot_eager")
+    for y, before, same in zip(compiled(q, k, *angles), (q, k), expected, strict=True):
+        assert torch.equal(y, same) and torch.equal(before, same)
+
+
 @pytest.mark.parametrize(
     ("name", "ours", "activation"),
     [("llama.LlamaMLP", lc.LigerSwiGLUMLP, "silu"), ("gemma.GemmaMLP", lc.LigerGEGLUMLP, "gelu_pytorch_tanh")],
@@ -790,8 +945,99 @@ def test_divergences_of_events_without_probability(device: str) -> None:
         assert loss.isfinite().all() and gradient.isfinite().all()
 
 
+WITH_LOGITS: dict[str, Callable[..., Tensor]] = {
+    "kl": lc.liger_kl_div_with_logits,
+    "kl-reverse": partial(lc.liger_kl_div_with_logits, reverse=True),
+    "jsd": partial(lc.liger_jsd_with_logits, beta=0.3),
+    "tvd": lc.liger_tvd_with_logits,
+}
+each_with_logits = pytest.mark.parametrize("function", WITH_LOGITS.values(), ids=WITH_LOGITS)
+
+
+@pytest.mark.triton
+@each_with_logits
+def test_divergence_with_logits_in_place(function: Callable[..., Tensor], device: str) -> None:
+    x = torch.randn(2, 3, 33, device=device, requires_grad=True)
+    t, shift_labels = teacher_logits(x), labels(x)
+    logits = x * 1.0
+    loss = function(logits, t, shift_labels, inplace=True)
+    expected = torch.autograd.grad(function(x, t, shift_labels), x)[0]
+    gradient = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert torch.equal(gradient, expected) and torch.equal(logits, gradient)
+    assert torch.equal(t, teacher_logits(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.triton
+@each_with_logits
+def test_divergence_with_logits_of_nothing(function: Callable[..., Tensor], device: str) -> None:
+    """Ignored rows have neither value nor gradient, whatever is in them."""
+    x, t = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
+    shift_labels = torch.tensor([3, 7, 7, 5], device=device)
+    expected = function(x[::3], t[::3])
+    x[1:3], t[1] = torch.tensor([torch.nan, -torch.inf], device=device)[:, None], torch.inf
+    x.requires_grad_()
+    for reduction in ("batchmean", "none"):
+        loss = function(x, t, shift_labels, ignore_index=7, reduction=reduction)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.isfinite().all() and not gradient[1:3].any() and gradient[0].any() and gradient[3].any()
+        torch.testing.assert_close(loss.sum() / (2 if reduction == "none" else 1), expected)
+    nothing = function(x, t, torch.full_like(shift_labels, 7), ignore_index=7)
+    (gradient,) = torch.autograd.grad(nothing, x)
+    assert nothing == 0 and not gradient.any()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("masked", ["both", "teacher", "student"])
+@each_with_logits
+def test_divergence_with_logits_of_minus_infinity(function: Callable[..., Tensor], masked: str, device: str) -> None:
+    """Tokens that a model forbids: what eager code with `0 log 0 = 0` makes of them."""
+    x, t = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device)
+    for z in {"both": (x, t), "teacher": (t,), "student": (x,)}[masked]:
+        z[:, 5:30] = -torch.inf
+    x.requires_grad_()
+    loss = function(x, t)
+    if (function is WITH_LOGITS["kl"] and masked == "student") or (
+        function is WITH_LOGITS["kl-reverse"] and masked == "teacher"
+    ):
+        assert loss == torch.inf
+        return
+    (gradient,) = torch.autograd.grad(loss, x)
+    # The same of a student whose forbidden tokens have hardly any probability.
+    near = x.detach().double().clamp(min=-80).requires_grad_()
+    expected = function(near, t.double().clamp(min=-80 if masked != "teacher" else -torch.inf))
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, near)[0].float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.triton
+def test_divergence_with_logits_takes_a_teacher_of_another_dtype(device: str) -> None:
+    x, t = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device).bfloat16()
+    assert torch.equal(lc.liger_jsd_with_logits(x, t), lc.liger_jsd_with_logits(x, t.float()))
+
+
 @pytest.mark.parametrize(
-    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence], ids=lambda m: m.__name__[22:]
+    ("module", "function"),
+    [
+        (
+            lc.LigerKLDIVWithLogitsLoss("sum", reverse=True, temperature=2.0),
+            partial(our_with_logits, kind="reverse_kl"),
+        ),
+        (lc.LigerJSDWithLogits(0.3, reduction="sum", temperature=2.0), partial(our_with_logits, kind="jsd", beta=0.3)),
+        (lc.LigerTVDWithLogitsLoss("sum", temperature=2.0), partial(our_with_logits, kind="tvd")),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_divergence_with_logits_as_a_module(module: torch.nn.Module, function: Callable[..., Tensor]) -> None:
+    x = torch.randn(4, 33)
+    value = module(x, teacher_logits(x), labels(x))
+    assert torch.equal(value, function(x, reduction="sum", temperature=2.0))
+    assert "reduction='sum'" in repr(module) and "temperature=2.0" in repr(module)
+
+
+@pytest.mark.parametrize(
+    "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence, logits_divergence], ids=lambda m: m.__name__[22:]
 )
 def test_operators_keep_their_word(module: Any) -> None:
     """Schema, fake outputs and aliasing, as torch.library checks them."""
@@ -805,6 +1051,11 @@ def test_operators_keep_their_word(module: Any) -> None:
         "glu": [(x, x, "silu"), (x, None, "gelu")],
         "glu_backward": [(x, x, x, "silu"), (x[:, :4], x, None, "gelu_tanh")],
         "rotary_pos_emb": [(q.transpose(1, 2).contiguous().transpose(1, 2), k, angle, angle, False, True, False)],
+        "logits_divergence": [(x, x, "forward_kl", 0.0, 0.0, 0.0, 2.0), (x.t(), x.t(), "tvd", 0.0, 0.0, 0.0, 1.0)],
+        "logits_divergence_backward": [
+            (x, x, [row] * 8, row, "mixture", 0.3, 0.7, 0.3, 2.0, False),
+            (x.t(), x.t(), [torch.rand(8)] * 7, torch.rand(8), "reverse_kl", 0.0, 0.0, 0.0, 1.0, False),
+        ],
         "pointwise_divergence": [(x, x, "jsd", 0.3)],
         "pointwise_divergence_backward": [(x, x, row, "kl", 0.0)],
     }
@@ -847,6 +1098,13 @@ BAD_INPUT: list[tuple[str, type[Exception], str, Callable[[], object]]] = [
     ("jsd-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd(Z, Z, beta=1.5)),
     ("jsd-labels", ValueError, "shift_labels must be", lambda: lc.liger_jsd(Z, Z, T[:2])),
     ("tvd-grad", ValueError, "q gets no gradient", lambda: lc.liger_tvd(Z, Z.clone().requires_grad_())),
+    ("logits-shape", ValueError, "teacher_logits must have the shape", lambda: lc.liger_tvd_with_logits(Z, Z[:, 1:])),
+    ("logits-int", TypeError, "teacher_logits must be a floating", lambda: lc.liger_jsd_with_logits(Z, T)),
+    ("logits-grad", ValueError, "get no grad", lambda: lc.liger_jsd_with_logits(Z, Z.clone().requires_grad_())),
+    ("logits-labels", ValueError, r"shift_labels must be \(3,\)", lambda: lc.liger_jsd_with_logits(Z, Z, T[:2])),
+    ("logits-beta", ValueError, r"beta must be in \[0, 1\]", lambda: lc.liger_jsd_with_logits(Z, Z, beta=-1)),
+    ("logits-reduction", ValueError, "reduction must", lambda: lc.liger_kl_div_with_logits(Z, Z, reduction="avg")),
+    ("logits-temp", ValueError, "temperature must", lambda: lc.liger_kl_div_with_logits(Z, Z, temperature=0.0)),
     ("swiglu-act", ValueError, "hidden_act must be", lambda: lc.LigerSwiGLUMLP(SimpleNamespace(hidden_act="gelu"))),
 ]  # fmt: skip
 

@@ -5,6 +5,11 @@ from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats, 
 from liger_chunked.kernels.divergence_grad import divergence_grad_, tail_grad_
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
 from liger_chunked.kernels.layer_norm import liger_layer_norm
+from liger_chunked.kernels.logits_divergence import (
+    liger_jsd_with_logits,
+    liger_kl_div_with_logits,
+    liger_tvd_with_logits,
+)
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
@@ -27,12 +32,15 @@ __all__ = [
     "liger_cross_entropy",
     "liger_geglu",
     "liger_jsd",
+    "liger_jsd_with_logits",
     "liger_kl_div",
+    "liger_kl_div_with_logits",
     "liger_layer_norm",
     "liger_rms_norm",
     "liger_rotary_pos_emb",
     "liger_swiglu",
     "liger_tvd",
+    "liger_tvd_with_logits",
     "logits_grad_",
     "logits_stats",
     "merge",

@@ -117,6 +117,11 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """`x` (..., D) as (N, D) rows one stride apart, each without gaps: a view of `x` where there is one."""
+    return strided_rows(x)[0].view(-1, x.shape[-1])
+
+
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory of the shape of `x`, without gaps: half the time of `x.new_empty(x.shape)`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import operator, strided_rows
+from liger_chunked.kernels.backend import matrix, operator
 from liger_chunked.kernels.checks import check_floating, check_row, described
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import finish, logits_stats
@@ -21,11 +21,6 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
 _REGULARIZED = ("logps", "lse", "mean_logits")
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """(N, V) with each row without gaps; a view of `logits` where there is one."""
-    return strided_rows(logits)[0].view(-1, logits.shape[-1])
 
 
 def _stats_fake(
@@ -50,7 +45,7 @@ def _stats(
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
-    partial = logits_stats(_rows(logits), target, options, outputs, class_weight=class_weight)
+    partial = logits_stats(matrix(logits), target, options, outputs, class_weight=class_weight)
     stats = finish(partial, target, vocab_size, outputs)
     return stats.logps, stats.lse, stats.mean_logits, partial.max, partial.sum_exp  # type: ignore[return-value]
 
@@ -71,7 +66,7 @@ def _grad(
         lse=None if g_lse is None else g_lse.contiguous(),
         mean_logits=None if g_mean_logits is None else g_mean_logits.contiguous(),
     )
-    rows = _rows(logits)
+    rows = matrix(logits)
     out = rows if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
     logits_grad_(rows, target.reshape(-1), cotangents, options, logits.shape[-1], class_weight=class_weight, out=out)

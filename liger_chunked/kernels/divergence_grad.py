@@ -1,4 +1,4 @@
-"""Student logits into the gradient of a divergence and of the target's log-probability, in place.
+"""Student logits into the gradient of a divergence and of the target's log-probability, in place or beside them.
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
 
@@ -37,7 +37,7 @@ from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 @Kernel
 def _divergence_grad_kernel(
-    z_ptr, z_stride, t_ptr, t_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
+    z_ptr, z_stride, t_ptr, t_stride, dz_ptr, dz_stride, target_ptr, g_divergence_ptr, g_logps_ptr,
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, teacher_centre_ptr, teacher_sum_exp_ptr,
     teacher_log_sum_ptr, slope_ptr, other_slope_ptr,
     n_rows, n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
@@ -50,8 +50,13 @@ def _divergence_grad_kernel(
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
-    ptrs = z_ptr + row * z_stride + cols
-    raw = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    dz_ptrs = dz_ptr + row * dz_stride + cols
+    g_divergence = tl.load(g_divergence_ptr + row)
+    if g_logps_ptr is None:
+        if g_divergence == 0.0:
+            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # whatever the row holds
+            return
+    raw = tl.load(z_ptr + row * z_stride + cols, mask=inside, other=0.0).to(tl.float32)
     z = raw
     if scale is not None:
         z = z * scale
@@ -94,7 +99,7 @@ def _divergence_grad_kernel(
         grad = tl.load(slope_ptr + row) * z - tl.load(other_slope_ptr + row) * t
     if inv_temperature is not None and KIND != "cosine":
         grad = grad * inv_temperature
-    grad = grad * tl.load(g_divergence_ptr + row)
+    grad = grad * g_divergence
     if g_logps_ptr is not None:
         if hard_sum_exp_ptr is not None:
             p = exp(z - centre, PRECISE) * reciprocal(tl.load(hard_sum_exp_ptr + row))
@@ -107,12 +112,13 @@ def _divergence_grad_kernel(
         grad = grad * softcap * (1.0 - tanh_z * tanh_z)
     if scale is not None:
         grad = grad * scale
-    tl.store(ptrs, grad.to(z_ptr.dtype.element_ty), mask=inside)
+    tl.store(dz_ptrs, grad.to(dz_ptr.dtype.element_ty), mask=inside)
 
 
 def _divergence_grad_triton_(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, stats: DivergenceStats, g_divergence: Tensor,
     g_logps: Tensor | None, divergence: Divergence | None, options: LogitOptions, teacher_options: LogitOptions,
+    out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
     block = min(2048, 1 << (n_cols - 1).bit_length())
@@ -123,6 +129,8 @@ def _divergence_grad_triton_(
             z_stride=student.stride(0),
             t_ptr=teacher,
             t_stride=0 if teacher is None else teacher.stride(0),
+            dz_ptr=out,
+            dz_stride=out.stride(0),
             target_ptr=target,
             g_divergence_ptr=g_divergence,
             g_logps_ptr=g_logps,
@@ -144,7 +152,7 @@ def _divergence_grad_triton_(
             PRECISE=student.dtype == torch.float32,
             num_warps=4,
         )
-    return student
+    return out
 
 
 def _soft_gradient_torch(
@@ -177,6 +185,7 @@ def _soft_gradient_torch(
 def _divergence_grad_torch_(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, stats: DivergenceStats, g_divergence: Tensor,
     g_logps: Tensor | None, divergence: Divergence | None, options: LogitOptions, teacher_options: LogitOptions,
+    out: Tensor,
 ) -> Tensor:  # fmt: skip
     dtype = accumulation_dtype(student.dtype)
     for rows in row_blocks(student):
@@ -189,7 +198,8 @@ def _divergence_grad_torch_(
         else:
             assert teacher is not None
             grad = _soft_gradient_torch(student, teacher, stats, rows, divergence, options, teacher_options)
-        grad.mul_(1.0 / options.temperature).mul_(g_divergence[rows, None])
+        g = g_divergence[rows, None]
+        grad.mul_(1.0 / options.temperature).mul_(g).masked_fill_(g == 0, 0.0)
         if g_logps is not None:
             sum_exp = stats.sum_exp if stats.hard_sum_exp is None else stats.hard_sum_exp
             p = centred.exp_().div_(sum_exp[rows, None])
@@ -203,8 +213,8 @@ def _divergence_grad_torch_(
         if options.softcap is not None:
             raw = student[rows].to(dtype)
             grad *= 1.0 - (options.logit_scale * raw / options.softcap).tanh_().square_()
-        student[rows].copy_(grad)
-    return student
+        out[rows].copy_(grad)
+    return out
 
 
 def divergence_grad_(
@@ -217,6 +227,7 @@ def divergence_grad_(
     divergence: Divergence,
     options: LogitOptions,
     teacher_options: LogitOptions,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Overwrite the student's logits with the gradient of the loss with respect to them, and return them.
 
@@ -224,9 +235,11 @@ def divergence_grad_(
         student, teacher, target, divergence, options, teacher_options: as `divergence_stats` had them.
         stats: what it returned.
         g_divergence, g_logps: (N,) gradient of the loss with respect to each; None for a `logps` that takes no part.
+        out: where to write the gradient instead, like `student`, which then stays as it is.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
-    return compute(student, teacher, target, stats, g_divergence, g_logps, divergence, options, teacher_options)
+    out = student if out is None else out
+    return compute(student, teacher, target, stats, g_divergence, g_logps, divergence, options, teacher_options, out)
 
 
 def tail_grad_(
@@ -242,4 +255,4 @@ def tail_grad_(
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     # d(hard_log_sum)/dz = p1, the second term without its target and with its sign turned.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
-    return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options)
+    return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

@@ -28,7 +28,7 @@ from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratio
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, accumulation_dtype
 
-_REDUCTIONS = ("none", "sum", "mean", "batchmean")
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
 _BLOCK = 2048
 
 
@@ -215,27 +215,30 @@ def _check(x: Tensor, x_name: str, t: Tensor, t_name: str, labels: Tensor | None
         raise ValueError(f"{t_name} gets no gradient: detach it")
     if labels is not None and (not isinstance(labels, Tensor) or labels.shape != x.shape[:1]):
         raise ValueError(f"shift_labels must be ({x.shape[0]},), one for each row of {x_name}, got {described(labels)}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
 
 
 def _reduced(
     x: Tensor, t: Tensor, kind: str, beta: float, reduction: str, labels: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """Sums over the valid rows; "batchmean" over their count, "mean" over that of their elements."""
     valid = None if labels is None else labels != ignore_index
     if reduction == "none":
         dtype = accumulation_dtype(x.dtype)
         terms = _terms_torch(x.to(dtype), t.to(dtype), kind, beta)
         return terms if valid is None else terms.where(valid[:, None], 0.0)
-    rows = _PointwiseDivergence.apply(x, t, kind, beta)
+    return reduced_rows(_PointwiseDivergence.apply(x, t, kind, beta), valid, x.shape[1], reduction)
+
+
+def reduced_rows(rows: Tensor, valid: Tensor | None, n_cols: int, reduction: str) -> Tensor:
+    """The sum over the valid rows; "batchmean" over their count, "mean" over that of their elements."""
     if valid is not None:
         rows = rows.where(valid, 0.0)
     total = rows.sum()
     if reduction == "sum":
         return total
-    count = max(1, x.shape[0]) if valid is None else valid.sum().clamp(min=1)
-    return total / (count * x.shape[1] if reduction == "mean" else count)
+    count = max(1, rows.numel()) if valid is None else valid.sum().clamp(min=1)
+    return total / (count * n_cols if reduction == "mean" else count)
 
 
 def liger_kl_div(

@@ -6,8 +6,12 @@ Of the `R` rotated columns of a head, pair `i` turns by the angle of frequency `
     y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
 
 in float32, rounded once; columns beyond R pass. The backward is the same launch with the angle turned around. Nothing
-is saved but cos and sin. The inputs are left alone: writing into their memory would save no bytes moved, and the model
-drops its last reference to the projections when it rebinds their names.
+is saved but cos and sin.
+
+The inputs are left alone unless that is asked for. Writing into their memory saves no bytes moved but those of columns
+that pass, and a model drops its last reference to the projections when it rebinds their names: what it saves is the
+memory of both between the one and the other. Where a gradient is recorded it costs some: the queries and keys of
+attention are views, and behind a view that was written into autograd copies the gradient twice.
 
 Results and gradients lie in memory as q does, whatever layout a gradient comes in: what follows would copy them to it.
 
@@ -37,7 +41,7 @@ def _rotate(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the heads of all tokens, token after token."""
+    """One tile of the heads of all tokens, token after token; over x where there is no y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -45,7 +49,9 @@ def _rotate(
     token = (tokens % n_tokens).to(tl.int64)
     valid = rows < n_rows
     x_ptrs = x_ptr + batch * x_batch_stride + head * x_head_stride + token * x_token_stride
-    if BY_TOKEN:
+    if y_ptr is None:
+        y_ptrs = x_ptrs  # each program reads all of a pair before it writes any
+    elif BY_TOKEN:
         y_ptrs = y_ptr + rows.to(tl.int64) * head_dim
     else:
         y_ptrs = y_ptr + ((batch * n_heads + head) * n_tokens + token) * head_dim
@@ -63,13 +69,13 @@ def _rotate(
         x1, x2 = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
         y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
         y = tl.reshape(y, [ROWS, 2 * HALF])
-        tl.store(y_ptrs + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptrs + cols, y.to(x_ptr.dtype.element_ty), mask=inside)
     else:
         x1 = tl.load(x_ptrs + pairs, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_ptrs + half + pairs, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptrs + pairs, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(y_ptrs + half + pairs, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    if REST > 0:
+        tl.store(y_ptrs + pairs, (x1 * cos - x2 * sin).to(x_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptrs + half + pairs, (x2 * cos + x1 * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    if REST > 0 and y_ptr is not None:
         cols = 2 * half + tl.arange(0, REST)[None, :]
         inside = valid & (cols < head_dim)
         tl.store(y_ptrs + cols, tl.load(x_ptrs + cols, mask=inside), mask=inside)
@@ -115,12 +121,13 @@ def _empty(x: Tensor, by_token: bool) -> Tensor:
 
 
 def _rope_triton(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     n_batch, q_heads, n_tokens, head_dim = q.shape
     k_heads, rotary_dim = k.shape[1], cos.shape[-1]
     q, k, cos, sin = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin)]
-    q_out, k_out = _empty(q, by_token), _empty(k, by_token)
+    q_out, k_out = (None, None) if inplace else (_empty(q, by_token), _empty(k, by_token))
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
     half = _power_of_two(rotary_dim // 2)
     rest = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
@@ -139,12 +146,13 @@ def _rope_triton(
             ),
             num_warps=4,
         )
-    return q_out, k_out
+    return q if q_out is None else q_out, k if k_out is None else k_out
 
 
 def _rope_torch(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, by_token: bool,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rotary_dim = cos.shape[-1]
     half = rotary_dim // 2
     dtype = accumulation_dtype(q.dtype)
@@ -156,11 +164,12 @@ def _rope_torch(
     )
 
     def rotated(x: Tensor) -> Tensor:
-        y = _empty(x, by_token)
         x1, x2 = (x[..., columns].to(dtype) for columns in pairs)
-        y[..., pairs[0]] = x1 * cos - x2 * sin
-        y[..., pairs[1]] = x2 * cos + x1 * sin
-        y[..., rotary_dim:] = x[..., rotary_dim:]
+        y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        y = x if inplace else _empty(x, by_token)
+        y[..., pairs[0]], y[..., pairs[1]] = y1, y2
+        if not inplace:
+            y[..., rotary_dim:] = x[..., rotary_dim:]
         return y
 
     return rotated(q), rotated(k)
@@ -189,6 +198,55 @@ class _RotaryPosEmb(torch.autograd.Function):
         dq, dk = _rope(dq, dk, *ctx.saved_tensors, *ctx.options)
         needs_dq, needs_dk, *_ = ctx.needs_input_grad
         return dq if needs_dq else None, dk if needs_dk else None, None, None, None
+
+
+class _WrittenOver(torch.autograd.Function):
+    """Declares that `x` is about to be rotated where it lies, and rotates its gradient, beside that.
+
+    Of one tensor: autograd allows no second output beside a view that is written into. Before the writing: what it
+    refuses then stays as it was.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.options = interleaved, True, x.stride(1) <= x.stride(2)
+        ctx.save_for_backward(cos, sin)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        no_heads = dy[:, :0]
+        return _rope(dy, no_heads, *ctx.saved_tensors, *ctx.options)[0], None, None, None
+
+
+def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate q and k where they lie."""
+    if torch.compiler.is_compiling():
+        # A compiler makes values of what is written, and of the copies nothing where q and k are its own.
+        rotated = _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
+        return q.copy_(rotated[0]), k.copy_(rotated[1])
+    for name, x in (("q", q), ("k", k)):
+        _check_inplace(x, name)
+    q, k = (_WrittenOver.apply(x, cos, sin, interleaved) for x in (q, k))
+    compute = _rope_triton if use_triton(q) else _rope_torch
+    compute(q.detach(), k.detach(), cos, sin, interleaved, inverse=False, by_token=False, inplace=True)
+    return q, k
+
+
+def _check_inplace(x: Tensor, name: str) -> None:
+    base = x if x._base is None else x._base
+    if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
+        raise ValueError(
+            f"{name} is a leaf that requires a gradient, or a view of one, got {described(x)}: inplace=True would "
+            "overwrite a parameter; leave it out or run under torch.no_grad()"
+        )
+    if x.stride(-1) != 1 or any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name} must have memory of its own for each element, columns side by side, for inplace=True; got strides "
+            f"{x.stride()} for {described(x)}"
+        )
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -234,6 +292,7 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     *,
     interleaved: bool = False,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` does.
 
@@ -247,13 +306,20 @@ def liger_rotary_pos_emb(
             being of the tokens' positions where they have three dimensions.
         unsqueeze_dim: which dimension of `q` and `k` is the heads: 1 or 2.
         interleaved: pairs are neighbours (GLM-4), rather than half of R apart.
+        inplace: rotate `q` and `k` in their own memory, without any for the results. They must not share elements, nor
+            be inputs of a checkpointed region, which would be rotated again with it. Views are allowed as far as
+            autograd allows writing into them: those of a projection or slices of a packed one, but not what `split`,
+            `chunk` or `unbind` return where a gradient is recorded (a RuntimeError of autograd's, before anything is
+            written). The backward leaves the gradients that come in alone, and of views makes a copy or two more than
+            it does out of place. A compiler does as it likes with the memory; `q` and `k` hold the results there too.
 
     Returns:
         `q` and `k` rotated, in their dtype.
 
     Raises:
         TypeError: something that is not a floating tensor.
-        ValueError: shapes that do not fit; `cos` or `sin` that want a gradient.
+        ValueError: shapes that do not fit; `cos` or `sin` that want a gradient; in place, a leaf that wants one, or
+            memory that cannot be written into.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)
@@ -268,5 +334,5 @@ def liger_rotary_pos_emb(
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     _check(q, k, cos, sin)
-    q, k = _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
+    q, k = (_rope_ if inplace else _RotaryPosEmb.apply)(q, k, cos, sin, interleaved)
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)

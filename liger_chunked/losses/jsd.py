@@ -56,11 +56,7 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
         return jensen_shannon(log_p, log_q, self.beta)
 
     def closed_form(self) -> Divergence:
-        if self.beta == 0.0:
-            return Divergence("forward_kl")
-        if self.beta == 1.0:
-            return Divergence("reverse_kl")
-        return Divergence("mixture", beta=self.beta, on_student=1.0 - self.beta, on_teacher=self.beta)
+        return Divergence.jensen_shannon(self.beta)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, {super().extra_repr()}"
