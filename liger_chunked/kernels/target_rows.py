@@ -166,14 +166,15 @@ def _target_rows_kernel(
         # A run that ends here is done.
         start = tl.where(tl.min(mine.to(tl.int32), axis=0) == 0, n_rows, start + RUN)
     place = grad_ptr + target * grad_stride + cols
-    tl.store(place, tl.load(place, mask=inside) + tl.sum(total, axis=0), mask=inside)
+    grad = tl.load(place, mask=inside).to(tl.float32) + tl.sum(total, axis=0)
+    tl.store(place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     """`grad[target[n]] += scale[n] * x[n]` for every n, in a fixed order; returns `grad`.
 
     Args:
-        grad: (V, H) float32, rows contiguous.
+        grad: (V, H), rows contiguous; float32, or each row that is a target is rounded once more.
         target: (N,) int64.
         scale: (N,) float32.
         x: (N, H), rows contiguous.
