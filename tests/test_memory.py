@@ -351,5 +351,10 @@ def test_refuses(loss, settings, message):
 
 
 def test_refuses_what_is_no_loss():
-    with pytest.raises(TypeError, match=r"loss must be linear_token_stats or an instance of .*, got CrossEntropyLoss"):
+    expected = "loss must be linear_token_stats or an instance of .*, got "
+    with pytest.raises(TypeError, match=f"{expected}a CrossEntropyLoss"):
         estimate_memory(nn.CrossEntropyLoss(), **FIXED)
+    with pytest.raises(TypeError, match=f"{expected}the class LigerFusedLinearDPOLoss"):
+        estimate_memory(LigerFusedLinearDPOLoss, **FIXED)
+    with pytest.raises(TypeError, match="dtype must be a torch.dtype, got 'bfloat16'"):
+        estimate_memory(LigerFusedLinearDPOLoss(), **FIXED, dtype="bfloat16")
