@@ -356,5 +356,5 @@ def test_refuses_what_is_no_loss():
         estimate_memory(nn.CrossEntropyLoss(), **FIXED)
     with pytest.raises(TypeError, match=f"{expected}the class LigerFusedLinearDPOLoss"):
         estimate_memory(LigerFusedLinearDPOLoss, **FIXED)
-    with pytest.raises(TypeError, match="dtype must be a torch.dtype, got 'bfloat16'"):
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'bfloat16'"):
         estimate_memory(LigerFusedLinearDPOLoss(), **FIXED, dtype="bfloat16")
