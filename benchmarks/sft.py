@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, STOCK, Table
-from benchmarks.steps import LongestRow, StepRow, TrainingStep, allocated_mib, parts, steps_parser
+from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
 
 SHAPES = [
     "llama-3-8b:4:4096",
@@ -66,11 +66,7 @@ def fill(row: Any, table: Table, name: str, batch: int, length: int) -> None:
 
 def measure(table: Table, name: str, batch: int, length: int) -> None:
     fills = {contender: partial(fill, table=table, name=name, batch=batch, length=length) for contender in CONTENDERS}
-    shape = {"model": name, "sequences": batch, "length": length}
-    if table.args.longest:
-        table.compare(f"{name} {batch} at a time", shape, fills, LongestRow)
-    else:
-        table.compare(f"{name} {batch}x{length}", shape, fills, StepRow)
+    compare(table, {"model": name}, batch, length, fills)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

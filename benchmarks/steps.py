@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Row, Skipped, is_out_of_memory, median_ms, parser, peak_mib
+from benchmarks.harness import DEVICE, Row, Skipped, Table, is_out_of_memory, median_ms, parser, peak_mib
 
 HEADROOM_MIB = 2048.0  # of the card's memory, for its context and for what no tensor can use
 
@@ -215,6 +215,25 @@ def _next(fits: int, too_long: int | None, grid: int, limit: float | None) -> in
     if limit is not None and fits - grid < limit < upper + grid:
         guess = limit
     return min(max(int(guess) // grid * grid, fits + grid), upper)
+
+
+def compare(
+    table: Table, names: Mapping[str, str], n: int, length: int, fills: Mapping[str, Callable[[Any], None]]
+) -> None:
+    """Every contender at steps of `n` sequences of `length` tokens, or, with `--longest`, of as many as fit.
+
+    Args:
+        table: where the rows go.
+        names: of what is trained, by what they are.
+        n: sequences in a batch.
+        length: of each, in tokens; of a search, to begin with.
+        fills: of each contender, see `Table.compare`.
+    """
+    what, shape = " ".join(names.values()), {**names, "sequences": n, "length": length}
+    if table.args.longest:
+        table.compare(f"{what} {n} at a time", shape, fills, LongestRow)
+    else:
+        table.compare(f"{what} {n}x{length}", shape, fills, StepRow)
 
 
 def steps_parser(description: str, shapes: str, repeats: int, seconds: float) -> argparse.ArgumentParser:

@@ -50,7 +50,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, STOCK, Table
-from benchmarks.steps import LongestRow, StepRow, TrainingStep, allocated_mib, parts, steps_parser
+from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
 from liger_chunked.integrations import trl as integration
 
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
@@ -329,11 +329,7 @@ def measure(table: Table, name: str, model: str, n: int, length: int) -> None:
     fills = {
         contender: partial(fill, table=table, name=name, model=model, n=n, length=length) for contender in CONTENDERS
     }
-    shape = {"trainer": name, "model": model, "sequences": n, "length": length}
-    if table.args.longest:
-        table.compare(f"{name} {model} {n} at a time", shape, fills, LongestRow)
-    else:
-        table.compare(f"{name} {model} {n}x{length}", shape, fills, StepRow)
+    compare(table, {"trainer": name, "model": model}, n, length, fills)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

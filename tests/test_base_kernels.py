@@ -459,6 +459,7 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> Non
     views = [layout(x) for x in inputs]
     grads = [layout(g) if g.ndim > 1 else g for g in upstream(outputs_of(op.ours(*inputs)))]
     for value, same in zip(run(op.ours, views, grads), expected, strict=True):
+        # float32: another layout is another order of the torch path's sums.
         torch.testing.assert_close(value, same, rtol=1e-5, atol=1e-6)
 
 
@@ -508,6 +509,7 @@ def test_frozen_inputs(op: Op, device: str) -> None:
             x.requires_grad_(i != frozen)
         gradients = run(op.ours, inputs)[1 - len(inputs) :]
         for value, same in zip(gradients, expected[:frozen] + expected[frozen + 1 :], strict=True):
+            # A few units in the last place: who computes less may add up in another order.
             torch.testing.assert_close(value, same, rtol=1e-6, atol=1e-7)
     with torch.no_grad():
         assert not any(y.requires_grad for y in outputs_of(op.ours(*inputs)))
@@ -1007,6 +1009,7 @@ def test_divergence_with_logits_of_minus_infinity(function: Callable[..., Tensor
     # The same of a student whose forbidden tokens have hardly any probability.
     near = x.detach().double().clamp(min=-80).requires_grad_()
     expected = function(near, t.double().clamp(min=-80 if masked != "teacher" else -torch.inf))
+    # Sums of float32 against float64; a gradient is a difference of probabilities, and keeps fewer digits of them.
     torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, near)[0].float(), rtol=1e-4, atol=1e-6)
 

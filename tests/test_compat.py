@@ -397,6 +397,7 @@ def test_matches_the_oracle(case: Case) -> None:
     ours = evaluate(lambda b: first(case.run(MODULES[case.module], b)), batch)
     exact = evaluate(case.oracle, batch)
     assert ours.keys() == exact.keys() and "weight" in ours
+    # Both in float64; a wrong argument is off by far more than sums in another order.
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
 
 
@@ -410,6 +411,7 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
     settings = {"compiled": False, "chunk_size": 2}
     theirs = evaluate(lambda b: first(case.run(module, b, **settings)), batch)
     ours = evaluate(lambda b: first(case.run(chunked_loss, b, **settings)), batch)
+    # Both in float32, Liger-Kernel's losses in sums over a sequence too.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     reports = [case.run(m, batch, **settings) for m in (chunked_loss, module)]
     if not isinstance(reports[1], tuple):

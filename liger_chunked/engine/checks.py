@@ -12,6 +12,11 @@ def _described(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device; some have none to ask about."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
     """The dtype of the GEMMs: autocast's where autocast is on, otherwise the one that `input` and `weight` share.
 
@@ -21,9 +26,8 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
     device = input.device.type
     tensors = {f"{prefix}{input_name}": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
     dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
-    # As autocast itself does, float64 is left alone; some devices have no autocast to ask about.
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and torch.float64 not in dtypes.values():
+    # As autocast itself does, float64 is left alone.
+    if autocasts(device) and torch.float64 not in dtypes.values():
         return torch.get_autocast_dtype(device)
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.checks import autocasts
 from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
 from liger_chunked.kernels import (
     LogitsCotangents,
@@ -66,7 +67,7 @@ def gemms(device: torch.device) -> Iterator[None]:
     """
     matmul = torch.backends.cuda.matmul
     saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    autocast = autocasts(device.type)
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     try:
         with (

@@ -156,6 +156,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
 
     @property
     def _whole_batch(self) -> bool:
+        check_scope(type(self).__name__, self.scope, ("pair", "batch"))
         return self.scope == "batch"
 
     @property
@@ -213,7 +214,6 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                 missing, incomplete, given twice, or refused.
             TypeError: dtypes that do not fit.
         """
-        check_scope(type(self).__name__, self.scope, ("pair", "batch"))
         head = Head(weight, bias)
         check_projection(head, input)
         check_target(target, input)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from liger_chunked.reference.token_stats import token_stats
 
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
-
 
 def _logps(
     weight: Tensor,
