@@ -255,7 +255,8 @@ def served(change: dict) -> bool:
 REFUSED = {
     "float32": {"head": Head(torch.zeros(16, 8))},
     "bias": {"head": Head(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
-    "wide": {"head": Head(torch.zeros(16, 2048, dtype=torch.bfloat16))},
+    "wide": {"head": Head(torch.zeros(16, 4096, dtype=torch.bfloat16)), "outputs": ("logps",)},
+    "wide-for-entropy": {"head": Head(torch.zeros(16, 2048, dtype=torch.bfloat16))},
     "odd-width": {"head": Head(torch.zeros(16, 12, dtype=torch.bfloat16))},
     "transposed": {"head": Head(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
     "unaligned": {"head": Head(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.passes import Gradients, accumulate
-from liger_chunked.engine.schedule import Tile
+from liger_chunked.engine.schedule import Tile, along
 from liger_chunked.kernels import (
     Exponentials,
     LogitsCotangents,
     PartialStats,
+    RowScales,
     add_target_rows_of_weight,
     finish,
     project_exp,
@@ -33,10 +34,14 @@ _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
 # product a fifth slower than cuBLAS's, does. A step of cross entropy over 151936 classes on an H200: 32768 x 896 from
-# 50.9 to 47.5 ms, 8192 x 1536 in packs of 2048 from 21.0 to 20.3, 65536 x 2048 from 197 to 195 with 48 MiB more.
-_WIDEST = 1536
+# 51.8 to 48.9 ms, 65536 x 2048 from 198 to 194; 32768 x 4096 over 128256 would go from 160 to 163.
+_WIDEST = 2048
+# A second sum in the epilogue takes more: GRPO over 16384 x 2048 would go from 50.8 to 51.9 ms.
+_WIDEST_WITH_ENTROPY = 1536
 # What the product's epilogue has a sum for. An argmax, or a sum of squares, would take registers that it has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
+# Elements of dX that are formed in float32 at a time, as many or up to twice as many: such a product fills a GPU.
+_PRODUCT = 1 << 22
 
 
 def _fits_descriptor(x: Tensor) -> bool:
@@ -70,7 +75,7 @@ def serves(
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in packs)
-        and hidden_size <= _WIDEST
+        and hidden_size <= (_WIDEST_WITH_ENTROPY if "entropy" in outputs else _WIDEST)
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and _fits_descriptor(weight)
     )
@@ -90,7 +95,7 @@ class EpiloguePass:
     with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
 
     When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
-    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 1536, above which the product,
+    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 2048, above which the product,
     slower than cuBLAS's, costs more than the passes it saves. And dW accumulates in float32, as it does over several
     packs, or is not asked for: a dW that is written once, in bfloat16, has no place to add the target's part to.
 
@@ -100,8 +105,8 @@ class EpiloguePass:
         statistics   sample    2048 n        at most: 512 logits a row, float32, to take the centre from
                      parts     n V / 64      a float32 sum for each 256 columns; three times as much with both entropy
                                              and mean_logits
-        backward     s x       2 n H         while dW is formed
-                     E W       4 n H         after it, while dX is formed
+        backward     s x       2 n H         in the place of dX, where there is one
+                     E W       4 n H         after dW, while dX is formed; at most 32 MiB
 
     Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 8 + 9 MiB
     or else 14 MiB beside it.
@@ -165,15 +170,30 @@ class EpiloguePass:
         exponentials, self._held = self._held, None
         assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
-        scaled = torch.empty_like(x) if grads.wants_weight else None
+        dx = grads.open_input(x, pack_rows, one_slice=True)
+        # In the place of dX, which is formed last.
+        scaled = (torch.empty_like(x) if dx is None else dx) if grads.wants_weight else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         if scaled is not None:
             grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
             grads.add_targets(target, scales.target, x)
-        del scaled  # dX needs the room for its product
-        dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:
-            product = torch.empty_like(x, dtype=torch.float32)
-            accumulate(product, exponentials.values, self.head.weight, first=True)
-            add_target_rows_of_weight(product, self.head.weight, target, scales, out=dx)
+            self._form_input_gradient(dx, exponentials.values, target, scales)
         grads.close_pack(dx, pack_rows)
+
+    def _form_input_gradient(self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales) -> None:
+        """dX (n, H), with the product in float32 for some of the rows at a time."""
+        n, hidden = dx.shape
+        rows = -(-n // max(1, dx.numel() // _PRODUCT))
+        product = dx.new_empty(rows, hidden, dtype=torch.float32)
+        for start in range(0, n, rows):
+            block = slice(start, min(start + rows, n))
+            part = along(product, slice(0, block.stop - start))
+            accumulate(part, along(exponentials, block), self.head.weight, first=True)
+            add_target_rows_of_weight(
+                part,
+                self.head.weight,
+                along(target, block),
+                RowScales(*(along(s, block) for s in scales)),
+                out=along(dx, block),
+            )

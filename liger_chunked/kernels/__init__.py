@@ -17,13 +17,14 @@ from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
-from liger_chunked.kernels.target_rows import add_target_rows_, add_target_rows_of_weight, scale_rows
+from liger_chunked.kernels.target_rows import RowScales, add_target_rows_, add_target_rows_of_weight, scale_rows
 
 __all__ = [
     "DivergenceStats",
     "Exponentials",
     "LogitsCotangents",
     "PartialStats",
+    "RowScales",
     "add_target_rows_",
     "add_target_rows_of_weight",
     "divergence_grad_",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, factor, jit, processors, tl, triton
+from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.logits_stats import PartialStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
@@ -53,7 +54,7 @@ class Tiling(NamedTuple):
 class Exponentials(NamedTuple):
     """A pack's softmax before its normalization; `values` (N, V) bfloat16, the others (N,) float32."""
 
-    values: Tensor | None  # exp(z - centre), 0 at the target; None where they were not written
+    values: Tensor | None  # exp(z - centre), 0 at the target until the way back; None where they were not written
     rest: Tensor  # sum of exp(z - centre) over all but the target
     target_exp: Tensor  # exp(z - centre) at the target
     stats: PartialStats  # over the whole vocabulary, `max` being the centre
@@ -201,7 +202,7 @@ def _rescue_kernel(
             )  # fmt: skip
 
 
-@jit
+@Kernel
 def _centre_kernel(
     x_ptr, x_stride, w_ptr, w_stride, sample_ptr, target_ptr, target_logit_ptr, centre_ptr, hidden, n_sample, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
@@ -234,7 +235,7 @@ def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.co
     return tl.sum(total, axis=0)
 
 
-@jit
+@Kernel
 def _reduce_kernel(
     rest_part_ptr, moment_part_ptr, sum_z_part_ptr, centre_ptr, target_logit_ptr,
     rest_ptr, target_exp_ptr, sum_exp_ptr, sum_exp_z_ptr, sum_z_ptr, n_rows, n_parts, scale,
