@@ -74,6 +74,11 @@ class LigerLayerNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
 
 
+def unobserved(*projections: nn.Module) -> bool:
+    """Whether no forward hook has seen, and may have kept, what they return."""
+    return not any(projection._forward_hooks for projection in projections)
+
+
 class _GatedMLP(nn.Module):
     """The projections of a gated MLP, from a configuration of transformers."""
 
@@ -84,6 +89,10 @@ class _GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
         self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    @property
+    def _inplace(self) -> bool:
+        return unobserved(self.gate_proj, self.up_proj)
 
 
 def _activation_name(config: Any, known: tuple[str, ...]) -> str:
@@ -110,7 +119,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         super().__init__(config, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(liger_swiglu(self.gate_proj(x), self.up_proj(x), inplace=self._inplace))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -129,7 +138,7 @@ class LigerGEGLUMLP(_GatedMLP):
         self.approximate: Literal["tanh", "none"] = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x), self.approximate))
+        return self.down_proj(liger_geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self._inplace))
 
 
 class LigerCrossEntropyLoss(nn.Module):

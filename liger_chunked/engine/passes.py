@@ -53,9 +53,10 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.sum(0)` in a wider dtype, without the copy in that dtype that torch may make of `x` on a GPU."""
-    if x.device.type == "cuda" and x.dtype != dtype:
-        return torch.mm(x.new_ones(1, x.shape[0]), x, out_dtype=dtype)[0]
+    """`x.sum(0)` in `dtype`, the same or a wider one, without the copy of `x` that torch makes for it on a GPU."""
+    if x.device.type == "cuda":
+        ones = x.new_ones(1, x.shape[0])
+        return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
     return x.sum(0, dtype=dtype)
 
 

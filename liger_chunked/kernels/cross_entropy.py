@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import matrix, operator
+from liger_chunked.kernels.backend import first_derivative, matrix, operator
 from liger_chunked.kernels.checks import check_floating, check_row, described
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import finish, logits_stats
@@ -88,7 +87,7 @@ class _LogitsStats(torch.autograd.Function):
         return (logps, lse, mean_logits) if regularized else logps
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(
         ctx: Any, g_logps: Tensor, g_lse: Tensor | None = None, g_mean_logits: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,8 @@ in float32, rounded once. The backward computes the activation again from the in
     dgate = dy * up * act'(gate)    dup = dy * act(gate)
 
 Bytes, in units of one half: forward 3 (read gate and up, write y), backward 5 (read dy, gate and up, write dgate and
-dup). 16384 x 14336 in bfloat16 is 470 MB a unit, 0.88 ms for the eight at 4.29 TB/s.
+dup). 16384 x 14336 in bfloat16 is 470 MB a unit, 0.88 ms for the eight at 4.29 TB/s. At the peak of an MLP's backward
+gate, up and dy are alive with both gradients, five units, or three where these take the place of gate and up.
 """
 
 from __future__ import annotations
@@ -157,62 +158,81 @@ def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return contiguous_like(gate), None if up is None else contiguous_like(up)
 
 
-def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
-    grads = _gradients(gate, up)
+Halves = tuple[Tensor, Tensor | None]
+
+
+def _backward_triton(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grads: Halves) -> None:
     gate, up = _halves(gate, up)
     dgate, dup = _halves(*grads)
     _launch(_backward_kernel, kind, dy, gate, up, dgate, dup)
-    return grads
 
 
-def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
-    grads = _gradients(gate, up)
+def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grads: Halves) -> None:
     gate, up = _halves(gate, up)
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
     dgate.copy_(dy * up * slope)
     dup.copy_(dy * activated)
+
+
+def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
+    """Write the gradients to memory of their shape, that of `gate` and `up` if need be, and return it."""
+    (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
 
-@operator("glu_backward", fake=_backward_torch)
+@operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """`(dgate, dup)`; of a packed input its gradient and None."""
-    return (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind)  # type: ignore[return-value]
+    return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
         ctx.kind = kind
+        ctx.inplace = inplace and gate is not up and all(x is None or _is_intermediate(x) for x in (gate, up))
         ctx.save_for_backward(gate, up)
         return _forward(gate, up, kind)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dgate, dup = _backward(dy, *ctx.saved_tensors, ctx.kind)
-        needs_dgate, needs_dup, _ = ctx.needs_input_grad
-        return dgate if needs_dgate else None, dup if needs_dup else None, None
+        gate, up = ctx.saved_tensors
+        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+            # Whoever else has saved one of them is told so by autograd.
+            torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
+            dgate, dup = _backward_into((gate, up), dy, gate, up, ctx.kind)
+        else:
+            dgate, dup = _backward(dy, gate, up, ctx.kind)
+        needs_dgate, needs_dup, *_ = ctx.needs_input_grad
+        return dgate if needs_dgate else None, dup if needs_dup else None, None, None
 
 
-def _glu(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+def _is_intermediate(x: Tensor) -> bool:
+    """Whether a gradient may take the place of `x`: a result within the graph, with a place for each element."""
+    return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
+
+
+def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
     check_floating(gate, "gate")
     if up is not None:
         check_like(up, "up", gate, "gate")
     elif gate.shape[-1] % 2:
         raise ValueError(f"gate without up holds two halves: its last dimension must be even, got {tuple(gate.shape)}")
-    return _GLU.apply(gate, up, kind)
+    return _GLU.apply(gate, up, kind, inplace)
 
 
-def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
     """`F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
         gate: (..., I), rows in any layout; or (..., 2 I) with `up` None: the gate and, after it, up, as one projection
             makes them (Phi-3, GLM-4, fused experts). Such an input gets one gradient, without a copy.
         up: (..., I) of the same dtype, or None.
+        inplace: whether a backward that does not retain its graph may write the gradients of `gate` and `up`,
+            two tensors, in their place: for the projections of an MLP, which nobody reads again. Leaves are left alone.
 
     Raises:
         TypeError: something that is not a floating tensor, dtypes that differ.
@@ -222,14 +242,20 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
     True
     """
-    return _glu(gate, up, "silu")
+    return _glu(gate, up, "silu", inplace)
 
 
-def liger_geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
+def liger_geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    approximate: Literal["tanh", "none"] = "tanh",
+    *,
+    inplace: bool = False,
+) -> Tensor:
     """`F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate, up: as `liger_swiglu` has them.
+        gate, up, inplace: as `liger_swiglu` has them.
         approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", by the error function.
 
     Raises:
@@ -237,4 +263,4 @@ def liger_geglu(gate: Tensor, up: Tensor | None = None, approximate: Literal["ta
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {approximate!r}")
-    return _glu(gate, up, _GELU[approximate])
+    return _glu(gate, up, _GELU[approximate], inplace)

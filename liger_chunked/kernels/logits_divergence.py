@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import contiguous_like, matrix, operator
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, matrix, operator
 from liger_chunked.kernels.checks import check_floating, described
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
@@ -78,7 +77,7 @@ class _LogitsDivergence(torch.autograd.Function):
         return stats[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         student, teacher, *stats = ctx.saved_tensors
         dstudent = _grad(student, teacher, stats, g, *ctx.how, ctx.inplace)

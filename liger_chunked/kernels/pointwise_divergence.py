@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_chunked.kernels.backend import exp, jit, operator, row_blocks, strided_rows, tl
+from liger_chunked.kernels.backend import exp, first_derivative, jit, operator, row_blocks, strided_rows, tl
 from liger_chunked.kernels.checks import check_floating, check_like, described
 from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
 from liger_chunked.kernels.launch import Kernel
@@ -201,7 +200,7 @@ class _PointwiseDivergence(torch.autograd.Function):
         return _sum(x, t, kind, beta)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return _grad(*ctx.saved_tensors, g, ctx.kind, ctx.beta), None, None, None
 

@@ -22,6 +22,7 @@ from liger_chunked.kernels import (
     liger_rotary_pos_emb,
     liger_swiglu,
 )
+from liger_chunked.modules import unobserved
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,16 @@ _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 def _glu(self: Any, x: Tensor) -> Tensor:
     gated = _GATED[type(self.act_fn)]
-    return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), inplace=unobserved(self.gate_proj, self.up_proj)))
 
 
 def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
     gated = _GATED[type(self.activation_fn)]
-    return self.down_proj(gated(self.gate_up_proj(hidden_states)))
+    return self.down_proj(gated(self.gate_up_proj(hidden_states), inplace=unobserved(self.gate_up_proj)))
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    return _GATED[type(self.act_fn)](gate_up_out)
+    return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 
 def _activation_refusal(activation: nn.Module) -> str | None:
