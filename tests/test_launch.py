@@ -168,7 +168,7 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
     for rows in (1, 2, 3, 3):
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
-    assert len(kernel.compiled) == 1
+    assert len(kernel.variants) == 1
 
 
 def test_an_import_leaves_cuda_alone() -> None:

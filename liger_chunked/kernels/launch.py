@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,9 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED
 _MOST_REMEMBERED = 1 << 10
-
-
-class _Compiled(NamedTuple):
-    """One variant of a kernel, as Triton's own launch has it in hand once it has found it."""
-
-    run: Callable[..., None]
-    function: int
-    metadata: Any
+# A variant as a launch of Triton's has it in hand once it has found it: what runs it, its handle, its launch options,
+# and what tells the current stream of a device.
+_Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 class Kernel:
@@ -55,7 +50,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
-        self.compiled: dict[Any, _Compiled] = {}
+        self.variants: dict[Any, _Variant] = {}
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._numbers = [name for name in names if not name.endswith("_ptr")]
@@ -104,16 +99,16 @@ class Kernel:
             self._launch(grid, tensors, numbers, num_warps)
             return
         key = (device, num_warps, numbers, *dtypes)
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            if len(self.compiled) >= _MOST_REMEMBERED:  # threads of autograd add to it too
-                self.compiled.clear()
-            variant = self._launch(grid, tensors, numbers, num_warps)
-            self.compiled[key] = _Compiled(variant.run, variant.function, variant.packed_metadata)
+        variant = self.variants.get(key)
+        if variant is None:
+            if len(self.variants) >= _MOST_REMEMBERED:  # threads of autograd add to it too
+                self.variants.clear()
+            kernel = self._launch(grid, tensors, numbers, num_warps)
+            self.variants[key] = kernel.run, kernel.function, kernel.packed_metadata, driver.active.get_current_stream
             return
-        run, function, metadata = compiled
+        run, function, options, stream = variant
         arguments = (*addresses, *numbers) if self._in_order is None else self._in_order((*addresses, *numbers))
-        run(*grid, driver.active.get_current_stream(device), function, metadata, None, None, None, *arguments)
+        run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch(
         self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], num_warps: int

@@ -104,7 +104,7 @@ def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
     y = contiguous_like(x)
-    stats = torch.empty(2, n_rows, dtype=torch.float32, device=x.device)
+    stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
         _forward_kernel(
             (-(-n_rows // tile.rows), 1, 1),

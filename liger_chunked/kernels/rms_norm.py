@@ -115,7 +115,7 @@ def _forward_triton(
     residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     y = contiguous_like(x, _output_dtype(x, weight, cast_first))
     total = None if residual is None else contiguous_like(x)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         _forward_kernel(
             (-(-n_rows // tile.rows), 1, 1),
