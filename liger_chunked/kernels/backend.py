@@ -173,7 +173,9 @@ def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device)
     A tile is 4096 elements, or one row. Of rows up to 1024 columns each thread has 32 of them: half the programs, and
     fewer sums across threads, take 9.8 us of RMSNorm and 10.7 of LayerNorm at 4096 x 896, where tiles of 2048 take 10.7
     and 12.5 (H200, bfloat16). Two rows of 2048 columns to 8 warps take 17.0 and 19.6 us of 4096 rows, one row to 4
-    warps 17.9 and 19.6. A multiprocessor has registers for two such tiles, and shared memory for their pipelines.
+    warps 17.9 and 19.6. A multiprocessor has registers for two such tiles, and shared memory for their pipelines. That
+    is 64 registers a thread for 16 warps to 4096 columns, which RMSNorm alone fits into: 103 us in the place of 108 at
+    16384 x 4096, but 142 of LayerNorm for 105, and 143 of RMSNorm of a sum for 133.
     """
     block = 1 << (n_cols - 1).bit_length()
     rows = max(1, 4096 // block)

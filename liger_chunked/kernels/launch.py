@@ -55,7 +55,9 @@ class Kernel:
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._numbers = [name for name in names if not name.endswith("_ptr")]
         given = self._tensors + self._numbers
-        self._in_order = None if given == names else operator.itemgetter(*map(given.index, names))
+        self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
+            tuple if given == names else operator.itemgetter(*map(given.index, names))
+        )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         x, y, z, *_ = (*grid, 1, 1)
@@ -80,6 +82,7 @@ class Kernel:
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, num_warps)
             return
+        # Hooks, a profiler's for one, want to be told of a launch, which is Triton's affair.
         if not _REMEMBERS or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._launch(grid, tensors, numbers, num_warps)
             return
@@ -103,16 +106,15 @@ class Kernel:
         if variant is None:
             if len(self.variants) >= _MOST_REMEMBERED:  # threads of autograd add to it too
                 self.variants.clear()
-            kernel = self._launch(grid, tensors, numbers, num_warps)
-            self.variants[key] = kernel.run, kernel.function, kernel.packed_metadata, driver.active.get_current_stream
+            compiled = self._launch(grid, tensors, numbers, num_warps)
+            stream = driver.active.get_current_stream
+            self.variants[key] = compiled.run, compiled.function, compiled.packed_metadata, stream
             return
         run, function, options, stream = variant
-        arguments = (*addresses, *numbers) if self._in_order is None else self._in_order((*addresses, *numbers))
-        run(*grid, stream(device), function, options, None, None, None, *arguments)
+        run(*grid, stream(device), function, options, None, None, None, *self._in_order((*addresses, *numbers)))
 
     def _launch(
         self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], num_warps: int
     ) -> Any:
-        """As Triton does, which returns the variant that it launched."""
-        arguments = (*tensors, *numbers) if self._in_order is None else self._in_order((*tensors, *numbers))
-        return self.kernel[grid](*arguments, num_warps=num_warps)
+        """As Triton does it; returns what it compiled the kernel to."""
+        return self.kernel[grid](*self._in_order((*tensors, *numbers)), num_warps=num_warps)

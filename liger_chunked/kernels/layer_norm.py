@@ -145,17 +145,15 @@ def _backward_triton(
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
     dx = contiguous_like(x) if needs_dx else None
-    dw, db = (None if dtype is None else x.new_empty(n_cols, dtype=dtype) for dtype in (dw_dtype, db_dtype))
+    dw = None if dw_dtype is None else x.new_empty(n_cols, dtype=dw_dtype)
+    db = None if db_dtype is None else x.new_empty(n_cols, dtype=db_dtype)
     sums = [d for d in (dw, db) if d is not None]
     partial = stats.new_empty((len(sums), programs, n_cols)) if sums else None
     if n_rows:
         _backward_kernel(
             (programs if sums else -(-n_rows // tile.rows), 1, 1),
             (dy, rows, weight, stats, dx, partial),
-            (
-                *(dy_stride, stride, n_rows, n_cols, dw is not None, db is not None),
-                *(tile.rows, tile.block, stages),
-            ),
+            (dy_stride, stride, n_rows, n_cols, dw is not None, db is not None, tile.rows, tile.block, stages),
             tile.num_warps,
         )
     if partial is not None:

