@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,17 +20,30 @@ from liger_chunked.kernels.partial_sums import sum_partials
 
 
 class Recorder:
-    """In the place of a jitted function and of what it compiles to: says which of the two was launched."""
+    """In the place of a jitted function and of what it compiles to: says which of the two was launched, on what."""
+
+    function, packed_metadata = 7, (4, 1, 0)
 
     def __init__(self) -> None:
         self.launched: list[str] = []
+        self.received: tuple[Any, ...] = ()
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def jitted(*args: Any, **options: Any) -> Recorder:
-            self.launched.append("jitted" if options else "compiled")
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def jitted(*arguments: Any, num_warps: int) -> Recorder:
+            self.launched.append("jitted")
+            self.received = (*grid, *arguments)
             return self
 
         return jitted
+
+    def run(self, *received: Any) -> None:
+        """The grid, stream, function, its metadata, three times nothing of launch hooks, the kernel's arguments."""
+        assert received[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self.launched.append("compiled")
+        self.received = (*received[:3], *received[9:])
+
+
+STREAM = 11
 
 
 @pytest.fixture
@@ -37,6 +51,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
     monkeypatch.setattr(launch, "_REMEMBERS", True)
     monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", False)
     monkeypatch.setattr(launch, "jit", lambda _: Recorder())
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: STREAM)))
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
 
 
@@ -65,10 +80,27 @@ def test_equal_launches_are_remembered(kernel: launch.Kernel) -> None:
     assert kernel.kernel.launched == ["jitted", "compiled", "compiled"]
 
 
+def test_a_remembered_launch_gets_addresses(kernel: launch.Kernel) -> None:
+    kernel(**CALL)
+    assert kernel.kernel.received == (4, 1, 1, X, None, Y, *CALL["numbers"])
+    kernel(**{**CALL, "grid": (5, 2, 1)})
+    assert kernel.kernel.received == (5, 2, 1, X.data_ptr(), None, Y.data_ptr(), *CALL["numbers"])
+
+
+def test_hooks_see_every_launch(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton calls them, of a profiler for one: such launches go through it."""
+    kernel(**CALL)
+    nothing, something = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
+    for enter, leave in ((something, nothing), (nothing, something), (nothing, nothing)):
+        hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave)
+        monkeypatch.setattr(launch, "hooks", hooks)
+        kernel(**CALL)
+    assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"grid": (5, 1, 1)},
         {"numbers": (31, 1e-6, True, 128)},
         {"numbers": (32, 1e-6, False, 128)},
         {"num_warps": 8},
@@ -112,12 +144,23 @@ def test_runs_on_the_device_of_its_tensors(kernel: launch.Kernel, monkeypatch: p
 
 def test_by_name_is_by_position(kernel: launch.Kernel) -> None:
     named = {"x_ptr": X, "residual_ptr": None, "n": 32, "y_ptr": Y, "FLAG": True, "BLOCK": 128, "eps": 1e-6}
-    kernel[(4, 1, 1)](**named, num_warps=4)
-    kernel[(4, 1, 1)](**named)
+    kernel[4, 1, 1](**named, num_warps=4)
+    kernel[(4,)](**named)
     kernel(**CALL)
     assert kernel.kernel.launched == ["jitted", "compiled", "compiled"]
-    with pytest.raises(TypeError, match="a launch takes"):
-        kernel[(4, 1, 1)](**{name: value for name, value in named.items() if name != "eps"})
+    for wrong in ({name: value for name, value in named.items() if name != "eps"}, {**named, "epsilon": 1e-6}):
+        with pytest.raises(TypeError, match=r"a launch takes .*'eps'.*eps"):
+            kernel[(4,)](**wrong)
+
+
+def test_arguments_in_the_order_of_the_signature(kernel: launch.Kernel) -> None:
+    """By name, tensors need not come first in it."""
+    mixed = launch.Kernel(lambda x_ptr, x_stride, y_ptr, y_stride, n: None)
+    named = {"x_ptr": X, "y_ptr": Y, "n": 3, "x_stride": 1, "y_stride": 2}
+    mixed[(4,)](**named)
+    assert mixed.kernel.received == (4, 1, 1, X, 1, Y, 2, 3)
+    mixed[(4,)](**named)
+    assert mixed.kernel.received == (4, 1, 1, X.data_ptr(), 1, Y.data_ptr(), 2, 3)
 
 
 def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +168,7 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
     for rows in (1, 2, 3, 3):
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
-    assert len(kernel.launchers) == 1
+    assert len(kernel.variants) == 1
 
 
 def test_an_import_leaves_cuda_alone() -> None:
@@ -151,11 +194,13 @@ def test_partial_sums(n_partials: int, device: str) -> None:
     if not expects_triton(device):
         pytest.skip("of the Triton kernels alone")
     partial = torch.randn(2, n_partials, 33, device=device)
-    first, second = sum_partials(partial, (torch.float32, torch.bfloat16))
+    first, second, alone = (
+        torch.empty(33, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16, torch.float32)
+    )
+    sum_partials(partial, first, second)
     expected = partial.double().sum(1)
     torch.testing.assert_close(first.double(), expected[0], rtol=1e-6, atol=1e-5)
     # Triton's interpreter truncates.
     torch.testing.assert_close(second.double(), expected[1], rtol=2 ** -(7 if INTERPRETED else 8), atol=1e-5)
-    (alone,) = sum_partials(partial[:1], (torch.float32,))
+    sum_partials(partial[:1], alone)
     assert torch.equal(alone, first)
-    assert first.dtype == torch.float32 and second.dtype == torch.bfloat16

@@ -138,37 +138,52 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Wider rows would spill registers; the torch path serves them.
+MAX_ROW = 1 << 15
+
+
 class RowTile(NamedTuple):
-    """How a kernel that holds whole rows in registers takes them: `rows` of up to `block` columns a program."""
+    """How a kernel that holds whole rows in registers takes them: `rows` of up to `block` columns at a time."""
 
     rows: int
     block: int
     num_warps: int
 
-    def programs(self, n_rows: int, device: torch.device) -> int:
-        """Of a backward, which go through tiles until all rows are done, and each as often as the others.
-
-        No more than run at once: registers are for 16 warps of a multiprocessor.
-        """
-        tiles = -(-n_rows // self.rows)
-        turns = -(-tiles // (16 // self.num_warps * processors(device)))
-        return -(-tiles // max(1, turns))
-
-    def stages(self, x: Tensor) -> int:
-        """Depth of the pipeline of a loop over tiles of two or three tensors like `x`: what shared memory holds."""
-        return 3 if self.rows * self.block * x.element_size() <= 1 << 14 else 1
-
-
-# Wider rows would spill registers; the torch path serves them.
-MAX_ROW = 1 << 15
-
 
 @functools.cache
 def row_tile(n_cols: int) -> RowTile:
-    """Short rows share a program: each thread has 16 elements to load, until there are 16 warps."""
+    """Of a forward. Short rows share a program: each thread has 16 elements to load, until there are 16 warps."""
     block = 1 << (n_cols - 1).bit_length()
     rows = max(1, 2048 // block)
     return RowTile(rows, block, num_warps=min(16, max(4, rows * block // 512)))
+
+
+class RowSweep(NamedTuple):
+    """How the programs of a backward go through all rows, each keeping a sum of its own: tile after tile."""
+
+    tile: RowTile
+    programs: int
+    stages: int
+
+
+@functools.lru_cache(maxsize=1024)
+def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
+    """As many programs as run at once, with two or three tensors of `element_size` to load.
+
+    A tile is 4096 elements, or one row. Of rows up to 1024 columns each thread has 32 of them: half the programs, and
+    fewer sums across threads, take 9.8 us of RMSNorm and 10.7 of LayerNorm at 4096 x 896, where tiles of 2048 take 10.7
+    and 12.5 (H200, bfloat16). Two rows of 2048 columns to 8 warps take 17.0 and 19.6 us of 4096 rows, one row to 4
+    warps 17.9 and 19.6. A multiprocessor has registers for two such tiles, and shared memory for their pipelines. That
+    is 64 registers a thread for 16 warps to 4096 columns, which RMSNorm alone fits into: 103 us in the place of 108 at
+    16384 x 4096, but 142 of LayerNorm for 105, and 143 of RMSNorm of a sum for 133.
+    """
+    block = 1 << (n_cols - 1).bit_length()
+    rows = max(1, 4096 // block)
+    elements = rows * block
+    tile = RowTile(rows, block, num_warps=4 if block <= 1024 else min(16, elements // 512))
+    tiles = -(-n_rows // rows)
+    turns = -(-tiles // (max(1, 8192 // elements) * processors(device)))
+    return RowSweep(tile, -(-tiles // max(1, turns)), stages=3 if elements * element_size <= 1 << 14 else 1)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from liger_chunked.kernels.checks import check_floating, check_like
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype
 
-_BLOCK = 2048
+_BLOCK = 1024  # at 4096 x 4864 blocks of 2048 take 1 to 2% longer forward, blocks of 4096 8% (H200)
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (z + 0.044715 z**3).
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)

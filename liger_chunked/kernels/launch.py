@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,84 +13,108 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, jit
 
+try:
+    from triton.knobs import runtime as hooks
+    from triton.runtime import driver
+except ImportError:
+    hooks = driver = None
+
 # Where torch.cuda says which device a kernel goes to, NVIDIA's or AMD's. Whether there is one is not asked: that starts
 # CUDA, and an import that does keeps its process from forking workers, or from choosing devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED
 _MOST_REMEMBERED = 1 << 10
+# A variant as a launch of Triton's has it in hand once it has found it: what runs it, its handle, its launch options,
+# and what tells the current stream of a device.
+_Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 class Kernel:
     """A Triton kernel that remembers what it was compiled to, and runs on the device of its tensors.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      as any kernel of Triton, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               the same where microseconds count: its signature has the
-                                                                tensors, then the numbers
+        kernel(grid, (x,), (n, 128), num_warps=4)               the same where microseconds count: the tensors, then the
+                                                                numbers, each in the order of the signature
 
     Triton works out at every launch which of its compiled variants the arguments call for: by the dtypes of tensors, by
     whether their addresses are multiples of 16, and by properties of the numbers (1? a multiple of 16? how wide?). That
     takes the host longer than a small kernel runs. Equal numbers have equal properties, so that a launch whose numbers
-    are those of an earlier one, on tensors of the same dtypes and all aligned, takes the variant of that one.
+    are those of an earlier one, on tensors of the same dtypes and all aligned, takes the variant of that one. It is
+    handed addresses: of a tensor Triton asks the address once more, and the driver whether a kernel can reach it.
 
-    Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there. Numbers include the
-    constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
+    Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
+    device. Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0
+    and True.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
-        self.launchers: dict[Any, Callable[..., None]] = {}
-        self._names = list(inspect.signature(function).parameters)
-        self._tensors = [name for name in self._names if name.endswith("_ptr")]
-        self._numbers = [name for name in self._names if not name.endswith("_ptr")]
+        self.variants: dict[Any, _Variant] = {}
+        names = list(inspect.signature(function).parameters)
+        self._tensors = [name for name in names if name.endswith("_ptr")]
+        self._numbers = [name for name in names if not name.endswith("_ptr")]
+        given = self._tensors + self._numbers
+        self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
+            tuple if given == names else operator.itemgetter(*map(given.index, names))
+        )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self._launch_by_name, grid)
+        x, y, z, *_ = (*grid, 1, 1)
+        return functools.partial(self._launch_by_name, (x, y, z))
 
-    def _launch_by_name(self, grid: tuple[int, ...], *, num_warps: int = 4, **arguments: Any) -> None:
-        if arguments.keys() != set(self._names):
-            raise TypeError(f"a launch takes {self._names}, got {list(arguments)}")
-        tensors, numbers, all_of_them = (
-            tuple([arguments[name] for name in names]) for names in (self._tensors, self._numbers, self._names)
-        )
-        self._launch(grid, tensors, numbers, all_of_them, num_warps)
+    def _launch_by_name(self, grid: tuple[int, int, int], *, num_warps: int = 4, **arguments: Any) -> None:
+        try:
+            tensors = tuple(map(arguments.pop, self._tensors))
+            numbers = tuple(map(arguments.pop, self._numbers))
+        except KeyError as missing:
+            raise TypeError(f"a launch takes {self._tensors + self._numbers}, not found: {missing}") from None
+        if arguments:
+            raise TypeError(f"a launch takes {self._tensors + self._numbers}, and not {list(arguments)}")
+        self(grid, tensors, numbers, num_warps)
 
     def __call__(
-        self, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
-    ) -> None:
-        self._launch(grid, tensors, numbers, (*tensors, *numbers), num_warps)
-
-    def _launch(
-        self,
-        grid: tuple[int, ...],
-        tensors: Sequence[Tensor | None],
-        numbers: tuple[Any, ...],
-        arguments: Iterable[Any],
-        num_warps: int,
+        self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
     ) -> None:
         """`triton.jit(function)[grid](*arguments, num_warps=num_warps)`."""
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch(grid, tensors, numbers, arguments, num_warps)
+                self(grid, tensors, numbers, num_warps)
             return
-        addresses = 0
+        # Hooks, a profiler's for one, want to be told of a launch, which is Triton's affair.
+        if not _REMEMBERS or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            self._launch(grid, tensors, numbers, num_warps)
+            return
+        bits = 0
+        addresses: list[int | None] = []
         dtypes: list[torch.dtype | None] = []
-        for x in tensors if _REMEMBERS else ():
+        for x in tensors:
             if x is None:
+                addresses.append(None)
                 dtypes.append(None)
             else:
-                addresses |= x.data_ptr()
+                address = x.data_ptr()
+                bits |= address
+                addresses.append(address)
                 dtypes.append(x.dtype)
-        if not dtypes or addresses % 16:
-            self.kernel[grid](*arguments, num_warps=num_warps)
+        if bits % 16:
+            self._launch(grid, tensors, numbers, num_warps)
             return
-        key = (device, grid, num_warps, numbers, *dtypes)
-        launcher = self.launchers.get(key)
-        if launcher is not None:
-            launcher(*arguments)
+        key = (device, num_warps, numbers, *dtypes)
+        variant = self.variants.get(key)
+        if variant is None:
+            if len(self.variants) >= _MOST_REMEMBERED:  # threads of autograd add to it too
+                self.variants.clear()
+            compiled = self._launch(grid, tensors, numbers, num_warps)
+            stream = driver.active.get_current_stream
+            self.variants[key] = compiled.run, compiled.function, compiled.packed_metadata, stream
             return
-        if len(self.launchers) >= _MOST_REMEMBERED:  # threads of autograd add to it too
-            self.launchers.clear()
-        compiled = self.kernel[grid](*arguments, num_warps=num_warps)
-        self.launchers[key] = compiled[(*grid, 1, 1)[:3]]
+        run, function, options, stream = variant
+        run(*grid, stream(device), function, options, None, None, None, *self._in_order((*addresses, *numbers)))
+
+    def _launch(
+        self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], num_warps: int
+    ) -> Any:
+        """As Triton does it; returns what it compiled the kernel to."""
+        return self.kernel[grid](*self._in_order((*tensors, *numbers)), num_warps=num_warps)

@@ -19,6 +19,7 @@ from liger_chunked.kernels.backend import (
     contiguous_like,
     first_derivative,
     operator,
+    row_sweep,
     row_tile,
     strided_rows,
     tl,
@@ -103,7 +104,7 @@ def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     tile = row_tile(n_cols)
     rows, stride = strided_rows(x)
     y = contiguous_like(x)
-    stats = torch.empty(2, n_rows, dtype=torch.float32, device=x.device)
+    stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
         _forward_kernel(
             (-(-n_rows // tile.rows), 1, 1),
@@ -140,25 +141,24 @@ def _backward_triton(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile = row_tile(n_cols)
+    tile, programs, stages = row_sweep(n_rows, n_cols, x.element_size(), x.device)
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
-    dtypes = [dtype for dtype in (dw_dtype, db_dtype) if dtype is not None]
-    programs = tile.programs(n_rows, x.device) if dtypes else -(-n_rows // tile.rows)
     dx = contiguous_like(x) if needs_dx else None
-    partial = torch.empty(len(dtypes), programs, n_cols, dtype=torch.float32, device=x.device) if dtypes else None
+    dw = None if dw_dtype is None else x.new_empty(n_cols, dtype=dw_dtype)
+    db = None if db_dtype is None else x.new_empty(n_cols, dtype=db_dtype)
+    sums = [d for d in (dw, db) if d is not None]
+    partial = stats.new_empty((len(sums), programs, n_cols)) if sums else None
     if n_rows:
         _backward_kernel(
-            (programs, 1, 1),
+            (programs if sums else -(-n_rows // tile.rows), 1, 1),
             (dy, rows, weight, stats, dx, partial),
-            (
-                *(dy_stride, stride, n_rows, n_cols, dw_dtype is not None, db_dtype is not None),
-                *(tile.rows, tile.block, tile.stages(x)),
-            ),
+            (dy_stride, stride, n_rows, n_cols, dw is not None, db is not None, tile.rows, tile.block, stages),
             tile.num_warps,
         )
-    sums = iter(() if partial is None else sum_partials(partial, dtypes))
-    return dx, None if dw_dtype is None else next(sums), None if db_dtype is None else next(sums)
+    if partial is not None:
+        sum_partials(partial, *sums)
+    return dx, dw, db
 
 
 def _backward_torch(

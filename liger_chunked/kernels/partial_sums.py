@@ -8,16 +8,14 @@ add up here, always in the same order, in one launch: the bytes are few, and in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import tl
 from liger_chunked.kernels.launch import Kernel
 
-# Of a tile. Short rows of it, so that many programs share the work; many of them, so that all loads are in flight.
-_PARTIALS, _COLS = 256, 32
+# Of a tile. Short rows of it, so that many programs share the work; many of them, so that all loads are in flight. The
+# sum over 256 to 512 programs of 896 to 4096 columns takes 2.6 to 3.1 us, by 32 columns 3.0 to 3.6 (H200).
+_PARTIALS, _COLS = 256, 16
 
 
 @Kernel
@@ -43,14 +41,10 @@ def _sum_kernel(
             tl.store(second_ptr + cols, total.to(second_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def sum_partials(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The sums over P of `partial` (1 or 2, P, D), float32 without gaps: one (D,) of each of `dtypes`."""
+def sum_partials(partial: Tensor, *sums: Tensor) -> None:
+    """Write the sums over P of `partial` (1 or 2, P, D), float32 without gaps, into one (D,) each."""
     _, n_partials, n_cols = partial.shape
-    sums = [torch.empty(n_cols, dtype=dtype, device=partial.device) for dtype in dtypes]
+    first, second = sums if len(sums) == 2 else (*sums, None)
     _sum_kernel(
-        (-(-n_cols // _COLS), len(sums), 1),
-        (partial, sums[0], sums[1] if len(sums) == 2 else None),
-        (n_partials, n_cols, _PARTIALS, _COLS),
-        num_warps=8,
+        (-(-n_cols // _COLS), len(sums), 1), (partial, first, second), (n_partials, n_cols, _PARTIALS, _COLS), 8
     )
-    return sums

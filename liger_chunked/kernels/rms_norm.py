@@ -19,6 +19,7 @@ from liger_chunked.kernels.backend import (
     contiguous_like,
     first_derivative,
     operator,
+    row_sweep,
     row_tile,
     strided_rows,
     tl,
@@ -114,7 +115,7 @@ def _forward_triton(
     residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     y = contiguous_like(x, _output_dtype(x, weight, cast_first))
     total = None if residual is None else contiguous_like(x)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         _forward_kernel(
             (-(-n_rows // tile.rows), 1, 1),
@@ -156,24 +157,24 @@ def _backward_triton(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile = row_tile(n_cols)
+    tile, programs, stages = row_sweep(n_rows, n_cols, x.element_size(), x.device)
     rows, stride = strided_rows(x)
     dy, dy_stride = strided_rows(dy)
     dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else strided_rows(dtotal)
-    programs = tile.programs(n_rows, x.device) if needs_dw else -(-n_rows // tile.rows)
     dx = contiguous_like(x) if needs_dx else None
-    partial = torch.empty(1, programs, n_cols, dtype=torch.float32, device=x.device) if needs_dw else None
+    dw = partial = None
+    if needs_dw:
+        assert weight is not None
+        dw, partial = contiguous_like(weight), rstd.new_empty((1, programs, n_cols))
     if n_rows:
         _backward_kernel(
-            (programs, 1, 1),
+            (programs if needs_dw else -(-n_rows // tile.rows), 1, 1),
             (dy, dtotal_rows, rows, weight, rstd, dx, partial),
-            (dy_stride, dtotal_stride, stride, n_rows, n_cols, offset, tile.rows, tile.block, tile.stages(x)),
+            (dy_stride, dtotal_stride, stride, n_rows, n_cols, offset, tile.rows, tile.block, stages),
             tile.num_warps,
         )
-    if partial is None:
-        return dx, None
-    assert weight is not None
-    (dw,) = sum_partials(partial, (weight.dtype,))
+    if dw is not None and partial is not None:
+        sum_partials(partial, dw)
     return dx, dw
 
 
@@ -210,8 +211,9 @@ def _backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, options: tuple[float, float, bool]
     ) -> Any:
+        eps, offset, cast_first = options
         y, rstd, total = _forward(x, weight, residual, eps, offset, cast_first)
         ctx.offset = offset
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
@@ -221,9 +223,9 @@ class _RMSNorm(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        needs_x, needs_dw, needs_residual, *_ = ctx.needs_input_grad
+        needs_x, needs_dw, needs_residual, _ = ctx.needs_input_grad
         dx, dw = _backward(dy, dtotal, x, weight, rstd, ctx.offset, needs_x or needs_residual, needs_dw)
-        return dx if needs_x else None, dw if needs_dw else None, dx if needs_residual else None, None, None, None
+        return dx if needs_x else None, dw if needs_dw else None, dx if needs_residual else None, None
 
 
 def liger_rms_norm(
@@ -270,4 +272,4 @@ def liger_rms_norm(
         weight = weight.contiguous()
     if residual is not None:
         check_like(residual, "residual", x, "x")
-    return _RMSNorm.apply(x, weight, residual, float(eps), float(offset), _CASTS_FIRST[casting])
+    return _RMSNorm.apply(x, weight, residual, (float(eps), float(offset), _CASTS_FIRST[casting]))

@@ -21,6 +21,7 @@ Bytes: q and k read and written once, in either direction; cos and sin come from
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -112,12 +113,21 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@functools.cache
+def _tiling(head_dim: int, rotary_dim: int) -> tuple[int, int, int]:
+    """Heads of a tile, and its blocks of pairs and of columns that pass (none: 0)."""
+    half = _power_of_two(rotary_dim // 2)
+    rest = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
+    # What passes takes registers too, and of a head it may be the most.
+    return max(1, _PAIRS // max(half, rest // 2)), half, rest
+
+
 def _empty(x: Tensor, by_token: bool) -> Tensor:
     """Memory of the shape of `x` (B, heads, T, D), in which the heads of a token, or the tokens of a head, are one."""
     _, n_heads, n_tokens, head_dim = x.shape
     head, token = (1, n_heads) if by_token else (n_tokens, 1)
     strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    return x.new_empty_strided(x.shape, strides)
 
 
 def _rope_triton(
@@ -126,16 +136,13 @@ def _rope_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     n_batch, q_heads, n_tokens, head_dim = q.shape
     k_heads, rotary_dim = k.shape[1], cos.shape[-1]
-    q, k, cos, sin = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin)]
+    q, k, cos, sin = [x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, cos, sin)]
     q_out, k_out = (None, None) if inplace else (_empty(q, by_token), _empty(k, by_token))
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
-    half = _power_of_two(rotary_dim // 2)
-    rest = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
-    # What passes takes registers too, and of a head it may be the most.
-    tile = max(1, _PAIRS // max(half, rest // 2))
+    tile, half, rest = _tiling(head_dim, rotary_dim)
     if q_rows or k_rows:
         shared = cos.shape[0] == 1
-        cos_strides, sin_strides = [(0 if shared else x.stride(0), x.stride(1)) for x in (cos, sin)]
+        cos_strides, sin_strides = [(0 if shared else batch, token) for batch, token, _ in (cos.stride(), sin.stride())]
         _rope_kernel(
             (-(-q_rows // tile) + -(-k_rows // tile), 1, 1),
             (q, k, cos, sin, q_out, k_out),
@@ -253,12 +260,12 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Of q and k as (B, heads, T, D)."""
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_floating(x, name)
-    shape = q.shape
+    q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
-        q.ndim != 4
-        or k.ndim != 4
-        or k.shape[0] != shape[0]
-        or k.shape[2:] != shape[2:]
+        len(q_shape) != 4
+        or len(k_shape) != 4
+        or k_shape[0] != q_shape[0]
+        or k_shape[2:] != q_shape[2:]
         or k.dtype != q.dtype
         or k.device != q.device
     ):
@@ -266,19 +273,20 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             "q and k must have four dimensions and agree on dtype, device, batch, tokens and head size, got q "
             f"{described(q)}, k {described(k)}"
         )
+    n_batch, _, n_tokens, head_dim = q_shape
     for name, x in (("cos", cos), ("sin", sin)):
         if (
-            x.ndim != 3
-            or x.shape != cos.shape
-            or x.shape[0] not in (1, shape[0])
-            or x.shape[1] != shape[2]
-            or x.shape[2] > shape[3]
-            or x.shape[2] % 2
+            x.shape != cos_shape
+            or len(cos_shape) != 3
+            or cos_shape[0] not in (1, n_batch)
+            or cos_shape[1] != n_tokens
+            or cos_shape[2] > head_dim
+            or cos_shape[2] % 2
             or x.requires_grad
             or x.device != q.device
         ):
             raise ValueError(
-                f"{name} must be (B or 1, T, R) = ({shape[0]}, {shape[2]}, R), R even and at most {shape[3]}, without "
+                f"{name} must be (B or 1, T, R) = ({n_batch}, {n_tokens}, R), R even and at most {head_dim}, without "
                 f"gradient and on its device, as q is {described(q)}; got {described(x)}"
             )
 
