@@ -39,7 +39,7 @@ from liger_chunked import (
 )
 from liger_chunked.integrations import trl as integration
 from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
-from liger_chunked.integrations.trl import add_chunked_lm_head, versions
+from liger_chunked.integrations.trl import add_chunked_lm_head, mixin, versions
 from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
@@ -498,6 +498,20 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind):
     weight_gradient = VOCABULARY * 32 * 4
     assert weight_gradient <= largest(ours=True) <= 1.5 * weight_gradient < logits / 2
     assert largest(ours=False) > logits
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 512 * 2**20), (1 << 16, 1 << 16)])
+def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, expected):
+    budgets = []
+    add = mixin.add_chunked_lm_head
+
+    def watch(*args, logits_budget, **kwargs):
+        budgets.append(logits_budget)
+        return add(*args, logits_budget=logits_budget, **kwargs)
+
+    monkeypatch.setattr(mixin, "add_chunked_lm_head", watch)
+    build(tmp_path, "DPO", ours=True, logits_budget=given)
+    assert budgets == [expected] * 2  # of the policy, and of the reference
 
 
 def test_versions(monkeypatch):

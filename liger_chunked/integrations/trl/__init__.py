@@ -15,8 +15,8 @@ Three ways to a loss go through that call:
 3. `loss=`, a loss of this library or a user's own on one of its bases, takes the place of the trainer's: its gradient
    is computed in forward, and its metrics are logged under TRL's names.
 
-Every trainer takes TRL's arguments, and `loss` and `logits_budget` (bytes of logits alive at once, see `LogitOptions`;
-a `loss` has its own).
+Every trainer takes TRL's arguments, and `loss` and `logits_budget` (bytes of logits alive at once, see
+`LigerTrainerMixin`; a `loss` has its own).
 """
 
 from __future__ import annotations
