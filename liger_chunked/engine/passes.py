@@ -25,6 +25,7 @@ from liger_chunked.kernels import (
     logits_grad_,
     logits_stats,
     merge,
+    row_stats,
 )
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
@@ -150,6 +151,9 @@ class HeadPass:
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile."""
+        if len(tiles) == 1:
+            self._held = self.project(x, tiles[0])
+            return row_stats(self._held, target, self.options, outputs, self.class_weight)
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             self._held = self.project(x, tile)

@@ -11,7 +11,7 @@ from liger_chunked.kernels.logits_divergence import (
     liger_tvd_with_logits,
 )
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
-from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge
+from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.rms_norm import liger_rms_norm
@@ -45,6 +45,7 @@ __all__ = [
     "logits_stats",
     "merge",
     "project_exp",
+    "row_stats",
     "scale_",
     "scale_rows",
     "tail_grad_",
