@@ -40,9 +40,9 @@ class Tile(NamedTuple):
     vocab: slice
 
 
-def along(x: Tensor, part: slice) -> Tensor:
+def along(x: Tensor, part: slice | Tensor) -> Tensor:
     """`x[part]`; `x` itself where that is all of it, as a view takes the host longer than some kernels run."""
-    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
+    return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Pack(NamedTuple):
@@ -68,11 +68,18 @@ class Layout:
     mask: Tensor  # dense, True at the valid tokens
     lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None where every token is a group
     group_lengths: Sequence[int] | None  # their sum over each group, as the host knows it; None likewise
+    shortest: int = 0  # valid tokens of the shortest sequence, as the host knows it
     stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
 
     @property
     def n_valid(self) -> int:
         return self.target.shape[0]
+
+    @property
+    def divisors(self) -> Tensor:
+        """`lengths`, but 1 for a sequence without valid tokens, so that one may divide by them."""
+        assert self.lengths is not None
+        return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
     @property
     def tokens_per_group(self) -> int:
@@ -189,6 +196,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         lengths=None if group == "token" else lengths.t(),
         # Of a pair the two sequences stand n_groups apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
+        shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
     )
 
