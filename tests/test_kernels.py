@@ -328,15 +328,31 @@ def test_no_rows(device):
         assert all(field.shape == (0,) for field in stats)
 
 
+def assert_scaled(x: Tensor, expected: Tensor) -> None:
+    if INTERPRETED:
+        torch.testing.assert_close(x, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
+    else:
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize("scalar", [1.0, 0.5, -3.0, 0.0])
 @pytest.mark.parametrize("shape", [(1,), (3, 129), (4097,), (4096 * 3 + 5,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_scale(dtype, shape, scalar, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     expected = (x.float() * scalar).to(dtype)
-    result = scale_(x, torch.tensor(scalar, device=device))
-    assert result is x
-    if INTERPRETED:
-        torch.testing.assert_close(x, expected, rtol=torch.finfo(dtype).eps, atol=0)
-    else:
-        assert torch.equal(x, expected)
+    scale_([x], torch.tensor(scalar, device=device))
+    assert_scaled(x, expected)
+
+
+@pytest.mark.parametrize("last", [((0,), torch.float32), ((5,), torch.float64)], ids=["empty", "fp64"])
+@pytest.mark.parametrize("n_tensors", [0, 2, 3])
+def test_scale_several(n_tensors, last, device):
+    """Of any dtypes and sizes, the first not the largest."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [((129,), torch.bfloat16), ((3, 4097), torch.float32), last][:n_tensors]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape, dtype in kinds]
+    expected = [(x.double() * -3.0).to(x.dtype) for x in tensors]
+    scale_(tensors, torch.tensor(-3.0, device=device))
+    for x, y in zip(tensors, expected, strict=True):
+        assert_scaled(x, y)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import compute_dtype
@@ -34,7 +33,7 @@ from liger_chunked.engine.schedule import (
     tiles,
 )
 from liger_chunked.kernels import LogitsCotangents, scale_
-from liger_chunked.kernels.backend import has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -217,7 +216,7 @@ class GradientInForward(torch.autograd.Function):
         return loss, *present
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 5
@@ -225,10 +224,8 @@ class GradientInForward(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, _, gradients = ctx.step.run(*inputs, ctx.needs)
-        scaled = [
-            None if g is None else scale_(g, upstream).view(x.shape).to(x.dtype)
-            for g, x in zip(gradients, inputs, strict=True)
-        ]
+        scale_([g for g in gradients if g is not None], upstream)
+        scaled = (None if g is None else g.view(x.shape).to(x.dtype) for g, x in zip(gradients, inputs, strict=True))
         return *scaled, None, None
 
 
