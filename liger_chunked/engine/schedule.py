@@ -93,21 +93,31 @@ class Layout:
         """The hidden states (len, H) of `rows`, from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
+    def _slots_in(self, pack: Pack) -> Tensor | None:
+        """`slots` of the tokens of `pack`, counted from its first group."""
+        if self.slots is None or pack.groups.start == 0:
+            return None if self.slots is None else along(self.slots, pack.rows)
+        return self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
+
     def dense(self, values: Tensor, pack: Pack) -> Tensor:
         """One value a token of `pack`, in computing order, to the dense layout of its groups; zero elsewhere.
 
-        A differentiable copy to distinct places: deterministic, both ways. Tokens that are their own groups stay as
-        they are.
+        A copy to distinct places: deterministic, as `compact`. Tokens that are their own groups stay as they are.
         """
         if self.group_lengths is None:
             return values
-        n_groups = pack.groups.stop - pack.groups.start
-        if self.slots is None:
-            return self._unflatten(values, n_groups)
-        slots = along(self.slots, pack.rows)
-        if pack.groups.start:
-            slots = slots - pack.groups.start * self.tokens_per_group
-        return self._unflatten(values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values), n_groups)
+        n_groups, slots = pack.groups.stop - pack.groups.start, self._slots_in(pack)
+        if slots is not None:
+            values = values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values)
+        return self._unflatten(values, n_groups)
+
+    def compact(self, dense: Tensor, pack: Pack) -> Tensor:
+        """The values of the tokens of `pack` back from the dense layout of its groups: (len,) without gaps."""
+        if self.group_lengths is not None:
+            dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
+            slots = self._slots_in(pack)
+            dense = dense if slots is None else dense.index_select(0, slots)
+        return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """One value for every valid token to the dense layout of the whole batch, `fill` elsewhere."""
@@ -134,6 +144,18 @@ class Layout:
             rows = rows[slots]
             target = target.new_zeros(n_positions).scatter(0, self.slots, target)
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
+
+    def join(self, parts: list[TokenStats]) -> TokenStats:
+        """The statistics of every pack, as `dense` gives them, to those of the batch, see `scatter_stats`.
+
+        Where a group has several tokens, ignored ones have zeros throughout.
+        """
+        stats = parts[0]
+        if len(parts) > 1:
+            stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
+        if self.group_lengths is not None:
+            return stats
+        return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
         """The statistics of every valid token to the dense layout, an argmax of -1 and zeros elsewhere."""
