@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.kernels import survey
 from liger_chunked.types import LogitOptions, TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -189,18 +190,16 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
     """
     flat = target.reshape(-1)
-    flat_mask = flat != ignore_index
-    if group == "token":
-        mask, lengths = flat_mask, flat_mask.sum()
-    else:
+    flat_mask, summary = survey(flat[None] if group == "token" else target, ignore_index)
+    flat_mask = flat_mask.view(-1)
+    sizes, lows, highs = summary.tolist()
+    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
+    mask, lengths = flat_mask, None
+    if group != "token":
         per_group = 2 if group == "pair" else 1
-        sequences = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1])
-        mask, lengths = sequences.transpose(0, 1), sequences.sum(-1)
-
-    counts, low, high = [0] * lengths.numel(), 0, 0
-    if flat.numel():
-        lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
-        *counts, low, high = torch.cat([lengths.view(-1), lowest[None], highest[None]]).tolist()
+        mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
+        in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
+        lengths = in_rows.view(per_group, -1).t()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
@@ -215,7 +214,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         rows=slots,
         slots=slots,
         mask=mask,
-        lengths=None if group == "token" else lengths.t(),
+        lengths=lengths,
         # Of a pair the two sequences stand n_groups apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),

@@ -17,6 +17,7 @@ from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
+from liger_chunked.kernels.survey import survey
 from liger_chunked.kernels.target_rows import add_target_rows_, add_target_rows_of_weight, scale_rows
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "row_stats",
     "scale_",
     "scale_rows",
+    "survey",
     "tail_grad_",
     "tail_stats",
 ]
