@@ -138,7 +138,7 @@ class _Step:
 
         loss: Tensor | None = None
         all_dense = []
-        with gemms(input.device):
+        with gemms(input.device, plan.dtype):
             for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
                 x = layout.input_rows(flat, pack.rows).to(plan.dtype)
                 target = along(layout.target, pack.rows)

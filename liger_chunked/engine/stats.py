@@ -41,7 +41,7 @@ class _Plan:
         head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
         head_pass = HeadPass(head, self.options, self.class_weight)
         head_pass.reserve(largest(self.tiles))
-        with gemms(input.device):
+        with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
         return head_pass, partial, stats
 
@@ -85,7 +85,7 @@ class _LinearTokenStats(torch.autograd.Function):
         grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
         if layout.n_valid:
             ctx.head_pass.reserve(largest(plan.tiles))
-            with gemms(input.device):
+            with gemms(input.device, plan.dtype):
                 ctx.head_pass.backward(
                     x=plan.rows(input),
                     target=layout.target,

@@ -26,7 +26,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps
+from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -258,7 +258,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                 )
             if batch.has_tokens is not None:
                 losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
-            loss = losses.sum() / n_pairs
+            loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
         loss, stats = fused_loss(

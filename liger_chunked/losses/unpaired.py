@@ -27,7 +27,7 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import check_beta, sequence_logps
+from liger_chunked.losses.sequences import check_beta, sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -239,7 +239,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
                 losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
             if batch.weights is not None:
                 losses = losses * along(batch.weights, index)
-            return losses.sum() / n
+            return share_of_mean(losses, n)
 
         loss, stats = fused_loss(
             head,
