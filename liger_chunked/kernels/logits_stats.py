@@ -208,11 +208,11 @@ def _logits_stats_triton(
     if n and not logits.is_meta:
         # An index beside each maximum: half the block, for as many programs at a time.
         block = min(1024 if wanted["argmax"] else 2048, 1 << (n_cols - 1).bit_length())
-        transform = transform_arguments(options).values()
+        factors = transform_arguments(options).values()
         _logits_stats_kernel(
             (n,),
             (logits, target, class_weight, *stats, lse),
-            (logits.stride(0), vocab_start, n_cols, *transform, block, logits.dtype == torch.float32, whole),
+            (logits.stride(0), vocab_start, n_cols, *factors, block, logits.dtype == torch.float32, whole),
             num_warps=4,
         )
     return stats, lse

@@ -349,14 +349,15 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / pairs.batch_lengths
         nll = batch.nll(stats, every) if self.compute_nll_loss else logits_mean.new_zeros(())
         logps, rewards = (x.to(stats.mean_logits.dtype) for x in (pairs.logps, self.reward(pairs.logratios)))
+        chosen, rejected = zip(*(x.unbind(-1) for x in (logps, logits_mean, rewards)), strict=True)
         return PreferenceMetrics(
-            chosen_logps=logps[:, 0],
-            rejected_logps=logps[:, 1],
-            chosen_logits_mean=logits_mean[0],
-            rejected_logits_mean=logits_mean[1],
+            chosen_logps=chosen[0],
+            rejected_logps=rejected[0],
+            chosen_logits_mean=chosen[1],
+            rejected_logits_mean=rejected[1],
             nll_loss=nll,
-            chosen_rewards=rewards[:, 0],
-            rejected_rewards=rewards[:, 1],
+            chosen_rewards=chosen[2],
+            rejected_rewards=rejected[2],
         )
 
     def extra_repr(self) -> str:
