@@ -76,11 +76,11 @@ class _Batch:
     has_tokens: Tensor | None  # (n,); None where every pair has some
     nll_mask: Tensor | None  # (n, T) of the chosen sequences; None where it is theirs in `mask`
 
-    def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        assert stats.logps is not None
+    def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
+        """From the log-probabilities (n, 2) of the pairs' sequences, and from the statistics of their tokens."""
         sequences = self.sequences
         return Pairs(
-            logps=sequences.logps(stats.logps, index),
+            logps=logps,
             ref_logps=along(self.ref_logps, index),
             lengths=along(sequences.lengths, index),
             mask=along(sequences.mask, index),
@@ -242,14 +242,18 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
+        summed: dict[int, Tensor] = {}  # for the metrics, of the sequences of each pack, by its first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            assert stats.logps is not None and isinstance(index, slice)
+            logps = batch.sequences.logps(stats.logps, index)
+            summed[index.start] = logps.detach()
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
                 # What is sorted over the batch has no place for a pair without tokens.
                 index = batch.has_tokens.nonzero().view(-1)
-                stats = TokenStats(*(None if f is None else f[index] for f in stats))
-            pairs = batch.pairs(stats, index)
+                logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
+            pairs = batch.pairs(logps, stats, index)
             losses = self.preference_loss(pairs)
             if losses.shape != pairs.logps.shape[:1]:
                 raise ValueError(
@@ -271,7 +275,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             options=self.options,
             whole_batch=self._whole_batch,
         )
-        return loss, self._metrics(batch, stats)
+        logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
+        return loss, self._metrics(batch, logps, stats)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
         """The tokens of either target."""
@@ -342,13 +347,12 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         return ref_logps.double()
 
     @torch.no_grad()
-    def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
+    def _metrics(self, batch: _Batch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
         assert stats.mean_logits is not None
         every = batch.sequences.every
-        pairs = batch.pairs(stats, every)
-        logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / pairs.batch_lengths
+        logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / batch.batch_lengths
         nll = batch.nll(stats, every) if self.compute_nll_loss else logits_mean.new_zeros(())
-        logps, rewards = (x.to(stats.mean_logits.dtype) for x in (pairs.logps, self.reward(pairs.logratios)))
+        logps, rewards = (x.to(logits_mean.dtype) for x in (logps, self.reward(logps - batch.ref_logps)))
         chosen, rejected = zip(*(x.unbind(-1) for x in (logps, logits_mean, rewards)), strict=True)
         return PreferenceMetrics(
             chosen_logps=chosen[0],
