@@ -189,7 +189,8 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     Raises:
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
     """
-    flat = target.reshape(-1)
+    target = target.contiguous()
+    flat = target.view(-1)
     flat_mask, summary = survey(flat[None] if group == "token" else target, ignore_index)
     flat_mask = flat_mask.view(-1)
     sizes, lows, highs = summary.tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import contiguous_like, tl, use_triton
+from liger_chunked.kernels.backend import tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 
 _BLOCK = 4096
@@ -34,12 +34,10 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, n_cols, ignore_index, BLOC
 
 def _survey_triton(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     n_rows, n_cols = target.shape
-    mask = contiguous_like(target, torch.bool)
+    mask = torch.empty_like(target, dtype=torch.bool)
     block = min(_BLOCK, 1 << (n_cols - 1).bit_length())
     summary = torch.empty(3, n_rows, -(-n_cols // block), dtype=torch.int64, device=target.device)
-    _survey_kernel(
-        (n_rows, summary.shape[2]), (target.contiguous(), mask, summary), (n_cols, ignore_index, block), num_warps=4
-    )
+    _survey_kernel((n_rows, summary.shape[2]), (target, mask, summary), (n_cols, ignore_index, block), num_warps=4)
     return mask, summary
 
 
@@ -53,12 +51,12 @@ def survey(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Which tokens have a target, and of each block of a row how many do, and the lowest and highest.
 
     Args:
-        target: (R, C) int64.
+        target: (R, C) int64, contiguous.
         ignore_index: marks the tokens that have none; in the search for the lowest and highest, they count as 0.
 
     Returns:
-        (R, C) bool, contiguous, and (3, R, P) int64 of P blocks a row: how many, lowest, highest.
+        (R, C) bool, and (3, R, P) int64 of P blocks a row: how many, lowest, highest.
     """
     if not target.numel():
-        return contiguous_like(target, torch.bool), target.new_zeros(3, target.shape[0], 1)
+        return torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1)
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
