@@ -28,6 +28,13 @@ class Confident(LigerFusedLinearPreferenceBase):
         return (pairs.token_stats.entropy + pairs.token_logps.square()).sum((1, 2)) / pairs.lengths.sum(-1)
 
 
+class Entropy(LigerFusedLinearPreferenceBase):
+    token_outputs = ("entropy",)
+
+    def preference_loss(self, pairs):
+        return pairs.token_stats.entropy.sum((1, 2))
+
+
 class Ranked(LigerFusedLinearPreferenceBase):
     """Compares each pair with the batch's best."""
 
@@ -75,6 +82,16 @@ def test_subclass(loss, oracle, budget, device):
     exact = evaluate(oracle, batch)
     for name in exact:
         assert relative_error(ours[name], exact[name]) < 1e-12, name
+
+
+@pytest.mark.triton
+def test_gradients_that_are_expanded(device):
+    """A sum over tokens has one number as its gradient, repeated without memory of its own; kernels read them all."""
+    batch = moved(pairs(SMALL._replace(sequences=2, ignored=False), seed=0, ref=None), device=device)
+    exact = evaluate(lambda batch: Entropy()(**batch)[0], batch)
+    ours = evaluate(lambda batch: Entropy()(**batch)[0], moved(batch, torch.float32))
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 1e-5, name
 
 
 def hinge(pairs: Pairs, beta: float = 0.1) -> Tensor:

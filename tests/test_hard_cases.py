@@ -239,6 +239,17 @@ def test_inputs_need_not_be_contiguous(row, layout, ignored):
     assert_same({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, exact)
 
 
+@pytest.mark.triton
+def test_kernels_meet_a_target_with_gaps(device):
+    """All of it valid, so that no selection of its tokens closes them."""
+    batch = moved(tokens(SMALL._replace(ignored=False), seed=0), device=device)
+    batch["target"] = _strided(batch["target"])
+    exact = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), batch)
+    ours = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), moved(batch, torch.float32))
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 1e-5, name
+
+
 @by_row
 def test_input_of_stride_zero(row):
     batch = row.sample(SMALL, seed=0)

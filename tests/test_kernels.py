@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_chunked import LogitOptions, TokenStats
-from liger_chunked.kernels import LogitsCotangents, PartialStats, finish, logits_grad_, logits_stats, merge, scale_
+from liger_chunked.kernels import (
+    LogitsCotangents,
+    PartialStats,
+    finish,
+    logits_grad_,
+    logits_stats,
+    merge,
+    row_stats,
+    scale_,
+    survey,
+)
 from liger_chunked.kernels.backend import INTERPRETED
 
 pytestmark = pytest.mark.triton
@@ -72,22 +82,44 @@ def assert_stats_close(ours: TokenStats, exact: TokenStats) -> None:
             torch.testing.assert_close(value, expected.to(value.dtype), rtol=1e-5, atol=1e-5, msg=name)
 
 
+def of_rows(
+    logits: Tensor,
+    target: Tensor,
+    options: LogitOptions = TRANSFORMS["plain"],
+    outputs: tuple[str, ...] = OUTPUTS,
+    class_weight: Tensor | None = None,
+) -> list[TokenStats]:
+    """In either way: at once, and from sums that might have been merged."""
+    partial = logits_stats(logits, target, options, outputs, class_weight=class_weight)
+    at_once = row_stats(logits, target, options, outputs, class_weight)
+    assert torch.equal(at_once[0].max, partial.max)
+    assert torch.equal(at_once[0].sum_exp, partial.sum_exp)
+    return [finish(partial, target, logits.shape[1], outputs), at_once[1]]
+
+
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_statistics(rows, cols, options, device, path):
     logits, target = sample(rows, cols, device=device)
     before = logits.clone()
-    ours = finish(logits_stats(logits, target, options, OUTPUTS), target, cols, OUTPUTS)
-    assert_stats_close(ours, formulas(logits, target, options))
+    for ours in of_rows(logits, target, options):
+        assert_stats_close(ours, formulas(logits, target, options))
     assert torch.equal(logits, before)
+
+
+def test_statistics_with_class_weights(device, path):
+    logits, target = sample(3, 5000, device=device)
+    class_weight = torch.linspace(0.1, 2, 5000, device=device)
+    for ours in of_rows(logits, target, class_weight=class_weight):
+        assert_stats_close(ours, formulas(logits, target, LogitOptions(), class_weight))
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_one_statistic_alone(name, device):
     logits, target = sample(3, 129, device=device)
-    ours = finish(logits_stats(logits, target, LogitOptions(), (name,)), target, 129, (name,))
-    assert [field for field in OUTPUTS if getattr(ours, field) is not None] == [name]
-    assert_stats_close(ours, formulas(logits, target, LogitOptions()))
+    for ours in of_rows(logits, target, outputs=(name,)):
+        assert [field for field in OUTPUTS if getattr(ours, field) is not None] == [name]
+        assert_stats_close(ours, formulas(logits, target, LogitOptions()))
 
 
 def gradient_of(
@@ -163,9 +195,9 @@ def test_gradient_of_a_slice_of_the_vocabulary(vocab, device, path):
 def test_half_precision_is_rounded_once(dtype, device, path):
     logits, target = sample(3, 1000, device=device)
     logits = logits.to(dtype)
-    stats = finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 1000, OUTPUTS)
-    assert stats.logps.dtype == torch.float32
-    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    for stats in of_rows(logits, target):
+        assert stats.logps.dtype == torch.float32
+        assert_stats_close(stats, formulas(logits, target, LogitOptions()))
     upstream = upstream_of(("logps",), 3, device)
     ours = gradient_of(logits, target, LogitOptions(), upstream)
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
@@ -215,9 +247,9 @@ def test_columns_of_minus_infinity(dead, cuts, device, path):
     target = torch.tensor([alive[0], alive[-1], alive[len(alive) // 2]], device=device)
     outputs = ("logps", "lse", "entropy", "argmax", "log_sum_sq_probs")
     parts = [logits_stats(logits[:, a:b], target, LogitOptions(), outputs, vocab_start=a) for a, b in pairwise(cuts)]
-    stats = finish(reduce(merge, parts), target, 200, outputs)
     exact = formulas(logits, target, LogitOptions())
-    assert_stats_close(stats, exact)
+    for stats in [finish(reduce(merge, parts), target, 200, outputs), *of_rows(logits, target, outputs=outputs)]:
+        assert_stats_close(stats, exact)
     upstream = upstream_of(("logps", "lse", "entropy"), 3, device)
     gradient = gradient_of(logits, target, LogitOptions(), upstream)
     assert (gradient[:, dead] == 0).all()
@@ -231,8 +263,8 @@ def test_large_logits_do_not_cancel(offset, device, path):
     logits, target = sample(3, 1000, device=device)
     logits += offset
     outputs = ("logps", "entropy", "log_sum_sq_probs")
-    stats = finish(logits_stats(logits, target, LogitOptions(), outputs), target, 1000, outputs)
-    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    for stats in of_rows(logits, target, outputs=outputs):
+        assert_stats_close(stats, formulas(logits, target, LogitOptions()))
     upstream = upstream_of(("logps", "entropy"), 3, device)
     ours = gradient_of(logits, target, LogitOptions(), upstream)
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
@@ -250,8 +282,8 @@ def test_a_row_that_rises_after_its_first_block(start, rise, device, path):
         logits[:, :2048] = -math.inf
     target = torch.tensor([2500, 4501, 4502], device=device)
     outputs = tuple(name for name in OUTPUTS if name != "mean_logits")
-    stats = finish(logits_stats(logits, target, LogitOptions(), outputs), target, 5000, outputs)
-    assert_stats_close(stats, formulas(logits, target, LogitOptions()))
+    for stats in of_rows(logits, target, outputs=outputs):
+        assert_stats_close(stats, formulas(logits, target, LogitOptions()))
     upstream = upstream_of(("logps", "lse", "entropy"), 3, device)
     ours = gradient_of(logits, target, LogitOptions(), upstream)
     alive = slice(2048, None) if start == "minus-infinity" else slice(None)
@@ -263,9 +295,9 @@ def test_first_of_equal_logits_is_the_argmax(device):
     logits = torch.zeros(2, 5000, device=device)
     logits[1, [4099, 4998]] = 1.0
     target = torch.tensor([0, 4998], device=device)
-    stats = finish(logits_stats(logits, target, LogitOptions(), ("argmax", "is_top1")), target, 5000, OUTPUTS[4:6])
-    assert stats.argmax.tolist() == [0, 4099]
-    assert stats.is_top1.tolist() == [True, False]
+    for stats in of_rows(logits, target, outputs=("argmax", "is_top1")):
+        assert stats.argmax.tolist() == [0, 4099]
+        assert stats.is_top1.tolist() == [True, False]
     slices = [
         logits_stats(logits[:, a:b], target, LogitOptions(), ("argmax",), vocab_start=a)
         for a, b in pairwise((0, 4097, 4990, 5000))
@@ -278,10 +310,8 @@ def test_rows_of_a_wider_buffer(device, path):
     target = target % 129
     before = wide.clone()
     logits = wide[:, :129]  # rows contiguous, 400 apart
-    assert_stats_close(
-        finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 129, OUTPUTS),
-        formulas(logits, target, LogitOptions()),
-    )
+    for stats in of_rows(logits, target):
+        assert_stats_close(stats, formulas(logits, target, LogitOptions()))
     upstream = upstream_of(("logps",), 3, device)
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
     partial = logits_stats(logits, target, LogitOptions(), ("logps",))
@@ -295,8 +325,15 @@ def test_rows_of_a_wider_buffer(device, path):
 
 def test_no_rows(device):
     logits, target = torch.empty(0, 17, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    stats = finish(logits_stats(logits, target, LogitOptions(), OUTPUTS), target, 17, OUTPUTS)
-    assert all(field.shape == (0,) for field in stats)
+    for stats in of_rows(logits, target):
+        assert all(field.shape == (0,) for field in stats)
+
+
+def assert_scaled(x: Tensor, expected: Tensor) -> None:
+    if INTERPRETED:
+        torch.testing.assert_close(x, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
+    else:
+        assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("scalar", [1.0, 0.5, -3.0, 0.0])
@@ -305,9 +342,36 @@ def test_no_rows(device):
 def test_scale(dtype, shape, scalar, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     expected = (x.float() * scalar).to(dtype)
-    result = scale_(x, torch.tensor(scalar, device=device))
-    assert result is x
-    if INTERPRETED:
-        torch.testing.assert_close(x, expected, rtol=torch.finfo(dtype).eps, atol=0)
-    else:
-        assert torch.equal(x, expected)
+    scale_([x], torch.tensor(scalar, device=device))
+    assert_scaled(x, expected)
+
+
+@pytest.mark.parametrize("last", [((0,), torch.float32), ((5,), torch.float64)], ids=["empty", "fp64"])
+@pytest.mark.parametrize("n_tensors", [0, 2, 3])
+def test_scale_several(n_tensors, last, device):
+    """Of any dtypes and sizes, the first not the largest."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [((129,), torch.bfloat16), ((3, 4097), torch.float32), last][:n_tensors]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape, dtype in kinds]
+    expected = [(x.double() * -3.0).to(x.dtype) for x in tensors]
+    scale_(tensors, torch.tensor(-3.0, device=device))
+    for x, y in zip(tensors, expected, strict=True):
+        assert_scaled(x, y)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
+def test_survey(shape, ignore_index, device):
+    """Rows of several blocks, a row of which nothing counts."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(-5, 200, shape, generator=generator).to(device)
+    target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
+    target[1:2] = ignore_index
+    mask, summary = survey(target, ignore_index)
+    assert torch.equal(mask, target != ignore_index)
+    sizes, low, high = summary
+    assert torch.equal(sizes.sum(1), mask.sum(1))
+    if target.numel():
+        counted = target.masked_fill(~mask, 0)
+        assert torch.equal(low.amin(1), counted.amin(1))
+        assert torch.equal(high.amax(1), counted.amax(1))

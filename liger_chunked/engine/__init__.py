@@ -13,7 +13,7 @@ from liger_chunked.engine.checks import check_projection, check_target
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
-from liger_chunked.engine.schedule import Group, Layout, lay_out
+from liger_chunked.engine.schedule import Group, Layout, along, lay_out
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Returns",
     "Teacher",
     "TopK",
+    "along",
     "check_projection",
     "check_target",
     "distillation_loss",

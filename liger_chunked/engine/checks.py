@@ -24,13 +24,13 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         TypeError: floating tensors of different dtypes outside autocast.
     """
     device = input.device.type
-    tensors = {f"{prefix}{input_name}": input, f"{prefix}weight": head.weight, f"{prefix}bias": head.bias}
-    dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
+    dtypes = [x.dtype for x in (input, *head) if x is not None]
     # As autocast itself does, float64 is left alone.
-    if autocasts(device) and torch.float64 not in dtypes.values():
+    if autocasts(device) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
-    if len(set(dtypes.values())) > 1:
-        listed = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+    if len(set(dtypes)) > 1:
+        names = (f"{prefix}{name}" for name in (input_name, "weight", "bias"))
+        listed = ", ".join(f"{name} {str(x).removeprefix('torch.')}" for name, x in zip(names, dtypes, strict=False))
         raise TypeError(
             f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
         )

@@ -312,7 +312,7 @@ class _Step:
 
         loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
         divergences, log_probs = [], []
-        with gemms(input.device):
+        with gemms(input.device, *(p.head.weight.dtype for p in (student_pass, teacher_pass) if p is not None)):
             for pack in self.packs:
                 x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
                 share, divergence, logps = self._chunk(x, pack, student_pass, teacher_pass, grads)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import compute_dtype
@@ -34,7 +33,7 @@ from liger_chunked.engine.schedule import (
     tiles,
 )
 from liger_chunked.kernels import LogitsCotangents, scale_
-from liger_chunked.kernels.backend import has_wide_tiles
+from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -128,7 +127,7 @@ class _Step:
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
-        """The loss, the statistics of every valid token in computing order, and the gradients that are needed."""
+        """The loss, the statistics of the batch in the dense layout, and the gradients that are needed."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -138,20 +137,20 @@ class _Step:
         head_pass = plan.open(head, grads, plan.differentiates)
 
         loss: Tensor | None = None
-        all_stats = []
-        with gemms(input.device):
+        all_dense = []
+        with gemms(input.device, plan.dtype):
             for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
                 x = layout.input_rows(flat, pack.rows).to(plan.dtype)
                 target = along(layout.target, pack.rows)
                 partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
+                dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
                     # It reaches more than was foretold: this pack starts over, and the others follow.
                     head_pass.release()
                     head_pass = plan.open(head, grads, tuple(gradients))
                     partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                    share, gradients = self._differentiate(stats, pack, with_gradient=True)
-                all_stats.append(stats)
+                    dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
+                all_dense.append(dense)
                 # Shares are added before they are rounded.
                 loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
@@ -164,30 +163,31 @@ class _Step:
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
         head_pass.release()
-        joined = all_stats[0]
-        if len(all_stats) > 1:
-            joined = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*all_stats, strict=True)))
         assert loss is not None  # even an empty batch is a pack
         loss = loss.to(accumulation_dtype(plan.dtype))
-        return loss, joined, (None, None, None) if grads is None else grads.finish()
+        return loss, layout.join(all_dense), (None, None, None) if grads is None else grads.finish()
 
-    def _differentiate(self, stats: TokenStats, pack: Pack, with_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """A pack's share of the loss, and its gradient with respect to each statistic that has one."""
+    def _differentiate(
+        self, stats: TokenStats, pack: Pack, with_gradient: bool
+    ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
+        """A pack's statistics in the dense layout, its share of the loss, and the gradient of that with respect to each
+        statistic that has one."""
         layout = self.plan.layout
-        leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(stats, name)) is not None}
+        dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
+        leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
             loss = self.objective(dense, layout.index(pack))
-        if not loss.requires_grad:
-            return loss, {}
-        # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
-        with torch.autograd.set_multithreading_enabled(False):
-            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if loss.requires_grad:
+            # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
+            with torch.autograd.set_multithreading_enabled(False):
+                gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-        return loss.detach(), {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        by_name = {name: layout.compact(g, pack) for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        return dense, loss.detach(), by_name
 
 
 class Step(Protocol):
@@ -196,7 +196,7 @@ class Step(Protocol):
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """The loss, statistics of every valid token in computing order, and the gradients that are needed."""
+        """The loss, statistics of the batch's tokens, and the gradients that are needed."""
         ...
 
 
@@ -217,7 +217,7 @@ class GradientInForward(torch.autograd.Function):
         return loss, *present
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 5
@@ -225,10 +225,8 @@ class GradientInForward(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, _, gradients = ctx.step.run(*inputs, ctx.needs)
-        scaled = [
-            None if g is None else scale_(g, upstream).view(x.shape).to(x.dtype)
-            for g, x in zip(gradients, inputs, strict=True)
-        ]
+        scale_([g for g in gradients if g is not None], upstream)
+        scaled = (None if g is None else g.view(x.shape).to(x.dtype) for g, x in zip(gradients, inputs, strict=True))
         return *scaled, None, None
 
 
@@ -281,4 +279,4 @@ def fused_loss(
     step = _Step(plan, objective)
     loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
     present = [name for name in TokenStats._fields if name in outputs]
-    return loss, plan.layout.scatter_stats(dict(zip(present, values, strict=True)))
+    return loss, TokenStats(**dict(zip(present, values, strict=True)))

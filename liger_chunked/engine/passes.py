@@ -25,6 +25,7 @@ from liger_chunked.kernels import (
     logits_grad_,
     logits_stats,
     merge,
+    row_stats,
 )
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
@@ -60,16 +61,21 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=dtype)
 
 
-@contextmanager
-def gemms(device: torch.device) -> Iterator[None]:
-    """What a pass runs under: its device, products in the dtype they are given, with sums in float32 to the end.
+# By default cuBLAS may split a sum over a long inner dimension and add the parts in the dtype of the product.
+_SPLIT_SUMS = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
 
-    By default cuBLAS may split a sum over a long inner dimension and add the parts in bfloat16.
-    """
+
+@contextmanager
+def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
+    """What a pass runs under: its device, products in the dtypes they are given, with sums in float32 to the end."""
     matmul = torch.backends.cuda.matmul
-    saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    allowed = [name for dtype, name in _SPLIT_SUMS.items() if dtype in dtypes and getattr(matmul, name)]
     autocast = autocasts(device.type)
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    for name in allowed:
+        setattr(matmul, name, False)
     try:
         with (
             torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
@@ -77,7 +83,8 @@ def gemms(device: torch.device) -> Iterator[None]:
         ):
             yield
     finally:
-        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = saved
+        for name in allowed:
+            setattr(matmul, name, True)
 
 
 class Needs(NamedTuple):
@@ -151,6 +158,9 @@ class HeadPass:
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile."""
+        if len(tiles) == 1:
+            self._held = self.project(x, tiles[0])
+            return row_stats(self._held, target, self.options, outputs, self.class_weight)
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             self._held = self.project(x, tile)

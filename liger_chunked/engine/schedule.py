@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.kernels import survey
 from liger_chunked.types import LogitOptions, TokenStats
 
 Group = Literal["token", "sequence", "pair"]
@@ -40,9 +41,9 @@ class Tile(NamedTuple):
     vocab: slice
 
 
-def along(x: Tensor, part: slice) -> Tensor:
+def along(x: Tensor, part: slice | Tensor) -> Tensor:
     """`x[part]`; `x` itself where that is all of it, as a view takes the host longer than some kernels run."""
-    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
+    return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Pack(NamedTuple):
@@ -68,11 +69,18 @@ class Layout:
     mask: Tensor  # dense, True at the valid tokens
     lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None where every token is a group
     group_lengths: Sequence[int] | None  # their sum over each group, as the host knows it; None likewise
+    shortest: int = 0  # valid tokens of the shortest sequence, as the host knows it
     stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
 
     @property
     def n_valid(self) -> int:
         return self.target.shape[0]
+
+    @property
+    def divisors(self) -> Tensor:
+        """`lengths`, but 1 for a sequence without valid tokens, so that one may divide by them."""
+        assert self.lengths is not None
+        return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
     @property
     def tokens_per_group(self) -> int:
@@ -86,21 +94,31 @@ class Layout:
         """The hidden states (len, H) of `rows`, from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
+    def _slots_in(self, pack: Pack) -> Tensor | None:
+        """`slots` of the tokens of `pack`, counted from its first group."""
+        if self.slots is None or pack.groups.start == 0:
+            return None if self.slots is None else along(self.slots, pack.rows)
+        return self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
+
     def dense(self, values: Tensor, pack: Pack) -> Tensor:
         """One value a token of `pack`, in computing order, to the dense layout of its groups; zero elsewhere.
 
-        A differentiable copy to distinct places: deterministic, both ways. Tokens that are their own groups stay as
-        they are.
+        A copy to distinct places: deterministic, as `compact`. Tokens that are their own groups stay as they are.
         """
         if self.group_lengths is None:
             return values
-        n_groups = pack.groups.stop - pack.groups.start
-        if self.slots is None:
-            return self._unflatten(values, n_groups)
-        slots = along(self.slots, pack.rows)
-        if pack.groups.start:
-            slots = slots - pack.groups.start * self.tokens_per_group
-        return self._unflatten(values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values), n_groups)
+        n_groups, slots = pack.groups.stop - pack.groups.start, self._slots_in(pack)
+        if slots is not None:
+            values = values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values)
+        return self._unflatten(values, n_groups)
+
+    def compact(self, dense: Tensor, pack: Pack) -> Tensor:
+        """The values of the tokens of `pack` back from the dense layout of its groups: (len,) without gaps."""
+        if self.group_lengths is not None:
+            dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
+            slots = self._slots_in(pack)
+            dense = dense if slots is None else dense.index_select(0, slots)
+        return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """One value for every valid token to the dense layout of the whole batch, `fill` elsewhere."""
@@ -127,6 +145,18 @@ class Layout:
             rows = rows[slots]
             target = target.new_zeros(n_positions).scatter(0, self.slots, target)
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
+
+    def join(self, parts: list[TokenStats]) -> TokenStats:
+        """The statistics of every pack, as `dense` gives them, to those of the batch, see `scatter_stats`.
+
+        Where a group has several tokens, ignored ones have zeros throughout.
+        """
+        stats = parts[0]
+        if len(parts) > 1:
+            stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
+        if self.group_lengths is not None:
+            return stats
+        return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
         """The statistics of every valid token to the dense layout, an argmax of -1 and zeros elsewhere."""
@@ -159,19 +189,18 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     Raises:
         ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
     """
-    flat = target.reshape(-1)
-    flat_mask = flat != ignore_index
-    if group == "token":
-        mask, lengths = flat_mask, flat_mask.sum()
-    else:
+    target = target.contiguous()
+    flat = target.view(-1)
+    flat_mask, summary = survey(flat[None] if group == "token" else target, ignore_index)
+    flat_mask = flat_mask.view(-1)
+    sizes, lows, highs = summary.tolist()
+    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
+    mask, lengths = flat_mask, None
+    if group != "token":
         per_group = 2 if group == "pair" else 1
-        sequences = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1])
-        mask, lengths = sequences.transpose(0, 1), sequences.sum(-1)
-
-    counts, low, high = [0] * lengths.numel(), 0, 0
-    if flat.numel():
-        lowest, highest = torch.where(flat_mask, flat, 0).aminmax()
-        *counts, low, high = torch.cat([lengths.view(-1), lowest[None], highest[None]]).tolist()
+        mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
+        in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
+        lengths = in_rows.view(per_group, -1).t()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
@@ -186,9 +215,10 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         rows=slots,
         slots=slots,
         mask=mask,
-        lengths=None if group == "token" else lengths.t(),
+        lengths=lengths,
         # Of a pair the two sequences stand n_groups apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
+        shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
     )
 

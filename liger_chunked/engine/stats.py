@@ -19,7 +19,7 @@ from liger_chunked.engine.checks import check_projection, check_target, compute_
 from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
-from liger_chunked.kernels import LogitsCotangents
+from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -31,29 +31,35 @@ class _Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype
-    backward_follows: bool
 
     def rows(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, input.shape[-1])
         return self.layout.input_rows(flat, slice(0, self.layout.n_valid)).to(self.dtype)
+
+    def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
+        """The statistics of the valid tokens, and the pass that holds the logits of its last tile."""
+        head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
+        head_pass = HeadPass(head, self.options, self.class_weight)
+        head_pass.reserve(largest(self.tiles))
+        with gemms(input.device, self.dtype):
+            partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
+        return head_pass, partial, stats
+
+    def dense(self, stats: TokenStats) -> TokenStats:
+        """Those of all tokens."""
+        return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
 
 class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
-        head_pass = HeadPass(head, plan.options, plan.class_weight)
-        head_pass.reserve(largest(plan.tiles))
-        with gemms(input.device):
-            partial, stats = head_pass.statistics(plan.rows(input), plan.layout.target, plan.tiles, plan.outputs)
-        if plan.backward_follows:
-            ctx.save_for_backward(input, weight, bias)
-            ctx.plan, ctx.head_pass, ctx.partial, ctx.entropy = plan, head_pass, partial, stats.entropy
-        compact = {name: value for name, value in stats._asdict().items() if value is not None}
-        dense = plan.layout.scatter_stats(compact)._asdict()
-        ctx.mark_non_differentiable(*(dense[name] for name in plan.outputs if name not in DIFFERENTIABLE))
-        return tuple(dense[name] for name in plan.outputs)
+        head_pass, partial, stats = plan.statistics(input, Head(weight, bias))
+        ctx.save_for_backward(input, weight, bias)
+        ctx.plan, ctx.head_pass, ctx.partial, ctx.entropy = plan, head_pass, partial, stats.entropy
+        dense = plan.dense(stats)
+        ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
+        return tuple(getattr(dense, name) for name in plan.outputs)
 
     @staticmethod
     @once_differentiable
@@ -79,7 +85,7 @@ class _LinearTokenStats(torch.autograd.Function):
         grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
         if layout.n_valid:
             ctx.head_pass.reserve(largest(plan.tiles))
-            with gemms(input.device):
+            with gemms(input.device, plan.dtype):
                 ctx.head_pass.backward(
                     x=plan.rows(input),
                     target=layout.target,
@@ -116,8 +122,9 @@ def token_stats(
         options=options,
         class_weight=class_weight,
         dtype=dtype,
-        backward_follows=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head)),
     )
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head))):
+        return plan.dense(plan.statistics(input, head)[2])
     values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
     return TokenStats(**dict(zip(outputs, values, strict=True)))
 

@@ -11,12 +11,13 @@ from liger_chunked.kernels.logits_divergence import (
     liger_tvd_with_logits,
 )
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
-from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge
+from liger_chunked.kernels.logits_stats import PartialStats, finish, logits_stats, merge, row_stats
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.projection import Exponentials, project_exp
 from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
+from liger_chunked.kernels.survey import survey
 from liger_chunked.kernels.target_rows import RowScales, add_target_rows_, add_target_rows_of_weight, scale_rows
 
 __all__ = [
@@ -46,8 +47,10 @@ __all__ = [
     "logits_stats",
     "merge",
     "project_exp",
+    "row_stats",
     "scale_",
     "scale_rows",
+    "survey",
     "tail_grad_",
     "tail_stats",
 ]

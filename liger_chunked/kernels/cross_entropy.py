@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import first_derivative, matrix, operator
 from liger_chunked.kernels.checks import check_floating, check_row, described
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
-from liger_chunked.kernels.logits_stats import finish, logits_stats
+from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -44,8 +44,7 @@ def _stats(
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
-    partial = logits_stats(matrix(logits), target, options, outputs, class_weight=class_weight)
-    stats = finish(partial, target, vocab_size, outputs)
+    partial, stats = row_stats(matrix(logits), target, options, outputs, class_weight)
     return stats.logps, stats.lse, stats.mean_logits, partial.max, partial.sum_exp  # type: ignore[return-value]
 
 

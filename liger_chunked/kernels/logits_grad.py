@@ -47,9 +47,9 @@ class LogitsCotangents(NamedTuple):
 
 @Kernel
 def _logits_grad_kernel(
-    logits_ptr, logits_stride, grad_ptr, grad_stride, target_ptr, class_weight_ptr,
+    logits_ptr, grad_ptr, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, mean_logits_ptr, entropy_value_ptr,
-    vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
+    logits_stride, grad_stride, vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     # A null pointer stands for a term that is absent.
@@ -109,21 +109,11 @@ def _logits_grad_triton_(
     n, n_cols = logits.shape
     block = min(1024, 1 << (n_cols - 1).bit_length())
     if n and not logits.is_meta:
-        _logits_grad_kernel[grid_of_rows(n, -(-n_cols // block))](
-            logits_ptr=logits,
-            logits_stride=logits.stride(0),
-            grad_ptr=out,
-            grad_stride=out.stride(0),
-            target_ptr=target,
-            class_weight_ptr=class_weight,
-            **{f"{name}_ptr": value for name, value in cotangents._asdict().items()},
-            vocab_start=vocab_start,
-            n_rows=n,
-            n_cols=n_cols,
-            inv_vocab=1.0 / vocab_size,
-            **transform_arguments(options),
-            BLOCK=block,
-            PRECISE=logits.dtype == torch.float32,
+        strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options).values()
+        _logits_grad_kernel(
+            grid_of_rows(n, -(-n_cols // block)),
+            (logits, out, target, class_weight, *cotangents),
+            (*strides, vocab_start, n, n_cols, 1.0 / vocab_size, *factors, block, logits.dtype == torch.float32),
             num_warps=2,
         )
     return out

@@ -1,7 +1,8 @@
 """The statistics of logits in one pass, as parts that merge: each row's softmax over any slice of the vocabulary.
 
 A tile of logits holds some columns of some rows. `logits_stats` reduces each of its rows to a `PartialStats`, `merge`
-joins those of neighbouring slices (it is associative), and `finish` makes `TokenStats` of the whole.
+joins those of neighbouring slices (it is associative), and `finish` makes `TokenStats` of the whole. Where a tile holds
+whole rows, `row_stats` does all of it in one launch.
 
 Bytes: the tile once. 8192 x 151936 in bfloat16 is 2.49 GB, 0.58 ms at 4.29 TB/s.
 """
@@ -34,7 +35,7 @@ class PartialStats(NamedTuple):
 
     max: Tensor  # max z
     sum_exp: Tensor  # sum exp(z - max)
-    target_logit: Tensor  # z at the target, -inf where the target lies outside the slice
+    target_logit: Tensor | None = None  # z at the target, -inf where the target lies outside the slice
     sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): relative to max, so that large logits do not cancel
     sum_z: Tensor | None = None  # sum of z, or of class_weight * z
     sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
@@ -63,12 +64,13 @@ def _add_block(
 
 @Kernel
 def _logits_stats_kernel(
-    logits_ptr, logits_stride, target_ptr, class_weight_ptr,
-    max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr,
-    vocab_start, n_cols, scale, softcap, inv_temperature,
-    BLOCK: tl.constexpr, PRECISE: tl.constexpr,
+    logits_ptr, target_ptr, class_weight_ptr,
+    max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr, lse_ptr,
+    logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
+    BLOCK: tl.constexpr, PRECISE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    # One program per row; a null pointer stands for a statistic that nobody asked for. Sums are relative to the maximum
+    # One program per row; a null pointer stands for a statistic that nobody asked for. Of WHOLE rows, what `finish`
+    # makes of a sum is stored in its place, and the lse beside them. Sums are relative to the maximum
     # of the row's first block and stay in their lanes to its end: a running maximum would cost a reduction over the
     # program, and a wait, every block. A row that rises too far above its reference is swept again, from its maximum.
     row = tl.program_id(0).to(tl.int64)
@@ -141,21 +143,36 @@ def _logits_stats_kernel(
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
-    tl.store(max_ptr + row, row_max)
-    tl.store(sum_exp_ptr + row, rescale * row_sum_exp)
-    if sum_exp_z_ptr is not None:
-        tl.store(sum_exp_z_ptr + row, rescale * (row_sum_exp_z - distance * row_sum_exp))
-    if sum_z_ptr is not None:
-        tl.store(sum_z_ptr + row, tl.sum(sum_z, axis=0))
-    if sum_exp_sq_ptr is not None:
-        tl.store(sum_exp_sq_ptr + row, rescale * rescale * row_sum_exp_sq)
-    if argmax_ptr is not None:
-        tl.store(argmax_ptr + row, row_argmax + vocab_start)
     target = tl.load(target_ptr + row) - vocab_start
     has_target = (target >= 0) & (target < n_cols)
     z = tl.load(row_ptr + target, mask=has_target, other=0.0).to(tl.float32)
     z = transform_block(z, scale, softcap, inv_temperature)
-    tl.store(target_logit_ptr + row, tl.where(has_target, z, -float("inf")))
+    of_target = tl.where(has_target, z, -float("inf"))
+    moment = (rescale * (row_sum_exp_z - distance * row_sum_exp)).to(tl.float32)
+    squares = (rescale * rescale * row_sum_exp_sq).to(tl.float32)
+    normaliser = (rescale * row_sum_exp).to(tl.float32)
+    mean = tl.sum(sum_z, axis=0)
+    if WHOLE:
+        log_sum = tl.log(normaliser)
+        # In this order: the first difference is exact for large logits, lse is not.
+        of_target = (of_target - row_max) - log_sum
+        moment = log_sum - moment / normaliser
+        squares = tl.log(squares) - 2 * log_sum
+        mean = mean / n_cols
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, row_max + log_sum)
+    tl.store(max_ptr + row, row_max)
+    tl.store(sum_exp_ptr + row, normaliser)
+    if target_logit_ptr is not None:
+        tl.store(target_logit_ptr + row, of_target)
+    if sum_exp_z_ptr is not None:
+        tl.store(sum_exp_z_ptr + row, moment)
+    if sum_z_ptr is not None:
+        tl.store(sum_z_ptr + row, mean)
+    if sum_exp_sq_ptr is not None:
+        tl.store(sum_exp_sq_ptr + row, squares)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + row, row_argmax + vocab_start)
 
 
 def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
@@ -169,8 +186,9 @@ def _wanted(outputs: tuple[str, ...]) -> dict[str, bool]:
 
 def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
-    class_weight: Tensor | None,
-) -> PartialStats:  # fmt: skip
+    class_weight: Tensor | None, whole: bool,
+) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
+    """What the kernel writes: sums, or what `finish` makes of them, and the lse of `whole` rows where it is wanted."""
     n, n_cols = logits.shape
 
     def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -180,28 +198,24 @@ def _logits_stats_triton(
     stats = PartialStats(
         max=buffer(),  # type: ignore[arg-type]
         sum_exp=buffer(),  # type: ignore[arg-type]
-        target_logit=buffer(),  # type: ignore[arg-type]
+        target_logit=buffer("logps" in outputs or not whole),
         sum_exp_z=buffer(wanted["sum_exp_z"]),
         sum_z=buffer(wanted["sum_z"]),
         sum_exp_sq=buffer(wanted["sum_exp_sq"]),
         argmax=buffer(wanted["argmax"], torch.int64),
     )
+    lse = buffer(whole and "lse" in outputs)
     if n and not logits.is_meta:
-        _logits_stats_kernel[(n,)](
-            logits_ptr=logits,
-            logits_stride=logits.stride(0),
-            target_ptr=target,
-            class_weight_ptr=class_weight,
-            **{f"{name}_ptr": value for name, value in stats._asdict().items()},
-            vocab_start=vocab_start,
-            n_cols=n_cols,
-            **transform_arguments(options),
-            # An index beside each maximum: half the block, for as many programs at a time.
-            BLOCK=min(1024 if wanted["argmax"] else 2048, 1 << (n_cols - 1).bit_length()),
-            PRECISE=logits.dtype == torch.float32,
+        # An index beside each maximum: half the block, for as many programs at a time.
+        block = min(1024 if wanted["argmax"] else 2048, 1 << (n_cols - 1).bit_length())
+        factors = transform_arguments(options).values()
+        _logits_stats_kernel(
+            (n,),
+            (logits, target, class_weight, *stats, lse),
+            (logits.stride(0), vocab_start, n_cols, *factors, block, logits.dtype == torch.float32, whole),
             num_warps=4,
         )
-    return stats
+    return stats, lse
 
 
 def _logits_stats_torch(
@@ -263,8 +277,32 @@ def logits_stats(
         outputs: names of `TokenStats` fields.
         class_weight: (C,) in the accumulation dtype, weighs `mean_logits`; None for ones.
     """
-    compute = _logits_stats_triton if use_triton(logits) or logits.is_meta else _logits_stats_torch
-    return compute(logits, target, options, outputs, vocab_start, class_weight)
+    if use_triton(logits) or logits.is_meta:
+        return _logits_stats_triton(logits, target, options, outputs, vocab_start, class_weight, whole=False)[0]
+    return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight)
+
+
+def row_stats(
+    logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
+) -> tuple[PartialStats, TokenStats]:
+    """`logits_stats` and `finish` of logits (N, V) of the whole vocabulary.
+
+    Of the `PartialStats`, `max` and `sum_exp` alone are sure to be there. Arguments are those of `logits_stats`.
+    """
+    if not (use_triton(logits) or logits.is_meta):
+        partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
+        return partial, finish(partial, target, logits.shape[1], outputs)
+    stored, lse = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, whole=True)
+    stats = TokenStats(
+        logps=stored.target_logit,
+        lse=lse,
+        entropy=stored.sum_exp_z,
+        mean_logits=stored.sum_z,
+        argmax=stored.argmax if "argmax" in outputs else None,
+        is_top1=torch.eq(stored.argmax, target) if "is_top1" in outputs else None,  # type: ignore[arg-type]
+        log_sum_sq_probs=stored.sum_exp_sq,
+    )
+    return PartialStats(stored.max, stored.sum_exp), stats
 
 
 def concatenate(parts: list[PartialStats]) -> PartialStats:
@@ -292,7 +330,7 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
     return PartialStats(
         max=maximum,
         sum_exp=a.sum_exp * scale_a + b.sum_exp * scale_b,
-        target_logit=torch.maximum(a.target_logit, b.target_logit),
+        target_logit=torch.maximum(a.target_logit, b.target_logit),  # type: ignore[arg-type]
         sum_exp_z=moved(a, scale_a) + moved(b, scale_b) if both(a.sum_exp_z, b.sum_exp_z) else None,
         sum_z=a.sum_z + b.sum_z if both(a.sum_z, b.sum_z) else None,  # type: ignore[operator]
         sum_exp_sq=(
@@ -310,7 +348,7 @@ def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:
         # In this order: the first difference is exact for large logits, lse is not.
-        fields["logps"] = (stats.target_logit - stats.max) - log_sum
+        fields["logps"] = (stats.target_logit - stats.max) - log_sum  # type: ignore[operator]
     if "lse" in outputs:
         fields["lse"] = stats.max + log_sum
     if stats.sum_exp_z is not None:

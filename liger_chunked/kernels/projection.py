@@ -300,7 +300,7 @@ def project_exp(
     stats = PartialStats(
         max=buffer(n),  # type: ignore[arg-type]
         sum_exp=buffer(n),  # type: ignore[arg-type]
-        target_logit=buffer(n),  # type: ignore[arg-type]
+        target_logit=buffer(n),
         sum_exp_z=buffer(n, wanted=moment),
         sum_z=buffer(n, wanted=mean),
     )

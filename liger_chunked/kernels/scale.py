@@ -1,39 +1,65 @@
-"""Multiply a gradient by the upstream scalar, in place, and at no cost where that scalar is 1.
+"""Multiply gradients by the upstream scalar, in place, and at no cost where that scalar is 1.
 
 Bytes: none for a scalar of 1, which the kernel finds out on the device, so that the host waits for nothing; otherwise
-the tensor once in and once out.
+each tensor once in and once out. One launch for all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from liger_chunked.kernels.backend import tl, triton, use_triton
+from liger_chunked.kernels.backend import jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 
 _PROGRAMS = 2048  # a few waves on any GPU: enough to saturate memory, few enough to return at once
+_BLOCK = 4096
+_MOST = 3  # of hidden states, weight and bias
+
+
+@jit
+def _scale_one(x_ptr, n, scalar, BLOCK: tl.constexpr):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < n:
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < n
+        x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32) * scalar
+        tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
+        start += step
 
 
 @Kernel
-def _scale_kernel(x_ptr, scalar_ptr, n, BLOCK: tl.constexpr):
+def _scale_kernel(
+    scalar_ptr, first_ptr, second_ptr, third_ptr, n_first, n_second, n_third, BLOCK: tl.constexpr
+):  # fmt: skip
+    # A null pointer stands for what is absent.
     scalar = tl.load(scalar_ptr).to(tl.float32)
     if scalar != 1.0:
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        while start < n:
-            offsets = start + tl.arange(0, BLOCK)
-            inside = offsets < n
-            x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32) * scalar
-            tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
-            start += step
+        _scale_one(first_ptr, n_first, scalar, BLOCK)
+        if second_ptr is not None:
+            _scale_one(second_ptr, n_second, scalar, BLOCK)
+        if third_ptr is not None:
+            _scale_one(third_ptr, n_third, scalar, BLOCK)
 
 
-def scale_(x: Tensor, scalar: Tensor) -> Tensor:
-    """`x *= scalar` for a contiguous `x` and a scalar tensor on its device, computed in float32; returns `x`."""
-    if not use_triton(x):
-        return x if x.device.type == "cpu" and scalar.item() == 1.0 else x.mul_(scalar)
-    if x.numel():
-        block = 4096
-        programs = min(_PROGRAMS, triton.cdiv(x.numel(), block))
-        _scale_kernel[(programs,)](x_ptr=x, scalar_ptr=scalar, n=x.numel(), BLOCK=block, num_warps=8)
-    return x
+def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
+    """`x *= scalar` for up to three contiguous tensors and a scalar tensor on their device, computed in float32.
+
+    float64 stays float64.
+    """
+    served = [x for x in tensors if use_triton(x) and x.numel()]
+    if served:
+        sizes = [x.numel() for x in served]
+        absent = _MOST - len(served)
+        _scale_kernel(
+            (min(_PROGRAMS, -(-max(sizes) // _BLOCK)),),
+            (scalar, *served, *[None] * absent),
+            (*sizes, *[0] * absent, _BLOCK),
+            num_warps=8,
+        )
+    others = [x for x in tensors if not use_triton(x)]
+    if others and not (scalar.device.type == "cpu" and scalar.item() == 1.0):
+        for x in others:
+            x.mul_(scalar)

@@ -48,11 +48,11 @@ def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
 
 
 def _sigmoid(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(s.beta * _margin(pairs, s), s.label_smoothing)
+    return logistic(_margin(pairs, s), s.label_smoothing, s.beta)
 
 
 def _sigmoid_norm(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(s.beta * _mean_margin(pairs, s))
+    return logistic(_mean_margin(pairs, s), beta=s.beta)
 
 
 def _hinge(pairs: Pairs, s: DPOSettings) -> Tensor:
@@ -96,12 +96,12 @@ def _sppo_hard(pairs: Pairs, s: DPOSettings) -> Tensor:
 def _aot(pairs: Pairs, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return logistic(s.beta * (policy - reference), s.label_smoothing)
+    return logistic(policy - reference, s.label_smoothing, s.beta)
 
 
 def _aot_unpaired(pairs: Pairs, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return logistic(s.beta * (chosen - rejected), s.label_smoothing)
+    return logistic(chosen - rejected, s.label_smoothing, s.beta)
 
 
 def _apo_zero(pairs: Pairs, s: DPOSettings) -> Tensor:

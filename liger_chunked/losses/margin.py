@@ -6,13 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Above it `log(1 + exp(x))` is x, to the last bit of a float64.
+_LINEAR = 40.0
 
-def logistic(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """`-(1 - eps) log sigmoid(margin) - eps log sigmoid(-margin)`: Bradley-Terry, labels flipped with chance `eps`."""
-    loss = -F.logsigmoid(margin)
+
+def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
+    """`-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`: Bradley-Terry, labels flipped with chance
+    `eps`.
+    """
+    # -log sigmoid(m) is log(1 + exp(-m)): its sign goes into beta, both ways.
+    loss = F.softplus(-beta * margin, threshold=_LINEAR)
     if label_smoothing == 0:
         return loss
-    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-margin)
+    return (1 - label_smoothing) * loss + label_smoothing * F.softplus(beta * margin, threshold=_LINEAR)
 
 
 def hinge(margin: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from liger_chunked.engine import (
     Layout,
     Like,
     Returns,
+    along,
     check_projection,
     check_target,
     fused_loss,
@@ -26,7 +26,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps
+from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -40,39 +40,52 @@ from liger_chunked.types import (
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
+class _Sequences:
+    """How tokens make sequences, of the policy and of the reference; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
-    batch_lengths: Tensor  # (2,), at least 1
-    ref_logps: Tensor  # (n, 2)
     average_log_prob: bool
     token_weights: Tensor | None  # (n, 2, T) what each token counts in the sums; None for one each
-    has_tokens: Tensor | None  # (n,); None where every pair has some
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None where it is theirs in `mask`
     nll_only: Tensor | None  # (n, 2, T) True at tokens that have statistics for the NLL alone; None without such
+
+    @property
+    def every(self) -> slice:
+        """The index of the whole batch."""
+        return slice(0, self.mask.shape[0])
 
     def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
         """Statistics of the tokens of `mask`, zero elsewhere."""
-        return values if self.nll_only is None else values.masked_fill(self.nll_only[index], 0.0)
+        return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
-    def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """(n, 2) log-probability of each sequence from that of its tokens, of the policy or of the reference."""
+    def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
+        """(n, 2) log-probability of each sequence from that of its tokens."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
-            token_logps = token_logps * self.token_weights[index]
-        return sequence_logps(token_logps, self.lengths[index], self.average_log_prob)
+            token_logps = token_logps * along(self.token_weights, index)
+        return sequence_logps(token_logps, along(self.lengths, index), self.average_log_prob)
 
-    def pairs(self, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        assert stats.logps is not None
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
+
+    sequences: _Sequences
+    batch_lengths: Tensor  # (2,), at least 1
+    ref_logps: Tensor  # (n, 2)
+    has_tokens: Tensor | None  # (n,); None where every pair has some
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None where it is theirs in `mask`
+
+    def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
+        """From the log-probabilities (n, 2) of the pairs' sequences, and from the statistics of their tokens."""
+        sequences = self.sequences
         return Pairs(
-            logps=self.sequence_logps(stats.logps, index),
-            ref_logps=self.ref_logps[index],
-            lengths=self.lengths[index],
-            mask=self.mask[index],
+            logps=logps,
+            ref_logps=along(self.ref_logps, index),
+            lengths=along(sequences.lengths, index),
+            mask=along(sequences.mask, index),
             token_stats=DeclaredStats(*stats),
-            batch_size=self.mask.shape[0],
+            batch_size=sequences.mask.shape[0],
             batch_lengths=self.batch_lengths,
         )
 
@@ -82,7 +95,7 @@ class _Batch:
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
             return -chosen.sum() / self.batch_lengths[0]
-        return -torch.where(self.nll_mask[index], chosen, 0.0).sum() / self.nll_mask.sum().clamp(min=1)
+        return -torch.where(along(self.nll_mask, index), chosen, 0.0).sum() / self.nll_mask.sum().clamp(min=1)
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
@@ -229,14 +242,18 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
         n_pairs = max(1, target.shape[0] // 2)
+        summed: dict[int, Tensor] = {}  # for the metrics, of the sequences of each pack, by its first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            assert stats.logps is not None and isinstance(index, slice)
+            logps = batch.sequences.logps(stats.logps, index)
+            summed[index.start] = logps.detach()
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
                 # What is sorted over the batch has no place for a pair without tokens.
                 index = batch.has_tokens.nonzero().view(-1)
-                stats = TokenStats(*(None if f is None else f[index] for f in stats))
-            pairs = batch.pairs(stats, index)
+                logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
+            pairs = batch.pairs(logps, stats, index)
             losses = self.preference_loss(pairs)
             if losses.shape != pairs.logps.shape[:1]:
                 raise ValueError(
@@ -244,8 +261,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                     f"got {tuple(losses.shape)}"
                 )
             if batch.has_tokens is not None:
-                losses = torch.where(batch.has_tokens[index], losses, 0.0)
-            loss = losses.sum() / n_pairs
+                losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
+            loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
         loss, stats = fused_loss(
@@ -258,7 +275,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             options=self.options,
             whole_batch=self._whole_batch,
         )
-        return loss, self._metrics(batch, stats)
+        logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
+        return loss, self._metrics(batch, logps, stats)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
         """The tokens of either target."""
@@ -279,55 +297,71 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         layout: Layout,
         reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     ) -> _Batch:
-        ignore_index = self.options.ignore_index
-        dtype = accumulation_dtype(weight.dtype)
-        mask, lengths, nll_mask, nll_only = layout.mask, layout.lengths, None, None
+        mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
         assert lengths is not None and layout.group_lengths is not None
         if nll_target is not None:
+            ignore_index = self.options.ignore_index
             mask = layout.arrange(target != ignore_index)
             lengths = mask.sum(-1)
+            at_least_1 = lengths.clamp(min=1)
             nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
             nll_only = layout.mask & ~mask
-        batch = _Batch(
+        dtype = accumulation_dtype(weight.dtype)
+        sequences = _Sequences(
             mask=mask,
-            lengths=lengths.clamp(min=1),
-            batch_lengths=lengths.sum(0).clamp(min=1),
-            ref_logps=torch.zeros((), dtype=torch.float64, device=mask.device).expand(lengths.shape),
+            lengths=at_least_1,
             average_log_prob=self.average_log_prob,
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
-            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
-            nll_mask=nll_mask,
             nll_only=nll_only,
         )
+        batch_lengths = lengths.sum(0)
+        return _Batch(
+            sequences=sequences,
+            batch_lengths=batch_lengths if at_least_1 is lengths else batch_lengths.clamp(min=1),
+            ref_logps=self._ref_logps(weight, target, layout, sequences, reference),
+            has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
+            nll_mask=nll_mask,
+        )
+
+    def _ref_logps(
+        self,
+        weight: Tensor,
+        target: Tensor,
+        layout: Layout,
+        sequences: _Sequences,
+        reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    ) -> Tensor:
+        """(n, 2) those of the sequences, in float64, zeros without a reference."""
         ref_logps = reference_logps(
             type(self).__name__, self.use_ref_model, weight, target, layout, self.options, *reference
         )
         if ref_logps is None:
-            return batch
+            return torch.zeros((), dtype=torch.float64, device=target.device).expand(sequences.lengths.shape)
         if ref_logps.ndim == 3:
-            ref_logps = batch.sequence_logps(ref_logps, slice(None))
-        elif self.ld_alpha is not None:
+            return sequences.logps(ref_logps, sequences.every)
+        if self.ld_alpha is not None:
             raise ValueError(
                 f"ref_logps must be {tuple(target.shape)}, one value a token, with ld_alpha={self.ld_alpha}, which "
                 f"weighs tokens: got one a sequence, {tuple(target.shape[:1])}"
             )
-        return dataclasses.replace(batch, ref_logps=ref_logps.double())
+        return ref_logps.double()
 
     @torch.no_grad()
-    def _metrics(self, batch: _Batch, stats: TokenStats) -> PreferenceMetrics:
+    def _metrics(self, batch: _Batch, logps: Tensor, stats: TokenStats) -> PreferenceMetrics:
         assert stats.mean_logits is not None
-        pairs = batch.pairs(stats, slice(None))
-        logits_mean = batch.own(stats.mean_logits, slice(None)).sum((0, 2)) / pairs.batch_lengths
-        nll = batch.nll(stats, slice(None)) if self.compute_nll_loss else logits_mean.new_zeros(())
-        logps, rewards = (x.to(stats.mean_logits.dtype) for x in (pairs.logps, self.reward(pairs.logratios)))
+        every = batch.sequences.every
+        logits_mean = batch.sequences.own(stats.mean_logits, every).sum((0, 2)) / batch.batch_lengths
+        nll = batch.nll(stats, every) if self.compute_nll_loss else logits_mean.new_zeros(())
+        logps, rewards = (x.to(logits_mean.dtype) for x in (logps, self.reward(logps - batch.ref_logps)))
+        chosen, rejected = zip(*(x.unbind(-1) for x in (logps, logits_mean, rewards)), strict=True)
         return PreferenceMetrics(
-            chosen_logps=logps[:, 0],
-            rejected_logps=logps[:, 1],
-            chosen_logits_mean=logits_mean[0],
-            rejected_logits_mean=logits_mean[1],
+            chosen_logps=chosen[0],
+            rejected_logps=rejected[0],
+            chosen_logits_mean=chosen[1],
+            rejected_logits_mean=rejected[1],
             nll_loss=nll,
-            chosen_rewards=rewards[:, 0],
-            rejected_rewards=rewards[:, 1],
+            chosen_rewards=chosen[2],
+            rejected_rewards=rejected[2],
         )
 
     def extra_repr(self) -> str:

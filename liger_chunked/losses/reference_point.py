@@ -90,8 +90,7 @@ def mismatched_kl(
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
     layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
-    assert layout.lengths is not None
-    lengths = layout.lengths[:, 0].clamp(min=1)
+    lengths = layout.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
     reference = reference_logps(
         loss, True, head.weight, target, layout, options, ref_kl_input, ref_weight, ref_bias, ref_kl_logps, infix="kl_"

@@ -22,6 +22,11 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
     return logps / lengths if average else logps
 
 
+def share_of_mean(losses: Tensor, n: int) -> Tensor:
+    """What some of `n` losses add to their mean: `losses.sum() / n`."""
+    return losses.mean() if losses.shape[0] == n else losses.sum() / n
+
+
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
     """`scope` is a class attribute that anyone may misspell.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from liger_chunked.engine import (
     Layout,
     Like,
     Returns,
+    along,
     check_projection,
     check_target,
     fused_loss,
@@ -27,7 +27,7 @@ from liger_chunked.engine import (
 )
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import check_beta, sequence_logps
+from liger_chunked.losses.sequences import check_beta, sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -54,20 +54,18 @@ class _Batch:
     sides: Tensor  # (2, n): which sequences are desirable, and which are not
     counts: Tensor  # (2,) how many are
 
-    def sequence_logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        return sequence_logps(token_logps, self.lengths[index], self.average_log_prob)
-
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
         # The dense layout has an axis for the sequences of a group, and here a group is one.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
+        lengths = along(self.lengths, index)
         return Examples(
-            logps=self.sequence_logps(stats.logps, index),
-            ref_logps=self.ref_logps[index],
-            desirable=self.desirable[index],
-            lengths=self.lengths[index],
+            logps=sequence_logps(stats.logps, lengths, self.average_log_prob),
+            ref_logps=along(self.ref_logps, index),
+            desirable=along(self.desirable, index),
+            lengths=lengths,
             reference_point=self.reference_point,
-            mask=self.mask[index],
+            mask=along(self.mask, index),
             token_stats=DeclaredStats(*stats),
             batch_size=self.mask.shape[0],
             batch_counts=self.counts.clamp(min=1),
@@ -238,10 +236,10 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
                     f"got {tuple(losses.shape)}"
                 )
             if some_are_empty:
-                losses = torch.where(batch.tokens[index] > 0, losses, 0.0)
+                losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
             if batch.weights is not None:
-                losses = losses * batch.weights[index]
-            return losses.sum() / n
+                losses = losses * along(batch.weights, index)
+            return share_of_mean(losses, n)
 
         loss, stats = fused_loss(
             head,
@@ -266,28 +264,29 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         assert layout.lengths is not None
         tokens = layout.lengths.squeeze(1)
         sides = torch.stack([desirable, ~desirable])
-        batch = _Batch(
+        lengths = layout.divisors.squeeze(1)
+        if ref_logps is None:
+            ref_logps = torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape)
+        else:
+            ref_logps = ref_logps.squeeze(1)
+            if ref_logps.ndim == 2:
+                ref_logps = sequence_logps(ref_logps, lengths, self.average_log_prob)
+        return _Batch(
             mask=layout.mask.squeeze(1),
-            lengths=tokens.clamp(min=1),
+            lengths=lengths,
             tokens=tokens,
             desirable=desirable,
             sides=sides,
             counts=sides.sum(1),
-            ref_logps=torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape),
+            ref_logps=ref_logps,
             weights=None if weights is None else weights.detach().to(torch.float64),
             reference_point=reference_point,
             average_log_prob=self.average_log_prob,
         )
-        if ref_logps is None:
-            return batch
-        ref_logps = ref_logps.squeeze(1)
-        if ref_logps.ndim == 2:
-            ref_logps = batch.sequence_logps(ref_logps, slice(None))
-        return dataclasses.replace(batch, ref_logps=ref_logps)
 
     @torch.no_grad()
     def _metrics(self, batch: _Batch, stats: TokenStats) -> UnpairedPreferenceMetrics:
-        examples = batch.examples(stats, slice(None))
+        examples = batch.examples(stats, slice(0, batch.mask.shape[0]))
         assert examples.token_stats.mean_logits is not None
 
         def by_side(values: Tensor) -> Tensor:
