@@ -210,7 +210,7 @@ def _logits_stats_triton(
         block = min(1024 if wanted["argmax"] else 2048, 1 << (n_cols - 1).bit_length())
         factors = transform_arguments(options).values()
         _logits_stats_kernel(
-            (n,),
+            (n, 1, 1),
             (logits, target, class_weight, *stats, lse),
             (logits.stride(0), vocab_start, n_cols, *factors, block, logits.dtype == torch.float32, whole),
             num_warps=4,

@@ -54,7 +54,7 @@ def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
         sizes = [x.numel() for x in served]
         absent = _MOST - len(served)
         _scale_kernel(
-            (min(_PROGRAMS, -(-max(sizes) // _BLOCK)),),
+            (min(_PROGRAMS, -(-max(sizes) // _BLOCK)), 1, 1),
             (scalar, *served, *[None] * absent),
             (*sizes, *[0] * absent, _BLOCK),
             num_warps=8,

@@ -37,7 +37,7 @@ def _survey_triton(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     mask = torch.empty_like(target, dtype=torch.bool)
     block = min(_BLOCK, 1 << (n_cols - 1).bit_length())
     summary = torch.empty(3, n_rows, -(-n_cols // block), dtype=torch.int64, device=target.device)
-    _survey_kernel((n_rows, summary.shape[2]), (target, mask, summary), (n_cols, ignore_index, block), num_warps=4)
+    _survey_kernel((n_rows, summary.shape[2], 1), (target, mask, summary), (n_cols, ignore_index, block), num_warps=4)
     return mask, summary
 
 
