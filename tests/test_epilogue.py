@@ -429,7 +429,7 @@ def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, sca
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tiling", [Tiling(split=1), Tiling()], ids=["whole", "halves"])
+@pytest.mark.parametrize("tiling", [Tiling.of(896), Tiling.of(2048), Tiling(stages=3, split=1)])
 @pytest.mark.parametrize(
     ("rows", "hidden", "vocab"),
     [

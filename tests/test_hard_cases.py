@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
+from liger_chunked.engine import fused
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 EXACT = 1e-12
@@ -380,8 +381,10 @@ class Products(TorchDispatchMode):
 
 
 @by_row
-def test_autocast(row, device):
+def test_autocast(row, device, monkeypatch):
     """GEMMs in the autocast dtype, the result as if the inputs had been cast by hand, gradients in float32."""
+    # A step whose dW is in float32 may go by the epilogue, that of the cast weight does not: logits are rounded or not.
+    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: False)
     batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
     # One pack: a CPU accumulates several in float32 products of upcast operands.
