@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, evaluate, moved, relative_error, students
+from table import ROWS, SMALL, evaluate, moved, relative_error, students
 from torch import Tensor
 
 from liger_chunked import (
@@ -269,6 +269,19 @@ def test_rows_that_rise_after_their_first_block(loss, temperature, device):
     exact = by_autograd(loss, z.double() / temperature, t.double() / temperature)
     for value, expected in zip(ours, (exact[0], exact[1] / temperature), strict=True):
         assert relative_error(value, expected) < 1e-5
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("target", [True, False])
+@pytest.mark.parametrize("row", [row for row in ROWS if "top-k" in row.id], ids=repr)
+def test_gradients_of_a_top_k(row, target, device):
+    """Without a target that of the tail is a column of a matrix."""
+    batch = moved(row.sample(SMALL, seed=1), torch.float32, device)
+    if not target:
+        del batch["target"]
+    ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, moved(batch, torch.float64))
+    for name in exact:
+        assert relative_error(ours[name], exact[name]) < 2e-6, name
 
 
 @pytest.mark.triton

@@ -132,8 +132,9 @@ def _divergence_grad_triton_(
             dz_ptr=out,
             dz_stride=out.stride(0),
             target_ptr=target,
-            g_divergence_ptr=g_divergence,
-            g_logps_ptr=g_logps,
+            # Autograd's may be expanded, or a column of a matrix.
+            g_divergence_ptr=g_divergence.contiguous(),
+            g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
             centre_ptr=stats.centre,
             sum_exp_ptr=stats.sum_exp,
             log_sum_ptr=stats.log_sum,
