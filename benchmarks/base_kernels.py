@@ -60,8 +60,13 @@ def measure(
         outputs = Backward(exact(*wide), []).outputs
         return dict(zip(leaves, torch.autograd.grad(outputs, wide, [g.double() for g in grads]), strict=True))
 
+    given = [leaf.detach().clone() for leaf in leaves.values()]
+
     def loss_of(function: Function) -> Function:
-        own = [g.clone() for g in grads]  # some write into them
+        # Some write into their upstream gradients, and into their inputs.
+        own = [g.clone() for g in grads]
+        for leaf, x in zip(leaves.values(), given, strict=True):
+            leaf.detach().copy_(x)
 
         def loss(*inputs: Tensor) -> Backward:
             result = Backward(function(*inputs), own)
@@ -142,7 +147,8 @@ def gated(table: Table, n: int, width: int) -> None:
             return getattr(liger, f"liger_{name.lower()}")(gate, up)
 
         contenders = compared(ours, eager, peer)
-        measure(table, f"{name} {n}x{width}", units, contenders, {"gate": gate, "up": up}, eager)
+        leaves = {"gate": gate.detach().clone().requires_grad_(), "up": up.detach().clone().requires_grad_()}
+        measure(table, f"{name} {n}x{width}", units, contenders, leaves, eager)
 
 
 def packed(table: Table, n: int, width: int) -> None:
