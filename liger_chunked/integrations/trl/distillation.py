@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from trl import DistillationTrainer
 
-from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
+from liger_chunked.integrations.trl.mixin import HEAD_BUDGET, LigerTrainerMixin
 from liger_chunked.integrations.trl.rollouts import model_inputs_and_labels
 from liger_chunked.integrations.trl.teacher import distillation_step, log_terms
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearJSDLoss
@@ -19,7 +19,7 @@ class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
     Args:
         *args, **kwargs: TRL's.
         loss: a `LigerFusedLinearDistillationBase`, at whose temperature the entropy is logged too.
-        logits_budget: see `LigerTrainerMixin`.
+        logits_budget: the most bytes of logits alive at once, those of student and teacher together; None for 1 GiB.
     """
 
     loss_kind = LigerFusedLinearDistillationBase
@@ -36,7 +36,7 @@ class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
                 temperature=self.temperature,
                 weight_hard_loss=0.0,
                 weight_soft_loss=1.0,
-                logits_budget=self.logits_budget,
+                logits_budget=2 * HEAD_BUDGET if self.logits_budget is None else self.logits_budget,
             )
         step = distillation_step(
             unwrapped_student,

@@ -20,9 +20,9 @@ from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Of a head in the place of TRL's, which holds few logits: a step is to take no more memory than there. The automatic
-# budget, twice that and more, is worth 1% of the time of a step.
-_HEAD_BUDGET = 512 * 2**20
+# Of a head in the place of TRL's chunked one, which holds few logits: a step is to take no more memory than there. The
+# automatic budget, twice that and more, is worth 1% of the time of a step.
+HEAD_BUDGET = 512 * 2**20
 # What of the logit options is the model's.
 TRANSFORM = ("softcap", "logit_scale")
 
@@ -104,7 +104,7 @@ def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) 
             f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
             "TRL 1.15 and 1.16 do"
         )
-    budget = _HEAD_BUDGET if logits_budget is None else logits_budget
+    budget = HEAD_BUDGET if logits_budget is None else logits_budget
     try:
         for module, function in theirs:
             module.add_fused_lm_head = functools.wraps(function)(
