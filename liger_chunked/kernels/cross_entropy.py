@@ -175,7 +175,7 @@ def liger_cross_entropy(
     """
     _check(logits, target, weight, reduction, label_smoothing)
     dtype = accumulation_dtype(logits.dtype)
-    target = target.long()
+    target = target.long().contiguous()
     class_weight = None if weight is None else weight.to(dtype).contiguous()
     regularized = bool(label_smoothing or lse_square_scale)
     stats = _LogitsStats.apply(
