@@ -252,7 +252,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
                 f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, "
                 f"got {tuple(self.ce_weight.shape)}"
             )
-        return self.ce_weight.to(weight.device, accumulation_dtype(weight.dtype))
+        return self.ce_weight.to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
         """(N,), or None."""
