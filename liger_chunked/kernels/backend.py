@@ -122,6 +122,19 @@ def matrix(x: Tensor) -> Tensor:
     return strided_rows(x)[0].view(-1, x.shape[-1])
 
 
+def has_own_memory(x: Tensor) -> bool:
+    """Whether each element of `x` has a place to itself, so that one may be written while others are to be read: not
+    where `x` was expanded, or its rows overlap.
+    """
+    reached = 0  # by the dimensions so far, the innermost first
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1:
+            if stride <= reached:
+                return False
+            reached += (n - 1) * stride
+    return True
+
+
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory of the shape of `x`, without gaps: half the time of `x.new_empty(x.shape)`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

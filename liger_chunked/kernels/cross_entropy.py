@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import first_derivative, matrix, operator
+from liger_chunked.kernels.backend import first_derivative, has_own_memory, matrix, operator
 from liger_chunked.kernels.checks import check_floating, check_row, described
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import row_stats
@@ -82,7 +82,7 @@ class _LogitsStats(torch.autograd.Function):
         ctx.save_for_backward(logits, target, class_weight, maximum, sum_exp)
         ctx.softcap, ctx.logit_scale = softcap, logit_scale
         # A compiler is told that no operator writes into its inputs.
-        ctx.inplace = inplace and not torch.compiler.is_compiling()
+        ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(logits)
         return (logps, lse, mean_logits) if regularized else logps
 
     @staticmethod
@@ -160,7 +160,8 @@ def liger_cross_entropy(
         softcap: None for none.
         logit_scale: multiplied.
         inplace: let the backward write the gradient into the memory of `logits`, and save their size in memory. Whoever
-            reads the logits after it finds the gradient; a second backward raises. Without effect under a compiler.
+            reads the logits after it finds the gradient; a second backward raises. Without effect under a compiler, and
+            on expanded logits.
 
     Returns:
         The loss in float32, or float64 for float64 logits.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import contiguous_like, first_derivative, matrix, operator
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, has_own_memory, matrix, operator
 from liger_chunked.kernels.checks import check_floating, described
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
@@ -73,7 +73,7 @@ class _LogitsDivergence(torch.autograd.Function):
         ctx.save_for_backward(student, teacher, *stats)
         ctx.how = how
         # A compiler is told that no operator writes into its inputs.
-        ctx.inplace = inplace and not torch.compiler.is_compiling()
+        ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(student)
         return stats[0]
 
     @staticmethod
@@ -146,7 +146,8 @@ def liger_kl_div_with_logits(
         temperature: divides the logits of both.
         ignore_index: as above.
         inplace: let the backward write the gradient into the memory of `student_logits`, and save their size in memory.
-            Whoever reads them after it finds the gradient; a second backward raises. Without effect under a compiler.
+            Whoever reads them after it finds the gradient; a second backward raises. Without effect under a compiler,
+            and on expanded logits.
 
     Returns:
         The divergence in float32, or float64 for float64 student logits.

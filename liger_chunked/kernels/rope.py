@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import first_derivative, jit, operator, tl, use_triton
+from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, tl, use_triton
 from liger_chunked.kernels.checks import check_floating, described
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype
@@ -249,7 +249,7 @@ def _check_inplace(x: Tensor, name: str) -> None:
             f"{name} is a leaf that requires a gradient, or a view of one, got {described(x)}: inplace=True would "
             "overwrite a parameter; leave it out or run under torch.no_grad()"
         )
-    if x.stride(-1) != 1 or any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+    if x.stride(-1) != 1 or not has_own_memory(x):
         raise ValueError(
             f"{name} must have memory of its own for each element, columns side by side, for inplace=True; got strides "
             f"{x.stride()} for {described(x)}"
