@@ -192,7 +192,11 @@ class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
         ctx.kind = kind
-        ctx.inplace = inplace and gate is not up and all(x is None or _is_intermediate(x) for x in (gate, up))
+        ctx.inplace = (
+            inplace
+            and all(x is None or _is_intermediate(x) for x in (gate, up))
+            and (up is None or gate.data_ptr() != up.data_ptr())
+        )
         ctx.save_for_backward(gate, up)
         return _forward(gate, up, kind)
 
