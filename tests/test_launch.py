@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import expects_triton
+from torch import Tensor
 
 import liger_chunked as lc
 from liger_chunked.kernels import launch
@@ -67,6 +68,9 @@ class OnDevice(NamedTuple):
 
     def get_device(self) -> int:
         return self.device
+
+    def is_contiguous(self) -> bool:
+        return True
 
 
 X, Y = torch.zeros(32), torch.zeros(32)
@@ -161,6 +165,33 @@ def test_arguments_in_the_order_of_the_signature(kernel: launch.Kernel) -> None:
     assert mixed.kernel.received == (4, 1, 1, X, 1, Y, 2, 3)
     mixed[(4,)](**named)
     assert mixed.kernel.received == (4, 1, 1, X.data_ptr(), 1, Y.data_ptr(), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (X.view(4, 8)[:, ::2], Y),
+        (X.view(4, 8).T, Y),
+        (X[:1].expand(4, 8), Y),
+        (X, Y[::2]),
+        (X, Y[:1].expand(4)),
+        (X, Y.view(4, 8)[:, :4]),
+        (X, Y.view(4, 8)[:, 1]),
+    ],
+)
+def test_a_layout_that_a_kernel_is_not_told_of_is_refused(kernel: launch.Kernel, x: Tensor, y: Tensor) -> None:
+    told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
+    with pytest.raises(ValueError, match=f"{'y' if y is not Y else 'x'}_ptr lies in memory by strides"):
+        told((4, 1, 1), (x, y), (8,), 4)
+    assert told.kernel.launched == []
+
+
+@pytest.mark.parametrize("x", [X.view(4, 8)[:, :4], X.view(2, 2, 8).transpose(0, 1), X[:8].expand(4, 8)])
+@pytest.mark.parametrize("y", [Y, Y.view(2, 2, 8).transpose(0, 1), Y[:0], Y[0]])
+def test_other_layouts_are_read(kernel: launch.Kernel, x: Tensor, y: Tensor) -> None:
+    told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
+    told((4, 1, 1), (x, y), (8,), 4)
+    assert told.kernel.launched == ["jitted"]
 
 
 def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

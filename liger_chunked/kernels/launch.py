@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import INTERPRETED, jit
+from liger_chunked.kernels.backend import INTERPRETED, has_own_memory, jit
 
 try:
     from triton.knobs import runtime as hooks
@@ -30,6 +30,18 @@ _MOST_REMEMBERED = 1 << 10
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
+def _readable(x: Tensor, strided: bool) -> bool:
+    """Whether a kernel finds the elements of `x`: `strided`, side by side in its last dimension; otherwise without gaps
+    or repetitions, in whatever order.
+    """
+    if x.is_contiguous():
+        return True
+    if strided:
+        return x.stride(-1) == 1 or x.shape[-1] == 1
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return span == x.numel() and has_own_memory(x)
+
+
 class Kernel:
     """A Triton kernel that remembers what it was compiled to, and runs on the device of its tensors.
 
@@ -44,8 +56,12 @@ class Kernel:
     handed addresses: of a tensor Triton asks the address once more, and the driver whether a kernel can reach it.
 
     Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
-    device. Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0
-    and True.
+    device. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`, may lie in memory by these strides,
+    but for its last dimension; all others are without gaps or repetitions, as a kernel that is given no stride reads
+    them. Launches by Triton, which are all in the interpreter, refuse other layouts: of users' tensors, and of
+    gradients from autograd, they would read other numbers.
+
+    Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -54,6 +70,8 @@ class Kernel:
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._numbers = [name for name in names if not name.endswith("_ptr")]
+        strides = [name for name in self._numbers if name.endswith("_stride")]
+        self._strided = [any(s.startswith(name.removesuffix("ptr")) for s in strides) for name in self._tensors]
         given = self._tensors + self._numbers
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
             tuple if given == names else operator.itemgetter(*map(given.index, names))
@@ -117,4 +135,7 @@ class Kernel:
         self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], num_warps: int
     ) -> Any:
         """As Triton does it; returns what it compiled the kernel to."""
+        for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
+            if x is not None and not _readable(x, strided):
+                raise ValueError(f"{name} lies in memory by strides {x.stride()} that the kernel is not told of")
         return self.kernel[grid](*self._in_order((*tensors, *numbers)), num_warps=num_warps)
