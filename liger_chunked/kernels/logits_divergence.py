@@ -96,10 +96,12 @@ def _check(student: Tensor, teacher: Tensor, labels: Tensor | None, reduction: s
         )
     if teacher.requires_grad:
         raise ValueError("teacher_logits get no gradient: detach them")
-    if labels is not None and (not isinstance(labels, Tensor) or labels.shape != student.shape[:-1]):
+    if labels is not None and (
+        not isinstance(labels, Tensor) or labels.shape != student.shape[:-1] or labels.device != student.device
+    ):
         raise ValueError(
-            f"shift_labels must be {tuple(student.shape[:-1])}, one for each row of student_logits, got "
-            f"{described(labels)}"
+            f"shift_labels must be {tuple(student.shape[:-1])} on {student.device}, one for each row of "
+            f"student_logits, got {described(labels)}"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")

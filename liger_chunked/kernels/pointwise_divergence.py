@@ -212,8 +212,12 @@ def _check(x: Tensor, x_name: str, t: Tensor, t_name: str, labels: Tensor | None
     check_like(t, t_name, x, x_name)
     if t.requires_grad:
         raise ValueError(f"{t_name} gets no gradient: detach it")
-    if labels is not None and (not isinstance(labels, Tensor) or labels.shape != x.shape[:1]):
-        raise ValueError(f"shift_labels must be ({x.shape[0]},), one for each row of {x_name}, got {described(labels)}")
+    if labels is not None and (
+        not isinstance(labels, Tensor) or labels.shape != x.shape[:1] or labels.device != x.device
+    ):
+        raise ValueError(
+            f"shift_labels must be ({x.shape[0]},) on {x.device}, one for each row of {x_name}, got {described(labels)}"
+        )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
 
