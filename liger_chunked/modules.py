@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy
 from liger_chunked.kernels.glu import liger_geglu, liger_swiglu
@@ -75,8 +76,10 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Whether no forward hook has seen, and may have kept, what they return."""
-    return not any(projection._forward_hooks for projection in projections)
+    """Whether no forward hook, be it of a module inside, has seen and may have kept what they return."""
+    if global_hooks._global_forward_hooks:
+        return False
+    return not any(module._forward_hooks for projection in projections for module in projection.modules())
 
 
 class _GatedMLP(nn.Module):

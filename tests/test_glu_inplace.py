@@ -76,7 +76,23 @@ def test_whoever_has_saved_an_input_is_told(device):
         h.gradients(square + lc.liger_swiglu(gate, up, inplace=True).sum())
 
 
-@pytest.mark.parametrize("kind", ["leaf", "expanded", "one-tensor", "frozen-up"])
+def test_a_gradient_is_no_node_of_the_graph(device):
+    """It has the memory of the gate, and nothing else of it."""
+    gate, up = Projections(device)()
+    (gradient,) = torch.autograd.grad(lc.liger_swiglu(gate, up, inplace=True).sum(), [gate])
+    assert gradient.data_ptr() == gate.data_ptr()
+    assert not gradient.requires_grad and gradient.grad_fn is None
+
+
+@pytest.mark.triton
+def test_an_upstream_gradient_that_lies_there(device):
+    h = Projections(device)
+    expected = h.gradients(lc.liger_swiglu(*h()), grad_outputs=h.outputs[0].detach().clone())
+    ours = h.gradients(lc.liger_swiglu(*h(), inplace=True), grad_outputs=h.outputs[0].detach())
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("kind", ["leaf", "expanded", "one-tensor", "one-memory", "overlapping", "frozen-up"])
 def test_places_that_are_not_free(kind, device):
     h = Projections(device)
     gate, up = h()
@@ -86,6 +102,10 @@ def test_places_that_are_not_free(kind, device):
         gate = gate[:1].expand_as(up)
     elif kind == "one-tensor":
         gate = up
+    elif kind == "one-memory":
+        gate, up = up.view_as(up), up.view_as(up)
+    elif kind == "overlapping":
+        gate, up = up[:-1], up[1:]
     else:
         up = up.detach()
     before = gate.detach().clone(), up.detach().clone()
@@ -113,16 +133,25 @@ def test_checkpointing(reentrant, device):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("hooked", ["projection", "inside", "everywhere"])
 @pytest.mark.parametrize("name", ["LigerSwiGLUMLP", "LigerGEGLUMLP"])
-def test_a_hook_that_keeps_a_projection(name, device):
+def test_a_hook_that_keeps_a_projection(name, hooked, device):
     """What it has kept stays as it was."""
     torch.manual_seed(0)
     act = "silu" if name == "LigerSwiGLUMLP" else "gelu_pytorch_tanh"
     mlp = getattr(lc, name)(SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act=act)).to(device)
+    projection = mlp.gate_proj
+    if hooked == "inside":
+        mlp.gate_proj = torch.nn.Sequential(projection)
     x = torch.randn(5, 16, device=device)
     kept = []
-    handle = mlp.gate_proj.register_forward_hook(lambda module, args, output: kept.append(output))
-    mlp(x).square().sum().backward()
-    assert torch.equal(kept[0], torch.nn.functional.linear(x, mlp.gate_proj.weight))
-    handle.remove()
+    register = projection.register_forward_hook
+    if hooked == "everywhere":
+        register = torch.nn.modules.module.register_module_forward_hook
+    handle = register(lambda module, args, output: kept.append(output) if module is projection else None)
+    try:
+        mlp(x).square().sum().backward()
+    finally:
+        handle.remove()
+    assert torch.equal(kept[0], torch.nn.functional.linear(x, projection.weight))
     assert mlp._inplace

@@ -16,7 +16,9 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
+    LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
+    Pairs,
     reference,
 )
 from liger_chunked.losses.probability import complement, log_odds
@@ -76,6 +78,23 @@ def test_hard_case_12_chosen_equal_to_rejected(loss):
     result = evaluate(lambda batch: loss(**batch)[0], batch)
     assert float(result["loss"]) == pytest.approx(math.log(2))
     assert result["weight"].abs().max() < 1e-15
+
+
+def test_reference_sums_in_float64_keep_their_digits():
+    """Of 40,000 nats float32 has steps of 0.004."""
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
+    batch = {name: batch[name] for name in ("weight", "input", "target")}
+    n = batch["target"].shape[0]
+    ref_logps = -4e4 + torch.arange(n, dtype=torch.float64) / 1000
+    seen = []
+
+    class Watched(LigerFusedLinearPreferenceBase):
+        def preference_loss(self, pairs: Pairs) -> Tensor:
+            seen.append(pairs.ref_logps)
+            return pairs.logratios[:, 0]
+
+    Watched()(**batch, ref_logps=ref_logps)
+    assert torch.equal(seen[0], ref_logps.view(2, -1).t())
 
 
 def test_ld_alpha_counts_the_shared_length_of_the_longer_sequence():

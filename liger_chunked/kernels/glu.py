@@ -172,8 +172,9 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    dgate.copy_(dy * up * slope)
-    dup.copy_(dy * activated)
+    gradients = dy * up * slope, dy * activated  # both before either is written: dy may lie where they go
+    dgate.copy_(gradients[0])
+    dup.copy_(gradients[1])
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
@@ -192,11 +193,7 @@ class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
         ctx.kind = kind
-        ctx.inplace = (
-            inplace
-            and all(x is None or _is_intermediate(x) for x in (gate, up))
-            and (up is None or gate.data_ptr() != up.data_ptr())
-        )
+        ctx.inplace = inplace and _are_free(gate, up)
         ctx.save_for_backward(gate, up)
         return _forward(gate, up, kind)
 
@@ -205,9 +202,11 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Whoever else has saved one of them is told so by autograd.
+            # Whoever else has saved one of them is told so by autograd, which minds versions where no hooks pack
+            # what is saved. Detached: a gradient is not a node of the graph that its memory was.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
-            dgate, dup = _backward_into((gate, up), dy, gate, up, ctx.kind)
+            places = gate.detach(), None if up is None else up.detach()
+            dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
         else:
             dgate, dup = _backward(dy, gate, up, ctx.kind)
         needs_dgate, needs_dup, *_ = ctx.needs_input_grad
@@ -217,6 +216,14 @@ class _GLU(torch.autograd.Function):
 def _is_intermediate(x: Tensor) -> bool:
     """Whether a gradient may take the place of `x`: a result within the graph, with a place for each element."""
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
+
+
+def _are_free(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether both gradients may take the places of their inputs, which are not one another's."""
+    if up is None:
+        return _is_intermediate(gate)
+    apart = _is_intermediate(gate) and _is_intermediate(up)
+    return apart and abs(gate.data_ptr() - up.data_ptr()) >= gate.nbytes
 
 
 def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
@@ -236,7 +243,9 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
             makes them (Phi-3, GLM-4, fused experts). Such an input gets one gradient, without a copy.
         up: (..., I) of the same dtype, or None.
         inplace: whether a backward that does not retain its graph may write the gradients of `gate` and `up`,
-            two tensors, in their place: for the projections of an MLP, which nobody reads again. Leaves are left alone.
+            two tensors, in their place: for the projections of an MLP, which nobody reads again. Leaves are left alone,
+            and so are two that share memory. Another operation that has saved one of them has autograd raise an error,
+            but under hooks on saved tensors, a checkpoint's too, it would read the gradient in its place.
 
     Raises:
         TypeError: something that is not a floating tensor, dtypes that differ.

@@ -75,7 +75,11 @@ def reference_logps(
         )
     _check_device(logps_name, ref_logps, target_name, target)
     per_token = ref_logps.shape == target.shape
-    ref_logps = layout.arrange(ref_logps.detach().to(accumulation_dtype(weight.dtype)))
+    dtype = accumulation_dtype(weight.dtype)
+    if not per_token:
+        # A sum in float64 stays that: of thousands of nats float32 has few digits for a difference.
+        dtype = torch.promote_types(dtype, ref_logps.dtype)
+    ref_logps = layout.arrange(ref_logps.detach().to(dtype))
     # Padding may hold anything.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 
