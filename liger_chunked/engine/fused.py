@@ -171,7 +171,8 @@ class _Step:
         self, stats: TokenStats, pack: Pack, with_gradient: bool
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
         """A pack's statistics in the dense layout, its share of the loss, and the gradient of that with respect to each
-        statistic that has one."""
+        statistic that has one.
+        """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}

@@ -54,7 +54,10 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.sum(0)` in `dtype`, the same or a wider one, without the copy of `x` that torch makes for it on a GPU."""
+    """`x.sum(0)` in `dtype`, the same or a wider one, without the copy of `x` that torch makes for it on a GPU.
+
+    There it is a product, in float32 of the precision that the caller allows products.
+    """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]

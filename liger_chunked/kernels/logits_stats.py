@@ -70,9 +70,10 @@ def _logits_stats_kernel(
     BLOCK: tl.constexpr, PRECISE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     # One program per row; a null pointer stands for a statistic that nobody asked for. Of WHOLE rows, what `finish`
-    # makes of a sum is stored in its place, and the lse beside them. Sums are relative to the maximum
-    # of the row's first block and stay in their lanes to its end: a running maximum would cost a reduction over the
-    # program, and a wait, every block. A row that rises too far above its reference is swept again, from its maximum.
+    # makes of a sum is stored in its place (logps in that of the target's logit, the entropy in that of sum_exp_z), and
+    # the lse beside them. Sums are relative to the maximum of the row's first block and stay in their lanes to its end:
+    # a running maximum would cost a reduction over the program, and a wait, every block. A row that rises too far above
+    # its reference is swept again, from its maximum.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)

@@ -24,6 +24,7 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
 
 def share_of_mean(losses: Tensor, n: int) -> Tensor:
     """What some of `n` losses add to their mean: `losses.sum() / n`."""
+    # Of all of them in one launch.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n
 
 

@@ -78,6 +78,7 @@ def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
+    # A product within the experts' forward, which no hook sees.
     return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 
