@@ -315,9 +315,10 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             nll_only=nll_only,
         )
         batch_lengths = lengths.sum(0)
+        may_be_empty = nll_target is not None or not layout.shortest
         return _Batch(
             sequences=sequences,
-            batch_lengths=batch_lengths if at_least_1 is lengths else batch_lengths.clamp(min=1),
+            batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
             ref_logps=self._ref_logps(weight, target, layout, sequences, reference),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,

@@ -1,0 +1,420 @@
+"""The base kernels as a table: each operation, eager code that computes the same, and inputs for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_chunked as lc
+from liger_chunked.kernels.backend import INTERPRETED
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+# Rounding the exact result costs at most eps / sqrt(12) in the norm. Triton's interpreter truncates, which costs twice
+# that, and twice where an intermediate is rounded too. float32 sums add in another order.
+FLOOR = 4.0 if INTERPRETED else 1.0
+
+
+def floor(dtype: torch.dtype) -> float:
+    eps = torch.finfo(dtype).eps
+    return 4 * eps if dtype == torch.float32 else FLOOR * eps / 12**0.5
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def eager_rms_norm(
+    x: Tensor, weight: Tensor | None = None, residual: Tensor | None = None, *, offset: float, cast_first: bool
+) -> Any:
+    if residual is not None:
+        x = x + residual
+    y = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + 1e-6)
+    if weight is not None:
+        w = weight if offset == 0 else offset + wide(weight)
+        y = w * (y.to(x.dtype) if cast_first else y)
+    y = y.to(x.dtype)
+    return y if residual is None else (y, x)
+
+
+def our_rms_norm(
+    x: Tensor, weight: Tensor | None = None, residual: Tensor | None = None, *, offset: float, casting: Any
+) -> Any:
+    return lc.liger_rms_norm(x, weight, 1e-6, offset=offset, casting=casting, residual=residual)
+
+
+def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return activation(gate) * up
+
+
+# Constants are numbers that every dtype holds, so that all compute the same function.
+
+
+def rotation(tokens: int, rotary_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    frequencies = 0.3 ** torch.arange(rotary_dim // 2)
+    angle = (torch.arange(tokens)[:, None] * frequencies).repeat(1, 2)[None]
+    return angle.cos().bfloat16().to(like), angle.sin().bfloat16().to(like)
+
+
+def turned(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def eager_rope(q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1) -> Any:
+    tokens, rotary_dim = q.shape[3 - heads_dim], int(share * q.shape[-1])
+    cos, sin = (x.unsqueeze(heads_dim) for x in rotation(tokens, rotary_dim, q))
+    if interleaved:
+        cos, sin = (x[..., : rotary_dim // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat((rotary * cos + turned(rotary, interleaved) * sin, rest), dim=-1)
+
+    return rotated(q), rotated(k)
+
+
+def our_rope(
+    q: Tensor, k: Tensor, *, share: float = 1.0, interleaved: bool = False, heads_dim: int = 1, inplace: bool = False
+) -> Any:
+    cos, sin = rotation(q.shape[3 - heads_dim], int(share * q.shape[-1]), q)
+    if inplace:
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    return lc.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=heads_dim, interleaved=interleaved, inplace=inplace)
+
+
+def labels(logits: Tensor) -> Tensor:
+    target = torch.arange(logits[..., 0].numel(), device=logits.device) * 7 % logits.shape[-1]
+    target[1::3] = -100
+    return target.view(logits.shape[:-1])
+
+
+def class_weights(logits: Tensor) -> Tensor:
+    return torch.linspace(0.5, 2.0, logits.shape[-1], device=logits.device).bfloat16().to(logits.dtype)
+
+
+def eager_cross_entropy(
+    logits: Tensor, *, reduction: str, smoothing: float = 0.0, square: float = 0.0, softcap: float | None = None,
+    weighted: bool = False,
+) -> Tensor:  # fmt: skip
+    z, target = wide(logits).flatten(0, -2), labels(logits).flatten()
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    weight = wide(class_weights(logits)) if weighted else None
+    loss = F.cross_entropy(z, target, weight, reduction=reduction, label_smoothing=smoothing)
+    valid = target != -100
+    z_loss = square * z.logsumexp(-1).square() * valid
+    if reduction == "none":
+        return (loss + z_loss).view(logits.shape[:-1])
+    return loss + z_loss.sum() / (valid.sum() if reduction == "mean" else 1)
+
+
+def our_cross_entropy(
+    logits: Tensor, *, reduction: Any, smoothing: float = 0.0, square: float = 0.0, softcap: float | None = None,
+    weighted: bool = False,
+) -> Tensor:  # fmt: skip
+    return lc.liger_cross_entropy(
+        logits,
+        labels(logits),
+        class_weights(logits) if weighted else None,
+        reduction=reduction,
+        label_smoothing=smoothing,
+        lse_square_scale=square,
+        softcap=softcap,
+    )
+
+
+def log_teacher(x: Tensor) -> Tensor:
+    log_p = torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape).log_softmax(-1)
+    return (log_p * 16).round().div(16).to(x.dtype)
+
+
+def teacher(x: Tensor) -> Tensor:
+    return log_teacher(x.float()).exp().bfloat16().to(x.dtype)
+
+
+def eager_kl(x: Tensor, *, reduction: str, log_target: bool) -> Tensor:
+    t = wide((log_teacher if log_target else teacher)(x))
+    scale = x.shape[1] if reduction == "mean" else 1  # "mean" warns in torch
+    reduction = "batchmean" if reduction == "mean" else reduction
+    return F.kl_div(wide(x), t, reduction=reduction, log_target=log_target) / scale
+
+
+def our_kl(x: Tensor, *, reduction: Any, log_target: bool) -> Tensor:
+    target = (log_teacher if log_target else teacher)(x)
+    return lc.liger_kl_div(x, target, reduction=reduction, log_target=log_target)
+
+
+def eager_jsd(x: Tensor, *, beta: float) -> Tensor:
+    log_q, log_p = wide(x), wide(log_teacher(x))
+    q, p = log_q.exp(), log_p.exp()
+    if beta in (0.0, 1.0):
+        rows = (p * (log_p - log_q) if beta == 0.0 else q * (log_q - log_p)).sum(1)
+    else:
+        log_m = (beta * p + (1 - beta) * q).log()
+        rows = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(1)
+    return rows[labels(x) != -100].mean()
+
+
+def eager_tvd(x: Tensor, *, reduction: str) -> Tensor:
+    terms = 0.5 * (wide(x) - wide(teacher(x))).abs() * (labels(x) != -100)[:, None]
+    rows = (labels(x) != -100).sum()
+    return {"none": terms, "batchmean": terms.sum() / rows, "mean": terms.mean() * x.shape[0] / rows}[reduction]
+
+
+def teacher_logits(x: Tensor) -> Tensor:
+    return (3 * torch.cos(torch.arange(x.numel(), device=x.device))).view(x.shape).bfloat16().to(x.dtype)
+
+
+def eager_with_logits(
+    x: Tensor, *, kind: str, beta: float = 0.0, temperature: float = 1.0, reduction: str = "batchmean"
+) -> Tensor:
+    log_p, log_q = ((wide(z) / temperature).log_softmax(-1) for z in (x, teacher_logits(x)))
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tvd":
+        rows = 0.5 * (p - q).abs().sum(-1)
+    elif kind == "kl":
+        rows = (q * (log_q - log_p)).sum(-1)
+    elif kind == "reverse_kl":
+        rows = (p * (log_p - log_q)).sum(-1)
+    else:
+        log_m = (beta * q + (1 - beta) * p).log()
+        rows = (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
+    valid = labels(x) != -100
+    total = (rows * valid).sum()
+    return {
+        "none": rows * valid,
+        "sum": total,
+        "batchmean": total / valid.sum().clamp(min=1),
+        "mean": total / valid.sum().clamp(min=1) / x.shape[-1],
+    }[reduction]
+
+
+def our_with_logits(x: Tensor, *, kind: str, inplace: bool = False, **options: Any) -> Tensor:
+    function = {
+        "kl": lc.liger_kl_div_with_logits,
+        "reverse_kl": partial(lc.liger_kl_div_with_logits, reverse=True),
+        "jsd": lc.liger_jsd_with_logits,
+        "tvd": lc.liger_tvd_with_logits,
+    }[kind]
+    return function(x, teacher_logits(x), labels(x), inplace=inplace, **options)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One variant of one operation: ours and eager code, both of tensors of the shapes that `make` gives."""
+
+    id: str
+    ours: Callable[..., Any]
+    eager: Callable[..., Any]
+    make: Callable[[tuple[int, ...]], tuple[tuple[int, ...], ...]]
+    shapes: tuple[tuple[int, ...], ...]
+    prepare: Callable[[Tensor], Tensor] = torch.Tensor.clone
+
+    def sample(self, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sampled = (self.prepare(torch.randn(s, generator=generator)) for s in self.make(shape))
+        return [x.to(device, dtype).requires_grad_() for x in sampled]
+
+
+NORM_SHAPES = (
+    (3, 5, 64),  # several rows a program
+    (2, 896),  # no power of two
+    (19, 1500),  # one row a program, several programs' worth of rows for each
+    (5, 3),
+    (33,),
+)
+
+
+HALVES = ((3, 5, 64), (2, 2049), (1, 1), (7, 130))
+
+
+PACKED = ((3, 5, 64), (2, 4098), (1, 2), (7, 130))
+
+
+HEADS = ((2, 3, 5, 16), (1, 4, 3, 24), (2, 1, 1, 64))  # batch, query heads, tokens, head size
+
+
+ROWS = ((5, 131), (3, 2500))
+
+
+LOGITS = ((2, 5, 131), (4, 5000))
+
+
+PAIRS = ((2, 3, 131), (3, 2500))
+
+
+def norm(id: str, offset: float = 0.0, casting: str = "llama", weight: bool = True, residual: bool = False) -> Op:
+    def shapes(s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (s, s[-1:], s) if residual else (s, s[-1:]) if weight else (s,)
+
+    eager = partial(eager_rms_norm, offset=offset, cast_first=casting == "llama")
+    return Op(f"rms_norm-{id}", partial(our_rms_norm, offset=offset, casting=casting), eager, shapes, NORM_SHAPES)
+
+
+def gated(id: str, ours: Callable[..., Tensor], activation: Callable[[Tensor], Tensor], packed: bool = False) -> Op:
+    eager = partial(eager_glu, activation=activation)
+    return Op(id, ours, eager, lambda s: (s,) if packed else (s, s), PACKED if packed else HALVES)
+
+
+def rotary(id: str, **options: Any) -> Op:
+    def shapes(s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        batch, heads, tokens, size = s
+        if options.get("heads_dim") == 2:
+            return (batch, tokens, heads, size), (batch, tokens, 1, size)
+        return s, (batch, 1, tokens, size)
+
+    eager = partial(eager_rope, **{name: value for name, value in options.items() if name != "inplace"})
+    return Op(f"rope-{id}", partial(our_rope, **options), eager, shapes, HEADS)
+
+
+def cross_entropy(id: str, **options: Any) -> Op:
+    ours, eager = partial(our_cross_entropy, **options), partial(eager_cross_entropy, **options)
+    return Op(f"cross_entropy-{id}", ours, eager, lambda s: (s,), LOGITS, lambda x: 3 * x)
+
+
+def with_logits(id: str, **options: Any) -> Op:
+    ours, eager = partial(our_with_logits, **options), partial(eager_with_logits, **options)
+    return Op(f"with_logits-{id}", ours, eager, lambda s: (s,), PAIRS, lambda x: 3 * x)
+
+
+def pointwise(id: str, ours: Callable[..., Tensor], eager: Callable[..., Tensor], probs: bool = False) -> Op:
+    return Op(id, ours, eager, lambda s: (s,), ROWS, lambda x: x.softmax(-1) if probs else x.log_softmax(-1))
+
+
+def our_jsd(x: Tensor, beta: float) -> Tensor:
+    return lc.liger_jsd(x, log_teacher(x), labels(x), beta=beta)
+
+
+def our_tvd(x: Tensor, reduction: Any) -> Tensor:
+    return lc.liger_tvd(x, teacher(x), labels(x), reduction=reduction)
+
+
+def kl(reduction: str, log_target: bool) -> Op:
+    options = {"reduction": reduction, "log_target": log_target}
+    id = f"kl-{reduction}-log" if log_target else f"kl-{reduction}"
+    return pointwise(id, partial(our_kl, **options), partial(eager_kl, **options))
+
+
+gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+geglu_erf = partial(lc.liger_geglu, approximate="none")
+
+
+OPS = [
+    norm("llama"),
+    norm("gemma", offset=1.0, casting="gemma"),
+    norm("olmo2", casting="olmo2"),
+    norm("no_weight", weight=False),
+    norm("residual", residual=True),
+    Op(
+        "layer_norm",
+        lc.liger_layer_norm,
+        lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+        lambda s: (s, s[-1:], s[-1:]),
+        NORM_SHAPES,
+    ),
+    Op(
+        "layer_norm-no_bias",
+        lc.liger_layer_norm,
+        lambda x, w: F.layer_norm(x, x.shape[-1:], w),
+        lambda s: (s, s[-1:]),
+        ((3, 5, 64),),
+    ),
+    gated("swiglu", lc.liger_swiglu, F.silu),
+    gated("swiglu-packed", lc.liger_swiglu, F.silu, packed=True),
+    gated("geglu-tanh", lc.liger_geglu, gelu_tanh),
+    gated("geglu-erf", geglu_erf, F.gelu),
+    gated("geglu-packed", lc.liger_geglu, gelu_tanh, packed=True),
+    rotary("halves"),
+    rotary("partial", share=0.5),
+    rotary("interleaved", share=0.5, interleaved=True),
+    rotary("interleaved-whole", interleaved=True),
+    rotary("heads_last", heads_dim=2),
+    rotary("inplace", inplace=True),
+    rotary("inplace-interleaved", share=0.5, interleaved=True, heads_dim=2, inplace=True),
+    cross_entropy("mean", reduction="mean"),
+    cross_entropy("sum-weighted", reduction="sum", weighted=True),
+    cross_entropy("everything", reduction="mean", smoothing=0.1, square=1e-2, softcap=5.0, weighted=True),
+    cross_entropy("none", reduction="none", smoothing=0.2),
+    kl("batchmean", log_target=False),
+    kl("mean", log_target=True),
+    kl("none", log_target=True),
+    *(pointwise(f"jsd-{beta}", partial(our_jsd, beta=beta), partial(eager_jsd, beta=beta)) for beta in (0.0, 0.1, 1.0)),
+    *(
+        pointwise(
+            f"tvd-{reduction}", partial(our_tvd, reduction=reduction), partial(eager_tvd, reduction=reduction), True
+        )
+        for reduction in ("batchmean", "mean", "none")
+    ),
+    with_logits("kl", kind="kl"),
+    with_logits("kl-reverse", kind="reverse_kl", temperature=2.0, reduction="sum"),
+    with_logits("jsd", kind="jsd", beta=0.5, temperature=2.0),
+    with_logits("jsd-0.1", kind="jsd", beta=0.1, reduction="mean"),
+    with_logits("tvd", kind="tvd", reduction="none"),
+]
+
+
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
+
+
+# One for each operator: what is said of the machinery around a kernel holds for all that it computes.
+ONE_EACH = [op for op in OPS if op.id in (
+    "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
+    "with_logits-jsd",
+)]  # fmt: skip
+
+
+one_each = pytest.mark.parametrize("op", ONE_EACH, ids=lambda op: op.id)
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+
+
+def run(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor] | None = None) -> list[Tensor]:
+    """The outputs, and after them the gradients of the inputs that want one."""
+    outputs = outputs_of(function(*inputs))
+    grads = upstream(outputs) if grads is None else grads
+    wanted = [x for x in inputs if x.requires_grad]
+    # In place, what is made of a frozen input has no gradient either.
+    paired = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+    gradients = torch.autograd.grad([y for y, _ in paired], wanted, [g for _, g in paired])
+    return [*(y.detach() for y in outputs), *gradients]
+
+
+def error(value: Tensor, expected: Tensor) -> float:
+    return ((value.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def dynamo_warns(test: Callable[..., None]) -> Callable[..., None]:
+    """Let the compiler's own warnings pass."""
+    for message in (
+        ".*should not be instantiated:DeprecationWarning",  # it makes instances of the Functions that it traces
+        ".*torch.jit.script_method.*:DeprecationWarning",  # on import
+        ".*TensorFloat32 tensor cores.*:UserWarning",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
+    return test
+
+
+def transformers_object(name: str) -> Any:
+    model, _, attribute = name.partition(".")
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    return getattr(module, attribute)
