@@ -33,10 +33,11 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
-# product up to a tenth slower than cuBLAS's and dX in float32, does. A step of cross entropy over 151936 classes on an
-# H200: 32768 x 896 from 51.8 to 48.9 ms, 65536 x 2048 from 198 to 194; 32768 x 4096 over 128256 would gain nothing.
+# product slower than cuBLAS's and dX in float32, does. A step of cross entropy over 151936 classes on an H200, before
+# the product's blocks flowed into one another: 32768 x 896 from 51.8 to 48.9 ms, 65536 x 2048 from 198 to 194, but
+# 32768 x 4096 over 128256 from 160 to 163.
 _WIDEST = 2048
-# A second sum in the epilogue takes more: GRPO over 16384 x 2048 would gain nothing.
+# A second sum in the epilogue takes more: GRPO over 16384 x 2048 from 50.8 to 51.9, likewise.
 _WIDEST_WITH_ENTROPY = 1536
 # What the product's epilogue has a sum for. An argmax, or a sum of squares, would take registers that it has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}

@@ -145,8 +145,8 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, n_rows, hidden,
     SCAN: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per token and block of columns: that of the first token of a target adds up all of them. To look for
-    # them among so few, in the first-level cache, takes a quarter of the time of a sort.
+    # One program per token and block of columns: that of the first token of a target adds up all of them. It looks
+    # for them among all: a pack has so few tokens that they stay in the first-level cache.
     row = grid_row()
     if row >= n_rows:
         return

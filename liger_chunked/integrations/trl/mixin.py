@@ -20,8 +20,8 @@ from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Of a head in the place of TRL's chunked one, which holds few logits: a step is to take no more memory than there. The
-# automatic budget, twice that and more, is worth 1% of the time of a step.
+# Of a head in the place of TRL's chunked one, which holds few logits: a step is to take no more memory than there. With
+# the automatic budget DPO on Qwen2.5-0.5B, 8 x 2048 tokens, took 0.55 GiB more than on Liger-Kernel's layers (H200).
 HEAD_BUDGET = 512 * 2**20
 # What of the logit options is the model's.
 TRANSFORM = ("softcap", "logit_scale")
