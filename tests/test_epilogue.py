@@ -255,8 +255,7 @@ def served(change: dict) -> bool:
 REFUSED = {
     "float32": {"head": Head(torch.zeros(16, 8))},
     "bias": {"head": Head(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
-    "wide": {"head": Head(torch.zeros(16, 4096, dtype=torch.bfloat16)), "outputs": ("logps",)},
-    "wide-for-entropy": {"head": Head(torch.zeros(16, 2048, dtype=torch.bfloat16))},
+    "wide": {"head": Head(torch.zeros(16, 4096, dtype=torch.bfloat16))},
     "odd-width": {"head": Head(torch.zeros(16, 12, dtype=torch.bfloat16))},
     "transposed": {"head": Head(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
     "unaligned": {"head": Head(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},
@@ -387,7 +386,7 @@ def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
     project_exp = epilogue.project_exp
 
     def watch(*args):
-        written.append(args[4])
+        written.append(args[5])
         return project_exp(*args)
 
     monkeypatch.setattr(epilogue, "project_exp", watch)
@@ -406,7 +405,8 @@ def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
     vocab = weight.shape[0]
     sample = x.float() @ weight[:: -(-vocab // SAMPLE)].float().t()
     out = x.new_empty(x.shape[0], -(-vocab // 8) * 8)[:, :vocab]
-    return project_exp(x, weight, target, sample, out, scale, OUTPUTS, **kwargs)
+    weight_sum = weight.sum(0, dtype=torch.float32)
+    return project_exp(x, weight, target, sample, weight_sum, out, scale, OUTPUTS, **kwargs)
 
 
 def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
@@ -429,7 +429,7 @@ def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, sca
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tiling", [Tiling.of(896), Tiling.of(2048), Tiling(stages=3, split=1)])
+@pytest.mark.parametrize("tiling", [Tiling.of(896), Tiling.of(2048)])
 @pytest.mark.parametrize(
     ("rows", "hidden", "vocab"),
     [
@@ -476,18 +476,15 @@ def test_weights_that_are_not_finite(value, device, passes):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", [1, 2, 5, 64])
-def test_target_rows(targets, dtype, device, passes):
+def test_target_rows(targets, device, passes):
     generator = torch.Generator().manual_seed(0)
     n, hidden = 61, 136  # runs past a block of tokens, and columns past one
     x = torch.randn(n, hidden, generator=generator).bfloat16().to(device)
     scale, grad = (torch.randn(*s, generator=generator).to(device) for s in ((n,), (64, hidden)))
-    grad = grad.to(dtype)
     target = torch.randint(targets, (n,), generator=generator).to(device)
     expected = grad.double()
     for row, t in enumerate(target.tolist()):
         expected[t] += scale[row].double() * x[row].double()
-    # One rounding; Triton's interpreter truncates. Near 0, where dozens of terms of about 1 cancel, those of their sum.
-    rtol = 1e-5 if dtype == torch.float32 else 2 ** -(7 if backend.INTERPRETED else 8)
-    torch.testing.assert_close(add_target_rows_(grad, target, scale, x).double(), expected, rtol=rtol, atol=1e-5)
+    # Near 0, where dozens of terms of about 1 cancel, the roundings of their sum.
+    torch.testing.assert_close(add_target_rows_(grad, target, scale, x).double(), expected, rtol=1e-5, atol=1e-5)

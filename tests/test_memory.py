@@ -70,7 +70,7 @@ MEASURED = [
     (3262, LigerFusedLinearSimPOLoss(), PAIRS),
     (3262, LigerFusedLinearKTOLoss(), PAIRS),
     (3288, LigerFusedLinearJSDLoss(), STUDENT),
-    (2439, LigerFusedLinearGRPOLoss(), ROLLOUTS),
+    (2467, LigerFusedLinearGRPOLoss(), ROLLOUTS),
     # Over logits, which the epilogue's path has replaced.
     (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),
     (1508, CrossEntropy(logits_budget=2048 * QWEN * 2), QWEN_TOKENS | OVER_LOGITS),

@@ -8,6 +8,7 @@ The target's part of both gradients is added in float32, beside the products.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -32,14 +33,16 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 # Descriptors want the rows of a tensor 16 bytes apart: so many elements of bfloat16.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
+# Columns of a sample come in eights: for 511 of them cuBLAS took 0.43 ms of 8192 tokens, with one of its oldest
+# kernels.
+_SAMPLE_ELEMENTS = 8
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
-# product slower than cuBLAS's and dX in float32, does. A step of cross entropy over 151936 classes on an H200, before
-# the product's blocks flowed into one another: 32768 x 896 from 51.8 to 48.9 ms, 65536 x 2048 from 198 to 194, but
-# 32768 x 4096 over 128256 from 160 to 163.
+# product slower than cuBLAS's and dX in float32, does. Steps of cross entropy on an H200: 32768 x 896 over 151936
+# classes from 51.1 to 47.4 ms, 65536 x 2048 from 194 to 185, but 16384 x 4096 over 128256 from 78.3 to 79.1. With an
+# entropy GRPO over 16384 x 2048 goes from 48.1 to 46.9.
 _WIDEST = 2048
-# A second sum in the epilogue takes more: GRPO over 16384 x 2048 from 50.8 to 51.9, likewise.
-_WIDEST_WITH_ENTROPY = 1536
-# What the product's epilogue has a sum for. An argmax, or a sum of squares, would take registers that it has not.
+# What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
+# has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 # Elements of dX that are formed in float32 at a time, as many or up to twice as many: such a product fills a GPU.
 _PRODUCT = 1 << 22
@@ -76,7 +79,7 @@ def serves(
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in packs)
-        and hidden_size <= (_WIDEST_WITH_ENTROPY if "entropy" in outputs else _WIDEST)
+        and hidden_size <= _WIDEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and _fits_descriptor(weight)
     )
@@ -104,8 +107,7 @@ class EpiloguePass:
 
         E                      2 n V         the buffer, like that of the logits; none where no backward follows
         statistics   sample    2048 n        at most: 512 logits a row, float32, to take the centre from
-                     parts     n V / 64      a float32 sum for each 256 columns; three times as much with both entropy
-                                             and mean_logits
+                     parts     n V / 64      a float32 sum for each 256 columns; twice as much with an entropy
         backward     s x       2 n H         in the place of dX, where there is one
                      E W       4 n H         after dW, while dX is formed; at most 32 MiB
 
@@ -145,9 +147,16 @@ class EpiloguePass:
         """Give the buffer back."""
         self._buffer = self._held = None
 
+    @functools.cached_property
+    def _weight_sum(self) -> Tensor:
+        """(H,) float32, over the vocabulary: 2 V H bytes are read, once a step."""
+        return self.head.weight.sum(0, dtype=torch.float32)
+
     def _sample(self, x: Tensor) -> Tensor:
         """Logits (n, C) of at most `SAMPLE` columns, evenly over the vocabulary, in float32 and before the scale."""
         columns = self.head.weight[:: -(-self.vocab_size // SAMPLE)]
+        if columns.shape[0] > _SAMPLE_ELEMENTS:
+            columns = columns[: columns.shape[0] // _SAMPLE_ELEMENTS * _SAMPLE_ELEMENTS]
         sample = x.new_empty(x.shape[0], columns.shape[0], dtype=torch.float32)
         accumulate(sample, x, columns.t(), first=True)
         return sample
@@ -159,7 +168,8 @@ class EpiloguePass:
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
-        exponentials = project_exp(x, self.head.weight, target, self._sample(x), out, self._scale, outputs)
+        weight_sum = self._weight_sum if "mean_logits" in outputs else None
+        exponentials = project_exp(x, self.head.weight, target, self._sample(x), weight_sum, out, self._scale, outputs)
         self._held = exponentials if self.backward_follows else None
         return exponentials.stats, finish(exponentials.stats, target, self.vocab_size, outputs)
 
