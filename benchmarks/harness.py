@@ -96,11 +96,14 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def step_ms(run: Callable[[], object]) -> float:
-    """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms."""
+    """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms.
+
+    A short step runs for a while first: the host is slow where it comes from other work.
+    """
     estimate = median_ms(run, repeats=1, warmup=0)
     if estimate > 200:
         return median_ms(run, repeats=3, warmup=0)
-    return median_ms(run, repeats=min(51, max(9, int(400 / estimate))))
+    return median_ms(run, repeats=min(201, max(9, int(400 / estimate))), warmup=min(50, max(3, int(100 / estimate))))
 
 
 def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:
