@@ -19,6 +19,8 @@ from liger_chunked import (
     LogitOptions,
     reference,
 )
+from liger_chunked.engine import schedule
+from liger_chunked.engine.passes import HeadPass
 from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_, tail_stats
 
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
@@ -345,6 +347,47 @@ def test_divergence_of_ones_own(budget):
     exact = evaluate(lambda b: kl(**b)[0] + reverse(**b)[0], batch)
     for name in exact:
         assert relative_error(ours[name], exact[name]) < 1e-12, name
+
+
+# Blocks of a teacher's logits, beside a chunk of the student's
+
+
+def test_blocks_of_a_chunk(monkeypatch):
+    """One product for each gradient, whatever part of the teacher's logits is alive."""
+    batch = students(SMALL, seed=0)
+    whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in LOSSES.items()}
+    monkeypatch.setattr(schedule, "_FEWEST_BLOCK_TOKENS", 4)
+    monkeypatch.setattr(schedule, "_BLOCK_TOKENS", 4)
+    projected, project = [], HeadPass.project
+
+    def watch(self, x, tile):
+        projected.append(x.shape[0])
+        return project(self, x, tile)
+
+    monkeypatch.setattr(HeadPass, "project", watch)
+    for name, loss in {**LOSSES, "one's own": _SymmetricKL(**SOFT)}.items():
+        projected.clear()
+        value = evaluate(lambda b, loss=loss: loss(**b)[0], batch)
+        n_valid = max(projected)
+        assert sorted(projected)[:-1] == sorted([4] * (n_valid // 4) + [n_valid % 4] * (n_valid % 4 > 0)), name
+        for key, expected in whole.get(name, {}).items():
+            assert relative_error(value[key], expected) < 1e-12, f"{name}: {key}"
+
+
+@pytest.mark.parametrize("budget", [1, 10**8, 10**9, 5 * 10**9, None])
+@pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a divergence of one's own
+def test_chunk_and_block_are_within_the_budget(beside, budget):
+    vocab, n = 151936, 8192
+    options = LogitOptions(logits_budget=budget)
+    tokens, block = schedule.budget_chunk(options, torch.Size((vocab, 1536)), torch.bfloat16, n, 2 + beside)
+    assert 1 <= block <= tokens
+    held = vocab * (2 * tokens + beside * block)
+    if budget is not None:
+        assert block == tokens == 1 or held <= budget
+        assert tokens == 1 or beside == 0 or held > budget - vocab * (2 + beside)
+    else:
+        assert held <= 1.5 * schedule._ONE_CHUNK
+        assert tokens >= n or beside == 34
 
 
 def test_divergence_of_ones_own_over_bins():

@@ -69,7 +69,7 @@ MEASURED = [
     (3262, LigerFusedLinearCPOLoss(), PAIRS),
     (3262, LigerFusedLinearSimPOLoss(), PAIRS),
     (3262, LigerFusedLinearKTOLoss(), PAIRS),
-    (3288, LigerFusedLinearJSDLoss(), STUDENT),
+    (2992, LigerFusedLinearJSDLoss(), STUDENT),
     (2467, LigerFusedLinearGRPOLoss(), ROLLOUTS),
     # Over logits, which the epilogue's path has replaced.
     (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),

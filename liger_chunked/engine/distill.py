@@ -1,10 +1,13 @@
 """Gradient in forward for a student and its teacher: chunks of tokens, each with the logits of both.
 
     for chunk in tokens:
-        project the student, and the teacher            a chunk's logits, of both, are within the budget
-        divergence and log-probability of every token   in one of three ways, see below
-        loss, g = autograd over the objective, on these two numbers per token
-        student logits -> gradient in place, dX, dW
+        project the student
+        for block in chunk:
+            project the teacher                             logits of chunk and block are within the budget
+            divergence and log-probability of every token   in one of three ways, see below
+            loss, g = autograd over the objective, on these two numbers per token
+            student logits -> gradient in place
+        dX, dW
 
 `ClosedForm` has kernels for it, `ByAutograd` differentiates any function of the logits, `TopK` needs no logits of the
 teacher, only its largest log-probabilities. Unlike the statistics of one head, these see whole rows of the vocabulary:
@@ -24,12 +27,12 @@ from torch import Tensor
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.schedule import Layout, Pack, Tile, budget_elements, packs
+from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, even, packs
 from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_, tail_stats
 from liger_chunked.types import Divergence, Head, LogitOptions, accumulation_dtype
 
-# The loss as a function of a chunk's divergences and log-probabilities of targets (None without), each (tokens,): the
-# chunk's share of a sum over tokens, a scalar.
+# The loss as a function of a block's divergences and log-probabilities of targets (None without), each (tokens,): the
+# block's share of a sum over tokens, a scalar.
 Objective = Callable[[Tensor, Tensor | None], Tensor]
 # (student logits, teacher logits), (n, V) each, to (n,).
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
@@ -44,22 +47,22 @@ class Teacher(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A chunk's divergences and log-probabilities (None without targets), and the way back.
+    """A block's divergences and log-probabilities (None without targets), and the way back.
 
     `backward(g_divergence, g_logps)` overwrites the student's logits with the gradient of the loss with respect to
-    them, and returns them; `g_logps` is None where the log-probabilities take no part.
+    them; `g_logps` is None where the log-probabilities take no part.
     """
 
     divergence: Tensor
     logps: Tensor | None
-    backward: Callable[[Tensor, Tensor | None], Tensor]
+    backward: Callable[[Tensor, Tensor | None], object]
 
 
 class Route(Protocol):
-    """How a chunk of logits (n, V), before the transform, becomes a divergence for each token."""
+    """How a block of logits (n, V), before the transform, becomes a divergence for each token."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Bytes that one column of one token takes while its chunk is alive."""
+        """Bytes that one column of one token takes while its block is alive."""
         ...
 
     def measure(
@@ -107,7 +110,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """By autograd over copies of the chunk's logits in the accumulation dtype."""
+    """By autograd over copies of the block's logits in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions
@@ -284,11 +287,49 @@ def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) 
 
 
 @dataclass(frozen=True)
+class DistillationPlan:
+    """How a step is cut. `estimate_memory` makes one too: nothing here asks for a device, or a value."""
+
+    layout: Layout
+    chunk: Chunk
+    packs: list[Pack]
+
+    @classmethod
+    def of(
+        cls, head_shape: torch.Size, layout: Layout, dtype: torch.dtype, bytes_per_logit: int, options: LogitOptions
+    ) -> DistillationPlan:
+        chunk = budget_chunk(options, head_shape, dtype, layout.n_valid, bytes_per_logit)
+        return cls(layout, chunk, packs(layout, head_shape[0], chunk.tokens * head_shape[0]))
+
+    @property
+    def n_contributions(self) -> int:
+        """How often each element of dW is added to."""
+        return len(self.packs) if self.layout.n_valid else 0
+
+    @property
+    def largest_pack(self) -> int:
+        """In tokens."""
+        return max(pack.rows.stop - pack.rows.start for pack in self.packs)
+
+    @property
+    def largest_block(self) -> int:
+        """In tokens."""
+        return max(rows.stop - rows.start for pack in self.packs for rows in self.blocks(pack))
+
+    def blocks(self, pack: Pack) -> list[slice]:
+        """Its tokens, among the valid ones, by blocks: one of none where there are none."""
+        start, stop = pack.rows.start, pack.rows.stop
+        if start == stop:
+            return [pack.rows]
+        size = even(stop - start, self.chunk.block)
+        return [slice(row, min(row + size, stop)) for row in range(start, stop, size)]
+
+
+@dataclass(frozen=True)
 class _Step:
     """Everything of a step but the tensors that gradients are for."""
 
-    layout: Layout
-    packs: list[Pack]
+    plan: DistillationPlan
     objective: Objective
     route: Route
     teacher: Teacher | None
@@ -300,48 +341,53 @@ class _Step:
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """The loss, divergence and log-probability of every valid token, and the gradients that are needed."""
+        plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        largest = max(pack.rows.stop - pack.rows.start for pack in self.packs)
-        student_pass = self._reserved(head, largest)
-        teacher_pass = self._teacher_pass(largest)
+        student_pass = self._reserved(head, plan.largest_pack)
+        teacher_pass = self._teacher_pass(plan.largest_block)
         grads = None
         if any(needs):
-            n_contributions = len(self.packs) if self.layout.n_valid else 0
-            grads = HeadGradients(self.layout, flat, Head(weight, bias), self.dtype, needs, n_contributions)
+            grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
 
         loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
         divergences, log_probs = [], []
         with gemms(input.device, *(p.head.weight.dtype for p in (student_pass, teacher_pass) if p is not None)):
-            for pack in self.packs:
-                x = self.layout.input_rows(flat, pack.rows).to(self.dtype)
-                share, divergence, logps = self._chunk(x, pack, student_pass, teacher_pass, grads)
-                loss += share
-                divergences.append(divergence)
-                log_probs.append(logps)
+            for pack in plan.packs:
+                x = layout.input_rows(flat, pack.rows).to(self.dtype)
+                logits = student_pass.project(x, _whole(x, student_pass))
+                for rows in plan.blocks(pack):
+                    of_block = along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))
+                    share, divergence, logps = self._measure(of_block, rows, teacher_pass, grads)
+                    loss += share
+                    divergences.append(divergence)
+                    log_probs.append(logps)
+                if teacher_pass is not None and pack is plan.packs[-1]:
+                    teacher_pass.release()
+                if grads is not None and x.shape[0]:
+                    student_pass.backward_from(x, logits, grads, pack.rows)
         student_pass.release()
-        if teacher_pass is not None:
-            teacher_pass.release()
         joined = torch.cat([x for x in log_probs if x is not None]) if self.has_target else None
         loss = loss.to(accumulation_dtype(self.dtype))
         return loss, (torch.cat(divergences), joined), (None, None, None) if grads is None else grads.finish()
 
-    def _chunk(
-        self, x: Tensor, pack: Pack, student_pass: HeadPass, teacher_pass: HeadPass | None, grads: HeadGradients | None
+    def _measure(
+        self, logits: Tensor, rows: slice, teacher_pass: HeadPass | None, grads: HeadGradients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A chunk's share of the loss, its divergences and log-probabilities; its gradients go to `grads`."""
+        """A block's share of the loss, its divergences and log-probabilities; with `grads` its gradient overwrites its
+        logits.
+        """
         measured = self.route.measure(
-            student=student_pass.project(x, _whole(x, student_pass)),
-            teacher=self._teacher_logits(teacher_pass, pack),
-            target=self.layout.target[pack.rows] if self.has_target else None,
-            rows=pack.rows,
+            student=logits,
+            teacher=self._teacher_logits(teacher_pass, rows),
+            target=self.plan.layout.target[rows] if self.has_target else None,
+            rows=rows,
             with_gradient=grads is not None,
         )
         share, gradients = self._differentiate(measured)
-        if grads is not None and x.shape[0]:
+        if grads is not None and logits.shape[0]:
             gradients = grads.normalize(gradients)
-            dz = measured.backward(gradients["divergence"], gradients.get("logps"))
-            student_pass.backward_from(x, dz, grads, pack.rows)
+            measured.backward(gradients["divergence"], gradients.get("logps"))
         return share, measured.divergence, measured.logps
 
     def _reserved(self, head: Head, rows: int) -> HeadPass:
@@ -356,15 +402,15 @@ class _Step:
         dtype = compute_dtype(self.teacher.head, self.teacher.input)
         return self._reserved(Head(weight.to(dtype), None if bias is None else bias.to(dtype)), rows)
 
-    def _teacher_logits(self, teacher_pass: HeadPass | None, pack: Pack) -> Tensor | None:
+    def _teacher_logits(self, teacher_pass: HeadPass | None, rows: slice) -> Tensor | None:
         if self.teacher is None or teacher_pass is None:
             return None
         flat = self.teacher.input.reshape(-1, self.teacher.input.shape[-1])
-        x = self.layout.input_rows(flat, pack.rows).to(teacher_pass.head.weight.dtype)
+        x = self.plan.layout.input_rows(flat, rows).to(teacher_pass.head.weight.dtype)
         return teacher_pass.project(x, _whole(x, teacher_pass))
 
     def _differentiate(self, measured: Measured) -> tuple[Tensor, dict[str, Tensor]]:
-        """A chunk's share of the loss, and its gradient by each number that the loss depends on."""
+        """A block's share of the loss, and its gradient by each number that the loss depends on."""
         divergence = measured.divergence.detach().requires_grad_()
         logps = None if measured.logps is None else measured.logps.detach().requires_grad_()
         with torch.enable_grad():
@@ -409,12 +455,9 @@ def distillation_loss(
         of every token that counts.
     """
     dtype = compute_dtype(head, input)
-    vocab_size = head.weight.shape[0]
     per_logit = route.bytes_per_logit(dtype, None if teacher is None else compute_dtype(teacher.head, teacher.input))
-    elements = budget_elements(options, head.weight.shape, dtype, layout.n_valid, per_logit)
     step = _Step(
-        layout=layout,
-        packs=packs(layout, vocab_size, elements),
+        plan=DistillationPlan.of(head.weight.shape, layout, dtype, per_logit, options),
         objective=objective,
         route=route,
         teacher=teacher,

@@ -243,16 +243,17 @@ class HeadGradients:
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
         self._wide = wide = accumulation_dtype(compute_dtype)
-        self._input = self._weight = self._bias = None
+        self._given_weight = head.weight if needs.weight else None
+        direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
+        self._weight_dtype = compute_dtype if direct else wide
+        self._create_weight = torch.empty if n_contributions else torch.zeros
+        self._input: Tensor | None = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
         if needs.input:
             # Every row is written exactly once, but for the ignored ones.
             create = torch.empty if layout.n_valid == input.shape[0] and n_contributions else torch.zeros
             self._input = create(input.shape, dtype=wide if self._half else input.dtype, device=input.device)
-        if needs.weight:
-            direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
-            create = torch.empty if n_contributions else torch.zeros
-            dtype = compute_dtype if direct else wide
-            self._weight = create(head.weight.shape, dtype=dtype, device=head.weight.device)
         if needs.bias:
             assert head.bias is not None
             # In float64: it is small, and there may be as many terms as there are tokens.
@@ -278,19 +279,26 @@ class HeadGradients:
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
         """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
-        if self._weight is not None:
-            accumulate(along(self._weight, vocab), dz.t(), x, first=first and self._nothing_yet)
+        weight = self._weight_gradient()
+        if weight is not None:
+            accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
 
     @property
     def accumulates(self) -> bool:
         """Whether more may be added to dW after a product: it is held in float32, or not asked for."""
-        return self._weight is None or self._weight.dtype == self._wide
+        return not self.wants_weight or self._weight_dtype == self._wide
 
     @property
     def wants_weight(self) -> bool:
-        return self._weight is not None
+        return self._given_weight is not None
+
+    def _weight_gradient(self) -> Tensor | None:
+        """dW, if it is wanted, which is created for the first product: a teacher's logits may be gone by then."""
+        if self._weight is None and (given := self._given_weight) is not None:
+            self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
+        return self._weight
 
     def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None:
         """`dW[target[n]] += scale[n] * x[n]`, where dW accumulates in float32 and has its pack's product."""
@@ -309,8 +317,8 @@ class HeadGradients:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients, in the parameters' dtypes (float32 for float16). Call once: nothing is held after it."""
-        grads: list[Tensor | None] = [self._input, self._weight, self._bias]
-        self._input = self._weight = self._bias = None
+        grads: list[Tensor | None] = [self._input, self._weight_gradient(), self._bias]
+        self._input = self._weight = self._bias = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
             if grad is not None and self._half:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)

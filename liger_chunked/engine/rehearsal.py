@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine.distill import ByAutograd, Route
+from liger_chunked.engine.distill import ByAutograd, DistillationPlan, Route
 from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
-from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, packs, row_blocks, tiles
+from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
@@ -216,32 +216,34 @@ def rehearse_distillation(
     """`distillation_loss` and its backward; `teacher` is None where `route` has its log-probabilities."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
-    elements = budget_elements(options, projection.head.weight.shape, projection.dtype, layout.n_valid, per_logit)
-    cut = packs(layout, vocab_size, elements)
-    n_rows = max(pack.rows.stop - pack.rows.start for pack in cut)
+    plan = DistillationPlan.of(projection.head.weight.shape, layout, projection.dtype, per_logit, options)
     numbers = _numbers(layout)
-    opened = [(p, p.open(ledger, options, n_rows * vocab_size)) for p in (projection, teacher) if p is not None]
+    student_pass = projection.open(ledger, options, plan.largest_pack * vocab_size)
+    teacher_pass = None if teacher is None else teacher.open(ledger, options, plan.largest_block * vocab_size)
     grads = None
     if any(projection.needs):
-        grads = _Gradients(ledger, projection, layout, len(cut) if layout.n_valid else 0)
-    for pack in cut:
-        logits = []
-        for p, head_pass in opened:
-            states = p.rows(ledger, layout, pack.rows)
-            logits.append(head_pass.project(states, Tile(slice(0, states.shape[0]), slice(0, vocab_size))))
-            if p is projection:
-                x = states
-            del states
-        target = layout.target[pack.rows] if has_target else None
-        _measure(route, logits, target, pack.rows, with_gradient=grads is not None)
+        grads = _Gradients(ledger, projection, layout, plan.n_contributions)
+    for pack in plan.packs:
+        x = projection.rows(ledger, layout, pack.rows)
+        logits = student_pass.project(x, Tile(slice(0, x.shape[0]), slice(0, vocab_size)))
+        for rows in plan.blocks(pack):
+            of_both = [along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))]
+            if teacher is not None and teacher_pass is not None:
+                states = teacher.rows(ledger, layout, rows)
+                of_both.append(teacher_pass.project(states, Tile(slice(0, states.shape[0]), slice(0, vocab_size))))
+                del states
+            target = layout.target[rows] if has_target else None
+            _measure(route, of_both, target, rows, with_gradient=grads is not None)
+            del of_both
+        if teacher_pass is not None and pack is plan.packs[-1]:
+            teacher_pass.release()
         if grads is not None and layout.n_valid:
-            opened[0][1].backward_from(x, logits[0], grads, pack.rows)
+            student_pass.backward_from(x, logits, grads, pack.rows)
         del logits
-    for _, head_pass in opened:
-        head_pass.release()
+    student_pass.release()
     if grads is not None:
         gradients = grads.finish()
-        del x, p, opened, head_pass, numbers
+        del x, student_pass, teacher_pass, numbers
         grads.hand_over(gradients)
 
 

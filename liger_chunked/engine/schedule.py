@@ -30,6 +30,9 @@ _MIN_SLICE = 1024
 # Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
 _ONE_CHUNK = 2_500_000_000
 _CHUNK_TOKENS = 4096
+# Tokens whose teacher's logits are alive at once, where those of the student are of more: from the first to the second
+# their products and kernels get no faster.
+_FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS = 512, 2048
 # Chunks of tokens are rounded up to this, so that GEMMs meet whole tiles.
 _ROUND = 128
 
@@ -252,7 +255,36 @@ def budget_elements(
     return tokens * vocab_size
 
 
-def _even(n: int, limit: int) -> int:
+class Chunk(NamedTuple):
+    """Tokens of a chunk whose logits are alive at once, and of a block of it, for which more is held beside them."""
+
+    tokens: int
+    block: int
+
+
+def budget_chunk(
+    options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int, bytes_per_logit: int
+) -> Chunk:
+    """A chunk as `budget_elements` allows, with what is held beside its logits for some of its tokens at a time.
+
+    The weight gradient is one product a chunk, so that fewer chunks are fewer additions to it: memory is better spent
+    on these logits than on a teacher's, which are read as they come. The automatic budget takes one chunk where those
+    of the block are at most half as many bytes.
+    """
+    vocab_size, logit = head_shape[0], dtype.itemsize
+    elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
+    tokens = max(1, elements // vocab_size)
+    beside = max(0, bytes_per_logit - logit)
+    if not beside:
+        return Chunk(tokens, tokens)
+    block = max(min(tokens, _FEWEST_BLOCK_TOKENS), min(tokens // 2, _BLOCK_TOKENS))
+    one_chunk = n_valid * vocab_size * logit <= _ONE_CHUNK and 2 * block * beside <= n_valid * logit
+    if options.logits_budget is None and one_chunk:
+        return Chunk(max(tokens, n_valid), block)
+    return Chunk((tokens * bytes_per_logit - block * beside) // logit, block)
+
+
+def even(n: int, limit: int) -> int:
     """The size of pieces of `n` that are about alike, no more of them than pieces of `limit` would be."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // _ROUND) * _ROUND)
@@ -266,7 +298,7 @@ def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = Fa
         if whole_batch or n_valid <= limit:
             return [Pack(slice(0, n_valid), slice(0, n_valid))]
         # A short last chunk would be as dear in the weight gradient as a whole one.
-        chunk = _even(n_valid, limit)
+        chunk = even(n_valid, limit)
         cuts = range(0, n_valid, chunk)
         return [Pack(rows, rows) for rows in (slice(i, min(i + chunk, n_valid)) for i in cuts)]
 
@@ -297,7 +329,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         rows = min(n_rows, max(1, elements // columns))
     else:
         # The last slice is the one that is not projected again: a short one would spare little.
-        columns = _even(vocab_size, columns // _ROUND * _ROUND or columns)
+        columns = even(vocab_size, columns // _ROUND * _ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
         for v in range(0, vocab_size, columns)
