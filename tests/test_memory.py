@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -29,7 +30,7 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
-from liger_chunked.engine.passes import HeadPass
+from liger_chunked.engine.passes import HeadGradients, HeadPass
 from liger_chunked.kernels import backend
 
 MIB = 1 << 20
@@ -171,6 +172,28 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
     with memory:
         step(row, batch, leaves, budget)
     assert 0.95 * (memory.peak - blocks) <= estimate.peak <= 1.05 * memory.peak, f"{estimate}, not {memory.peak}"
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("row", [row for row in ROWS if row.id in {*ENGINES, "kl-top-k", "squared-error"}], ids=repr)
+def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
+    """Of several packs: their float32 sum and its copy in bfloat16 are both there then."""
+    batch = moved(row.sample(Sizes(sequences=4, length=16, hidden=8, vocab=53, ref_hidden=8), seed=0), torch.bfloat16)
+    buffers, finished = [], []
+    reserve, finish = HeadPass.reserve, HeadGradients.finish
+
+    def watch(self, elements):
+        reserve(self, elements)
+        buffers.append(weakref.ref(self._buffer.untyped_storage()))
+
+    def check(self):
+        finished.append([buffer() is None for buffer in buffers])
+        return finish(self)
+
+    monkeypatch.setattr(HeadPass, "reserve", watch)
+    monkeypatch.setattr(HeadGradients, "finish", check)
+    step(row, batch, leaves_of(batch), budget_of(batch, 0.3))
+    assert len(finished) == 1 and buffers and all(finished[0])
 
 
 @functools.cache

@@ -355,21 +355,29 @@ class _Step:
         with gemms(input.device, *(p.head.weight.dtype for p in (student_pass, teacher_pass) if p is not None)):
             for pack in plan.packs:
                 x = layout.input_rows(flat, pack.rows).to(self.dtype)
-                logits = student_pass.project(x, _whole(x, student_pass))
-                for rows in plan.blocks(pack):
-                    of_block = along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))
-                    share, divergence, logps = self._measure(of_block, rows, teacher_pass, grads)
+                for share, divergence, logps in self._chunk(x, pack, student_pass, teacher_pass, grads):
                     loss += share
                     divergences.append(divergence)
                     log_probs.append(logps)
-                if teacher_pass is not None and pack is plan.packs[-1]:
-                    teacher_pass.release()
-                if grads is not None and x.shape[0]:
-                    student_pass.backward_from(x, logits, grads, pack.rows)
         student_pass.release()
         joined = torch.cat([x for x in log_probs if x is not None]) if self.has_target else None
         loss = loss.to(accumulation_dtype(self.dtype))
         return loss, (torch.cat(divergences), joined), (None, None, None) if grads is None else grads.finish()
+
+    def _chunk(
+        self, x: Tensor, pack: Pack, student_pass: HeadPass, teacher_pass: HeadPass | None, grads: HeadGradients | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """What `_measure` returns of each block of a chunk; its gradients go to `grads`."""
+        logits = student_pass.project(x, _whole(x, student_pass))
+        measured = []
+        for rows in self.plan.blocks(pack):
+            of_block = along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))
+            measured.append(self._measure(of_block, rows, teacher_pass, grads))
+        if teacher_pass is not None and pack is self.plan.packs[-1]:
+            teacher_pass.release()
+        if grads is not None and x.shape[0]:
+            student_pass.backward_from(x, logits, grads, pack.rows)
+        return measured
 
     def _measure(
         self, logits: Tensor, rows: slice, teacher_pass: HeadPass | None, grads: HeadGradients | None
