@@ -23,6 +23,7 @@ from liger_chunked.kernels import (
     row_stats,
     scale_,
     survey,
+    survey_top_k,
 )
 from liger_chunked.kernels.backend import INTERPRETED
 
@@ -375,3 +376,39 @@ def test_survey(shape, ignore_index, device):
         counted = target.masked_fill(~mask, 0)
         assert torch.equal(low.amin(1), counted.amin(1))
         assert torch.equal(high.amax(1), counted.amax(1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 150])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_survey_top_k(k, dtype, device):
+    """Each fault by itself, in the last place or between two blocks, and entries that are not there."""
+    generator = torch.Generator().manual_seed(k)
+    ids = torch.stack([torch.randperm(1000, generator=generator)[:k] for _ in range(5)]).to(device, dtype)
+    logps = -torch.rand(5, k, generator=generator).to(device) - 1
+    expected = [~0, int(ids.max()), 0, 0, 0]
+    assert survey_top_k(logps, ids).tolist() == expected
+
+    def changed(x, place, value):
+        x = x.clone()
+        x[place] = value
+        return x
+
+    for place in ((2, 0), (4, k - 1)):
+        assert survey_top_k(logps, changed(ids, place, -7)).tolist()[0] == ~-7
+        assert survey_top_k(logps, changed(ids, place, 4000)).tolist()[1] == 4000
+        for value in (0.5, torch.nan, torch.inf):
+            assert survey_top_k(changed(logps, place, value), ids).tolist()[3] == 1
+    # What is not there may be anything.
+    gone = changed(logps, (slice(None), k - 1), -torch.inf)
+    assert survey_top_k(gone, changed(ids, (slice(None), k - 1), -7)).tolist()[::4] == [~0, int(k == 1)]
+    if k > 1:
+        repeated = changed(ids, (3, k - 1), ids[3, 0])
+        assert survey_top_k(logps, repeated).tolist()[2] == 1
+        assert survey_top_k(gone, repeated).tolist()[2] == 0
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed"])
+def test_survey_top_k_of_any_layout(layout, device):
+    logps, ids = torch.full((3, 8), -1.0, device=device), torch.arange(24, device=device).view(3, 8)
+    apart = (logps[:, ::2], ids[:, ::2]) if layout == "strided" else (logps.t(), ids.t())
+    assert survey_top_k(*apart).tolist() == [~0, 22 if layout == "strided" else 23, 0, 0, 0]

@@ -9,7 +9,7 @@ stats.py      the statistics alone, differentiable: `linear_token_stats`
 compile.py    all of these as one operation of a graph, for torch.compile
 """
 
-from liger_chunked.engine.checks import check_projection, check_target
+from liger_chunked.engine.checks import check_projection, check_target, check_top_k
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
@@ -29,6 +29,7 @@ __all__ = [
     "along",
     "check_projection",
     "check_target",
+    "check_top_k",
     "distillation_loss",
     "fused_loss",
     "lay_out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_chunked.kernels import survey_top_k
 from liger_chunked.types import Head
 
 
@@ -92,3 +93,24 @@ def check_target(target: Tensor, input: Tensor, name: str = "target", input_name
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")
+
+
+def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
+    """A teacher's largest log-probabilities (N, k), -inf for an entry that is not there, and their tokens (N, k).
+
+    Raises:
+        ValueError: a token out of range, or twice in a row; a number that is no log-probability; a row without entries.
+    """
+    not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
+    low = ~not_low
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"teacher_ids holds {low if low < 0 else high}, expected an index into the vocabulary of weight, "
+            f"0 to {vocab_size - 1}"
+        )
+    if twice:
+        raise ValueError("teacher_ids holds a token twice for one row of input, expected distinct tokens")
+    if positive:
+        raise ValueError("teacher_logps holds a positive number or NaN, expected log-probabilities in nats")
+    if empty:
+        raise ValueError("teacher_logps holds -inf alone for a row of input that counts, expected one token at least")

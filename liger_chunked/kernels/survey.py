@@ -1,6 +1,7 @@
-"""What the host has to know of a target before it can cut a batch: one launch, and one copy to wait for.
+"""What the host has to know of a target before it can cut a batch, and of a teacher's top-k before it reads by it: a
+launch or two, and one copy to wait for.
 
-Bytes: the target once, int64, and a byte for each token of the mask.
+Bytes: the target once, int64, and a byte for each token of the mask; the top-k once, with k k / 2 comparisons a row.
 """
 
 from __future__ import annotations
@@ -60,3 +61,82 @@ def survey(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     if not target.numel():
         return torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1)
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
+
+
+_TOP_K_BLOCK = 64
+
+
+@Kernel
+def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexpr):
+    # One program per row.
+    row = tl.program_id(0).to(tl.int64)
+    logps_ptr += row * k
+    ids_ptr += row * k
+    lanes = tl.arange(0, BLOCK)
+    lowest = tl.zeros([BLOCK], tl.int64)
+    highest = tl.zeros([BLOCK], tl.int64)
+    twice = tl.zeros([BLOCK], tl.int32)
+    positive = tl.zeros([BLOCK], tl.int32)
+    present = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, k, BLOCK):
+        entry = start + lanes
+        inside = entry < k
+        logp = tl.load(logps_ptr + entry, mask=inside, other=-float("inf"))
+        there = logp > -float("inf")
+        token = tl.where(there, tl.load(ids_ptr + entry, mask=inside, other=0).to(tl.int64), 0)
+        lowest = tl.minimum(lowest, token)
+        highest = tl.maximum(highest, token)
+        positive |= ((logp > 0) | (logp != logp)).to(tl.int32)
+        present |= there.to(tl.int32)
+        for earlier in range(0, start + 1, BLOCK):
+            other = earlier + lanes
+            other_there = tl.load(logps_ptr + other, mask=other < k, other=-float("inf")) > -float("inf")
+            others = tl.load(ids_ptr + other, mask=other < k, other=0).to(tl.int64)
+            same = (token[:, None] == others[None, :]) & there[:, None] & other_there[None, :]
+            twice |= tl.max((same & (other[None, :] < entry[:, None])).to(tl.int32), axis=1)
+    summary_ptr += row
+    tl.store(summary_ptr, ~tl.min(lowest, axis=0))
+    tl.store(summary_ptr + n_rows, tl.max(highest, axis=0))
+    tl.store(summary_ptr + 2 * n_rows, tl.max(twice, axis=0).to(tl.int64))
+    tl.store(summary_ptr + 3 * n_rows, tl.max(positive, axis=0).to(tl.int64))
+    tl.store(summary_ptr + 4 * n_rows, 1 - tl.max(present, axis=0).to(tl.int64))
+
+
+def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
+    n, k = ids.shape
+    summary = torch.empty(5, n, dtype=torch.int64, device=ids.device)
+    _top_k_kernel[(n,)](
+        logps_ptr=logps.contiguous(),
+        ids_ptr=ids.contiguous(),
+        summary_ptr=summary,
+        n_rows=n,
+        k=k,
+        BLOCK=min(_TOP_K_BLOCK, 1 << (k - 1).bit_length()),
+    )
+    return summary.amax(1)
+
+
+def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
+    present = logps > -torch.inf
+    ids = ids.long()
+    # Entries that are not there, each with an id of its own, are not twice there.
+    distinct = torch.where(present, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(1).values
+    lowest, highest = torch.where(present, ids, 0).aminmax()
+    twice = (distinct[:, 1:] == distinct[:, :-1]).any()
+    positive = (logps > 0).any() | logps.isnan().any()
+    empty = (~present.any(1)).any()
+    return torch.stack([~lowest.clamp(max=0), highest.clamp(min=0), twice.long(), positive.long(), empty.long()])
+
+
+def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
+    """What is wrong with a teacher's top-k, if anything is. Entries of -inf are not there.
+
+    Args:
+        logps: (N, k), floating.
+        ids: (N, k), integers.
+
+    Returns:
+        (5,) int64: `~` the lowest of all ids and 0, the highest of these, and 1 or 0 for whether a row has an id twice,
+        an entry is positive or NaN, a row has no entry.
+    """
+    return (_survey_top_k_triton if use_triton(logps) else _survey_top_k_torch)(logps, ids)

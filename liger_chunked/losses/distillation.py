@@ -23,6 +23,7 @@ from liger_chunked.engine import (
     TopK,
     check_projection,
     check_target,
+    check_top_k,
     distillation_loss,
     lay_out,
     loss_and,
@@ -294,24 +295,5 @@ def _top_k(head: Head, layout: Layout, logps: Tensor, ids: Tensor) -> tuple[Tens
     if ids.numel() == 0:
         return logps, ids
 
-    present = logps > -torch.inf
-    # Entries that are not there, each with an id of its own, are neither out of range nor twice there.
-    distinct = torch.where(present, ids, -1 - torch.arange(k, device=device)).sort(1).values
-    lowest, highest = torch.where(present, ids, 0).aminmax()
-    twice = (distinct[:, 1:] == distinct[:, :-1]).any()
-    positive = (logps > 0).any() | logps.isnan().any()
-    low, high, n_twice, n_positive, n_empty = torch.stack(
-        [lowest, highest, twice.long(), positive.long(), (~present.any(1)).any().long()]
-    ).tolist()
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"teacher_ids holds {low if low < 0 else high}, expected an index into the vocabulary of weight, "
-            f"0 to {vocab_size - 1}"
-        )
-    if n_twice:
-        raise ValueError("teacher_ids holds a token twice for one row of input, expected distinct tokens")
-    if n_positive:
-        raise ValueError("teacher_logps holds a positive number or NaN, expected log-probabilities in nats")
-    if n_empty:
-        raise ValueError("teacher_logps holds -inf alone for a row of input that counts, expected one token at least")
+    check_top_k(logps, ids, vocab_size)
     return logps, ids
