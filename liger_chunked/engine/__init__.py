@@ -13,7 +13,7 @@ from liger_chunked.engine.checks import check_projection, check_target, check_to
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
-from liger_chunked.engine.schedule import Group, Layout, along, lay_out
+from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "distillation_loss",
     "fused_loss",
     "lay_out",
+    "lay_out_every",
     "linear_token_stats",
     "loss_and",
     "one_operation",

@@ -226,6 +226,15 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     )
 
 
+def lay_out_every(n: int, device: torch.device) -> Layout:
+    """The layout of `n` tokens without targets, all of which count: the host need not wait for the device.
+
+    Each stands with a target of 0 that nobody reads.
+    """
+    every = torch.ones(n, dtype=torch.bool, device=device)
+    return Layout((n,), torch.zeros_like(every, dtype=torch.int64), None, None, every, lengths=None, group_lengths=None)
+
+
 def budget_elements(
     options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
 ) -> int:

@@ -26,6 +26,7 @@ from liger_chunked.engine import (
     check_top_k,
     distillation_loss,
     lay_out,
+    lay_out_every,
     loss_and,
     one_operation,
 )
@@ -193,8 +194,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                     f"got {tuple(mask.shape)} on {mask.device}"
                 )
         if target is None:
-            counts = torch.ones(shape, dtype=torch.bool, device=input.device) if mask is None else mask
-            return lay_out(counts.long() - 1, self._group, -1, weight.shape[0])
+            if mask is None:
+                return lay_out_every(shape.numel(), input.device)
+            return lay_out(mask.long() - 1, self._group, -1, weight.shape[0])
         check_target(target, input)
         target = target.long()
         if mask is not None:
