@@ -121,7 +121,8 @@ def add_rms_norm(table: Table, *shape: int) -> None:
     contenders = compared(lambda x, residual, w: lc.liger_rms_norm(x, w, residual=residual), eager, None)
     leaves = {"x": x, "residual": residual, "w": w}
     # Both leaves have the one gradient. Autograd copies it for the first, for ours as for all others: 2 of the 10.
-    measure(table, f"x + residual, RMSNorm {shape}", 10 * x.numel() * x.element_size(), contenders, leaves, eager)
+    task = f"x + residual, RMSNorm {'x'.join(map(str, shape))}"
+    measure(table, task, 10 * x.numel() * x.element_size(), contenders, leaves, eager)
 
 
 def layer_norm(table: Table, *shape: int, graph: bool = True) -> None:

@@ -29,6 +29,7 @@ from benchmarks.report import (
     STEPS,
     Run,
     contenders,
+    kernels_markdown,
     longest_markdown,
     markdown,
     name_and_shape,
@@ -116,7 +117,7 @@ def kilo(value: float, _: object = None) -> str:
 
 # ---- time over the floor, every task
 
-_LEFT, _RIGHT = 2.45, 0.45  # inches beside a panel
+_LEFT, _RIGHT = 2.7, 0.45  # inches beside a panel
 _MOST = 6.0  # times the floor; beyond it a dot stands at the edge, with its number
 _LABEL, _LEVEL = 7.5, 10.0  # points: size of a label, height of a level of them
 
@@ -442,6 +443,12 @@ STEP_NOTE = (
 )
 
 
+KERNEL_NOTE = (
+    "Forward and backward, as CUDA graphs but for the last rows, over the time of a copy that moves as many bytes as "
+    "the operation must."
+)
+
+
 def write_between(path: Path, text: str) -> None:
     """Replace what is between the markers of a page.
 
@@ -490,6 +497,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if args.table:
         losses = [drawn[name] for name in (FLOOR, SCALING) if name in drawn]
         parts = [*drawn_as_markdown(losses, args.table.parent), markdown(runs)]
+        if kernels := newest(args.results, "base_kernels"):
+            parts += ["## Base kernels", KERNEL_NOTE, kernels_markdown(kernels)]
         for family, run in steps.items():
             figure = drawn_as_markdown([drawn[STEP_FIGURES[family]]], args.table.parent)
             parts += [f"## {STEPS[family]}", STEP_NOTE, *figure, steps_markdown(run)]

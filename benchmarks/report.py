@@ -88,7 +88,15 @@ def name_and_shape(task: str) -> tuple[str, str]:
     ('JSD', '64 × (32, 48) × 1024')
     """
     name, shape = re.split(r" (?=\d+x)", task, maxsplit=1)
-    return name, re.sub(r"(?<=[\d)])x(?=[\d(])", " × ", shape)
+    return name, _spaced(shape)
+
+
+def _spaced(task: str) -> str:
+    """
+    >>> _spaced("DPO llama-3.2-1b 8x2048")
+    'DPO llama-3.2-1b 8 × 2048'
+    """
+    return re.sub(r"(?<=[\d)])x(?=[\d(])", " × ", task)
 
 
 _COLUMNS = {
@@ -151,6 +159,32 @@ def _error(row: dict[str, Any] | None, rows: dict[str, dict[str, Any]]) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
+_KERNEL_COLUMNS = {
+    OURS: "liger_chunked",
+    "eager": "eager",
+    "torch.compile(eager)": "torch.compile",
+    "F.rms_norm": "F.rms_norm",
+    "liger-kernel": "Liger-Kernel",
+}
+
+
+def kernels_markdown(run: Run) -> str:
+    """A row a task, a column a contender: times over that of a copy of as many bytes, and how long that takes."""
+    lines = [
+        f"| task | copy, µs | {' | '.join(_KERNEL_COLUMNS.values())} |",
+        "|---|" + "---|" * (len(_KERNEL_COLUMNS) + 1),
+    ]
+    for task, rows in run.cells.items():
+        measured = run.measured(task)
+        cells = [
+            f"{measured[name]['times_floor']:.2f}" if name in measured else _absent_cell(rows.get(name))
+            for name in _KERNEL_COLUMNS
+        ]
+        copy = run.tasks[task]["floor_ms"] * 1e3
+        lines.append(f"| {_spaced(task)} | {copy:.0f} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+
+
 _STEP_COLUMNS = {
     STOCK: "stock",
     OURS: "liger_chunked",
@@ -186,14 +220,6 @@ def longest_markdown(run: Run) -> str:
     for task, rows in run.cells.items():
         lines.append(f"| {task} | {' | '.join(_longest_cell(rows.get(name)) for name in names)} |")
     return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
-
-
-def _spaced(task: str) -> str:
-    """
-    >>> _spaced("DPO llama-3.2-1b 8x2048")
-    'DPO llama-3.2-1b 8 × 2048'
-    """
-    return re.sub(r"(?<=\d)x(?=\d+$)", " × ", task)
 
 
 def _absent_cell(row: dict[str, Any] | None) -> str:

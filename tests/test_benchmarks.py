@@ -142,8 +142,14 @@ def test_a_page_without_markers(tmp_path: Path) -> None:
 
 
 def test_kept_results_can_be_drawn(tmp_path: Path) -> None:
-    figures.main(["--out", str(tmp_path)])
+    page = tmp_path / "page.md"
+    page.write_text(f"{figures.BEGIN}\n{figures.END}\n")
+    figures.main(["--out", str(tmp_path), "--table", str(page)])
     assert (tmp_path / figures.FLOOR).exists()
+    text = page.read_text()
+    assert "| RMSNorm 16384 × 4096 | 157 |" in text and "| x + residual, RMSNorm" in text
+    tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
+    assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
 
 
 def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
