@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, steps, sweep
+from benchmarks.drawing import floor, style
 
 FAMILIES = {
     "cross_entropy": cross_entropy,
@@ -168,7 +169,7 @@ def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
 
 def test_labels_do_not_overlap() -> None:
     starts, widths = [0.0, 3.0, 4.0, 40.0, 44.0, 100.0], [30.0, 50.0, 10.0, 20.0, 20.0, 10.0]
-    heights = figures.levels(starts, widths)
+    heights = floor.levels(starts, widths)
     for i in range(len(starts)):
         for j in range(i + 1, len(starts)):
             assert heights[i] > heights[j] or starts[i] + widths[i] < starts[j], (i, j)
@@ -286,7 +287,7 @@ def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
     assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1]
 
 
-@pytest.mark.parametrize("module", [figures, report, steps])
+@pytest.mark.parametrize("module", [figures, style, report, steps])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 

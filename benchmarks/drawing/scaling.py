@@ -1,0 +1,92 @@
+"""Time and memory against tokens and vocabulary: a line a contender."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks.drawing.style import FAINT, GRID, LOOKS, SECOND, TITLE, WIDTH, kibi, kilo, number
+from benchmarks.harness import OURS
+from benchmarks.report import Run
+
+
+def draw_scaling(run: Run) -> Figure:
+    """Time per thousand tokens, and memory, of the cross entropy in four panels."""
+    figure = Figure(figsize=(WIDTH, 6.4))
+    grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
+    for column, sweep in enumerate(("tokens", "vocabulary")):
+        tasks = sorted((shape[sweep], task) for task, shape in run.tasks.items() if shape["sweep"] == sweep)
+        time, memory = (figure.add_subplot(grid[row, column]) for row in range(2))
+        per_thousand = [(value, _per_thousand(run, task, run.tasks[task]["floor_ms"])) for value, task in tasks]
+        time.plot(*zip(*per_thousand, strict=True), color=FAINT, linewidth=1, linestyle=(0, (4, 2)))
+        ends = [(*per_thousand[-1], "matrix products", FAINT)]
+        ends += _draw_lines(time, [(v, n, _per_thousand(run, t, row["ms"])) for v, t, n, row in _rows(run, tasks)])
+        time.set(ylim=(0, None), title="Time per thousand tokens, ms")
+        measured = [(v, n, row["mib"] / 1024) for v, _, n, row in _rows(run, tasks) if row["mib"] is not None]
+        peaks = _draw_lines(memory, measured)
+        memory.set_title("Peak above the inputs, GiB")
+        if peaks:
+            memory.set_yscale("log", base=2)
+        memory.yaxis.set_major_formatter(FuncFormatter(number))
+        for axes, labels in ((time, ends), (memory, peaks)):
+            axes.set(xscale="log" if sweep == "tokens" else "linear", xlabel=sweep)
+            axes.set_xticks([value for value, _ in tasks])
+            axes.xaxis.set_major_formatter(FuncFormatter(kibi if sweep == "tokens" else kilo))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color=GRID, linewidth=0.7)
+            axes.set_axisbelow(True)
+            _label_ends(figure, axes, labels)
+        other = "vocabulary" if sweep == "tokens" else "tokens"
+        shape = run.tasks[tasks[0][1]]
+        fixed = f"hidden {shape['hidden']}, {other} {shape[other]}"
+        time.annotate(fixed, (0, 1), (0, 22), color=SECOND, xycoords="axes fraction", textcoords="offset points")
+    figure.text(0.012, 0.985, "Cross entropy, forward and backward, against tokens and vocabulary", **TITLE)
+    figure.text(0.012, 0.95, run.title, color=SECOND, va="top")
+    return figure
+
+
+def _per_thousand(run: Run, task: str, ms: float) -> float:
+    return ms / run.tasks[task]["tokens"] * 1000
+
+
+def _rows(run: Run, tasks: Sequence[tuple[int, str]]) -> list[tuple[int, str, str, dict[str, Any]]]:
+    """Value, task, contender and row of all that was measured."""
+    return [(value, task, name, row) for value, task in tasks for name, row in run.measured(task).items()]
+
+
+def _draw_lines(axes: Axes, points: Sequence[tuple[int, str, float]]) -> list[tuple[float, float, str, str]]:
+    """A line a contender through (x, contender, y), ours on top; returns where each ends, its label and colour."""
+    ends = []
+    for name in dict.fromkeys(name for _, name, _ in points):
+        x, y = zip(*((x, y) for x, of, y in points if of == name), strict=True)
+        look, ours = LOOKS[name], name == OURS
+        axes.plot(x, y, color=look.colour, marker=look.marker, ms=4, lw=2.2 if ours else 1.3, zorder=4 if ours else 3)
+        ends.append((x[-1], y[-1], look.label, look.colour))
+    return ends
+
+
+def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name each line right of the panel, at the height of its end, labels pushed apart to 10 points."""
+    points = [axes.transData.transform((x, y)) * 72 / figure.dpi for x, y, *_ in ends]
+    edge = axes.transAxes.transform((1, 0))[0] * 72 / figure.dpi
+    y = float("-inf")
+    for (_, at), (x, value, label, colour) in sorted(zip(points, ends, strict=True), key=lambda pair: pair[0][1]):
+        y = max(at, y + 10)
+        x_point = axes.transData.transform((x, value))[0] * 72 / figure.dpi
+        offset = (edge - x_point + 8, y - at)
+        axes.annotate(
+            label,
+            (x, value),
+            offset,
+            textcoords="offset points",
+            fontsize=7.5,
+            color=colour,
+            va="center",
+            weight="bold" if label == "liger_chunked" else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
+        )

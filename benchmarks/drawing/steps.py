@@ -1,0 +1,59 @@
+"""Whole training steps: bars of speed and of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.drawing.style import LOOKS, SECOND, TITLE, WIDTH
+from benchmarks.report import Run, contenders, peak_gib
+
+_BAR = 0.8  # of the lane of a task, shared by its contenders
+
+
+def draw_steps(run: Run, title: str) -> Figure:
+    """A lane a task, a bar a contender: speed over that of the task's fastest, and the peak."""
+    names, tasks = contenders(run), list(run.tasks)
+    height = 1.1 + 0.2 * len(tasks) * (len(names) + 1)
+    figure = Figure(figsize=(WIDTH, height))
+    edges = {"left": 0.27, "right": 0.95, "top": 1 - 0.75 / height, "bottom": 0.15 / height, "wspace": 0.28}
+    speed, memory = figure.subplots(1, 2, sharey=True, gridspec_kw=edges)
+    thick = _BAR / len(names)
+    for lane, task in enumerate(tasks):
+        measured = run.measured(task)
+        fastest = max((row["tokens_per_s"] for row in measured.values()), default=None)
+        for i, name in enumerate(names):
+            y, look = lane - _BAR / 2 + (i + 0.5) * thick, LOOKS[name]
+            row = measured.get(name)
+            if row is None:
+                failure = run.cells[task][name]["failure"] if name in run.cells[task] else ""
+                speed.annotate(failure.partition(":")[0], (0, y), (3, 0), **_IN_POINTS, color=look.colour)
+                continue
+            bar: dict[str, Any] = {"height": 0.9 * thick, "color": look.colour}
+            share = row["tokens_per_s"] / fastest
+            speed.barh(y, share, **bar)
+            speed.annotate(f"{row['tokens_per_s']:.0f}", (share, y), (3, 0), **_IN_POINTS)
+            if row["mib"] is not None:
+                resident, peak = row["resident_mib"] / 1024, peak_gib(row)
+                memory.barh(y, resident, alpha=0.35, **bar)
+                memory.barh(y, peak - resident, left=resident, **bar)
+                memory.annotate(f"{peak:.1f}", (peak, y), (3, 0), **_IN_POINTS)
+    speed.set_yticks(range(len(tasks)), [task.rpartition(" ")[0] + "\n" + task.rpartition(" ")[2] for task in tasks])
+    speed.invert_yaxis()
+    speed.set_title("tokens a second; bars: of the fastest")
+    memory.set_title("peak memory, GiB; pale: between steps")
+    for axes in (speed, memory):
+        axes.set_xticks([])
+        axes.margins(x=0.16, y=0.01)
+        axes.tick_params(length=0)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.text(0.012, 1 - 0.1 / height, title, **TITLE)
+    figure.text(0.012, 1 - 0.34 / height, run.title, color=SECOND, va="top")
+    for i, name in enumerate(reversed(names)):
+        place = (0.95 - 0.19 * i, 1 - 0.34 / height)
+        figure.text(*place, LOOKS[name].label, color=LOOKS[name].colour, ha="right", va="top", weight="bold")
+    return figure
+
+
+_IN_POINTS: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
