@@ -137,8 +137,18 @@ def test_frozen_inputs(op: Op, device: str) -> None:
         for value, same in zip(gradients, expected[:frozen] + expected[frozen + 1 :], strict=True):
             # A few units in the last place: who computes less may add up in another order.
             torch.testing.assert_close(value, same, rtol=1e-6, atol=1e-7)
-    with torch.no_grad():
-        assert not any(y.requires_grad for y in outputs_of(op.ours(*inputs)))
+
+
+@pytest.mark.triton
+@every_op
+def test_without_a_graph(op: Op, device: str) -> None:
+    inputs = op.sample(op.shapes[0], torch.bfloat16, device)
+    with_graph = outputs_of(op.ours(*inputs))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            outputs = outputs_of(op.ours(*inputs))
+        for y, same in zip(outputs, with_graph, strict=True):
+            assert not y.requires_grad and torch.equal(y, same) and y.stride() == same.stride()
 
 
 @pytest.mark.triton

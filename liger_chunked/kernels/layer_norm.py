@@ -234,4 +234,6 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
     if bias is not None:
         check_row(bias, "bias", x)
         bias = bias.contiguous()
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, bias, float(eps))[0]
     return _LayerNorm.apply(x, weight, bias, float(eps))

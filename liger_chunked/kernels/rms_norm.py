@@ -213,9 +213,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, options: tuple[float, float, bool]
     ) -> Any:
-        eps, offset, cast_first = options
-        y, rstd, total = _forward(x, weight, residual, eps, offset, cast_first)
-        ctx.offset = offset
+        y, rstd, total = _forward(x, weight, residual, *options)
+        _, ctx.offset, _ = options
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         return y if residual is None else (y, total)
 
@@ -272,4 +271,8 @@ def liger_rms_norm(
         weight = weight.contiguous()
     if residual is not None:
         check_like(residual, "residual", x, "x")
-    return _RMSNorm.apply(x, weight, residual, (float(eps), float(offset), _CASTS_FIRST[casting]))
+    options = (float(eps), float(offset), _CASTS_FIRST[casting])
+    if not torch.is_grad_enabled():
+        y, _, total = _forward(x, weight, residual, *options)
+        return y if residual is None else (y, total)
+    return _RMSNorm.apply(x, weight, residual, options)

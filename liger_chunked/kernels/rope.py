@@ -190,14 +190,17 @@ def _rope(
     return compute(q, k, cos, sin, interleaved, inverse, by_token)
 
 
+def _is_by_token(q: Tensor) -> bool:
+    """The layout that q has, which is the one that attention and, of gradients, the projection want."""
+    return q.stride(1) <= q.stride(2)
+
+
 class _RotaryPosEmb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        # In the layout that q has, which is the one that attention and, of gradients, the projection want.
-        by_token = q.stride(1) <= q.stride(2)
-        ctx.options = interleaved, True, by_token
+        ctx.options = interleaved, True, _is_by_token(q)
         ctx.save_for_backward(cos, sin)
-        return _rope(q, k, cos, sin, interleaved, False, by_token)
+        return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
 
     @staticmethod
     @first_derivative
@@ -228,11 +231,18 @@ class _WrittenOver(torch.autograd.Function):
         return _rope(dy, no_heads, *ctx.saved_tensors, *ctx.options)[0], None, None, None
 
 
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """q and k, rotated."""
+    if not torch.is_grad_enabled():
+        return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
+    return _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
+
+
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Rotate q and k where they lie."""
     if torch.compiler.is_compiling():
         # A compiler makes values of what is written, and of the copies nothing where q and k are its own.
-        rotated = _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
+        rotated = _rotated(q, k, cos, sin, interleaved)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
         _check_inplace(x, name)
@@ -342,5 +352,5 @@ def liger_rotary_pos_emb(
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     _check(q, k, cos, sin)
-    q, k = (_rope_ if inplace else _RotaryPosEmb.apply)(q, k, cos, sin, interleaved)
+    q, k = (_rope_ if inplace else _rotated)(q, k, cos, sin, interleaved)
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
