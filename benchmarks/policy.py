@@ -115,7 +115,7 @@ def measure(table: Table, b: int, length: int, h: int, v: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    return benchmark("policy", __doc__, "sequences:length:hidden:vocabulary", SHAPES, SMALL, measure, 30, arguments)
+    return benchmark("policy", __doc__, "sequences:length:hidden:vocabulary", SHAPES, SMALL, measure, 60, arguments)
 
 
 if __name__ == "__main__":

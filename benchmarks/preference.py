@@ -221,7 +221,7 @@ def measure(table: Table, loss: str, pairs: int, length: int, h: int, v: int, pr
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     sizes = "loss or all:pairs:length:hidden:vocabulary:prompt share"
-    return benchmark("preference", __doc__, sizes, SHAPES, SMALL, measure, 80, arguments)
+    return benchmark("preference", __doc__, sizes, SHAPES, SMALL, measure, 120, arguments)
 
 
 if __name__ == "__main__":
