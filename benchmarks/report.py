@@ -163,7 +163,7 @@ _KERNEL_COLUMNS = {
     OURS: "liger_chunked",
     "eager": "eager",
     "torch.compile(eager)": "torch.compile",
-    "F.rms_norm": "F.rms_norm",
+    "F.": "torch's own",
     "liger-kernel": "Liger-Kernel",
 }
 
@@ -175,11 +175,8 @@ def kernels_markdown(run: Run) -> str:
         "|---|" + "---|" * (len(_KERNEL_COLUMNS) + 1),
     ]
     for task, rows in run.cells.items():
-        measured = run.measured(task)
-        cells = [
-            f"{measured[name]['times_floor']:.2f}" if name in measured else _absent_cell(rows.get(name))
-            for name in _KERNEL_COLUMNS
-        ]
+        found = {"F." if name.startswith("F.") else name: row for name, row in rows.items()}
+        cells = [_kernel_cell(found.get(name)) for name in _KERNEL_COLUMNS]
         copy = run.tasks[task]["floor_ms"] * 1e3
         lines.append(f"| {_spaced(task)} | {copy:.0f} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
@@ -226,6 +223,10 @@ def _absent_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     return "out of memory" if row["failure"] == "out of memory" else "–"
+
+
+def _kernel_cell(row: dict[str, Any] | None) -> str:
+    return _absent_cell(row) if row is None or row["failure"] else f"{row['times_floor']:.2f}"
 
 
 def _step_cell(row: dict[str, Any] | None) -> str:

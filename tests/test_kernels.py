@@ -379,12 +379,16 @@ def test_survey(shape, ignore_index, device):
 
 
 @pytest.mark.parametrize("k", [1, 3, 64, 150])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_survey_top_k(k, dtype, device):
+@pytest.mark.parametrize(
+    ("dtype", "logp_dtype"),
+    [(torch.int64, torch.float32), (torch.int32, torch.bfloat16), (torch.int64, torch.float16)],
+    ids=str,
+)
+def test_survey_top_k(k, dtype, logp_dtype, device):
     """Each fault by itself, in the last place or between two blocks, and entries that are not there."""
     generator = torch.Generator().manual_seed(k)
     ids = torch.stack([torch.randperm(1000, generator=generator)[:k] for _ in range(5)]).to(device, dtype)
-    logps = -torch.rand(5, k, generator=generator).to(device) - 1
+    logps = (-torch.rand(5, k, generator=generator) - 1).to(device, logp_dtype)
     expected = [~0, int(ids.max()), 0, 0, 0]
     assert survey_top_k(logps, ids).tolist() == expected
 

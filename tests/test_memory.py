@@ -30,6 +30,7 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
+from liger_chunked.engine import schedule
 from liger_chunked.engine.passes import HeadGradients, HeadPass
 from liger_chunked.kernels import backend
 
@@ -158,6 +159,20 @@ def budget_of(batch: Batch, part: float) -> int:
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("row", "part", "trainable"), CASES)
 def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
+    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("trainable", TRAINABLE)
+@pytest.mark.parametrize("part", [1.0, 0.3])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.id in {"kl", "jsd", "squared-error"}], ids=repr)
+def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
+    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
+        monkeypatch.setattr(schedule, name, 16)
+    assert_agrees_on_a_cpu(row, part, trainable, monkeypatch)
+
+
+def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, whose products a CPU accumulates as a GPU does."""
     sizes = Sizes(sequences=4, length=160, hidden=48, vocab=2053, ref_hidden=64)
     # A CPU's blocks, a dozen of one row each, are not there on a GPU.

@@ -1,4 +1,4 @@
-"""Gradient in forward for a student and its teacher: chunks of tokens, each with the logits of both.
+"""Gradient in forward for a student and its teacher: chunks of tokens, and blocks of them with the logits of both.
 
     for chunk in tokens:
         project the student
@@ -296,9 +296,15 @@ class DistillationPlan:
 
     @classmethod
     def of(
-        cls, head_shape: torch.Size, layout: Layout, dtype: torch.dtype, bytes_per_logit: int, options: LogitOptions
+        cls,
+        head_shape: torch.Size,
+        layout: Layout,
+        dtype: torch.dtype,
+        bytes_per_logit: int,
+        options: LogitOptions,
+        wants_weight: bool,
     ) -> DistillationPlan:
-        chunk = budget_chunk(options, head_shape, dtype, layout.n_valid, bytes_per_logit)
+        chunk = budget_chunk(options, head_shape, dtype, layout.n_valid, bytes_per_logit, wants_weight)
         return cls(layout, chunk, packs(layout, head_shape[0], chunk.tokens * head_shape[0]))
 
     @property
@@ -465,7 +471,14 @@ def distillation_loss(
     dtype = compute_dtype(head, input)
     per_logit = route.bytes_per_logit(dtype, None if teacher is None else compute_dtype(teacher.head, teacher.input))
     step = _Step(
-        plan=DistillationPlan.of(head.weight.shape, layout, dtype, per_logit, options),
+        plan=DistillationPlan.of(
+            head.weight.shape,
+            layout,
+            dtype,
+            per_logit,
+            options,
+            wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
+        ),
         objective=objective,
         route=route,
         teacher=teacher,

@@ -153,7 +153,7 @@ class EpiloguePass:
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def _sample(self, x: Tensor) -> Tensor:
-        """Logits (n, C) of at most `SAMPLE` columns, evenly over the vocabulary, in float32 and before the scale."""
+        """Logits (n, C) of at most `SAMPLE` columns all over the vocabulary, in float32 and before the scale."""
         columns = self.head.weight[:: -(-self.vocab_size // SAMPLE)]
         if columns.shape[0] > _SAMPLE_ELEMENTS:
             columns = columns[: columns.shape[0] // _SAMPLE_ELEMENTS * _SAMPLE_ELEMENTS]

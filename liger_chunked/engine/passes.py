@@ -54,9 +54,10 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.sum(0)` in `dtype`, the same or a wider one, without the copy of `x` that torch makes for it on a GPU.
+    """`x.sum(0)` in `dtype`, the same or a wider one.
 
-    There it is a product, in float32 of the precision that the caller allows products.
+    On a GPU it is a product, in float32 of the precision that the caller allows products: torch's own sum over the rows
+    of float32 logits took a buffer larger than they are.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -260,7 +261,7 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a pack's statistics by `unit`, which the first pack sets."""
+        """Divide the gradients of some tokens' statistics by `unit`, which the first tokens set."""
         if not self._half:
             return gradients
         if self._unit is None:

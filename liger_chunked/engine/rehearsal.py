@@ -216,7 +216,9 @@ def rehearse_distillation(
     """`distillation_loss` and its backward; `teacher` is None where `route` has its log-probabilities."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
-    plan = DistillationPlan.of(projection.head.weight.shape, layout, projection.dtype, per_logit, options)
+    plan = DistillationPlan.of(
+        projection.head.weight.shape, layout, projection.dtype, per_logit, options, projection.needs.weight
+    )
     numbers = _numbers(layout)
     student_pass = projection.open(ledger, options, plan.largest_pack * vocab_size)
     teacher_pass = None if teacher is None else teacher.open(ledger, options, plan.largest_block * vocab_size)

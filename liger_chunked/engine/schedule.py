@@ -30,9 +30,9 @@ _MIN_SLICE = 1024
 # Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
 _ONE_CHUNK = 2_500_000_000
 _CHUNK_TOKENS = 4096
-# Tokens whose teacher's logits are alive at once, where those of the student are of more: from the first to the second
-# their products and kernels get no faster.
-_FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS = 512, 2048
+# Tokens whose teacher's logits are alive at once, where those of the student are of more; of a vocabulary of 152,000,
+# and of a smaller one as many more. From the first to the second their products and kernels get no faster.
+_FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_VOCAB = 512, 2048, 152_000
 # Chunks of tokens are rounded up to this, so that GEMMs meet whole tiles.
 _ROUND = 128
 
@@ -272,24 +272,31 @@ class Chunk(NamedTuple):
 
 
 def budget_chunk(
-    options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int, bytes_per_logit: int
+    options: LogitOptions,
+    head_shape: torch.Size,
+    dtype: torch.dtype,
+    n_valid: int,
+    bytes_per_logit: int,
+    wants_weight: bool,
 ) -> Chunk:
     """A chunk as `budget_elements` allows, with what is held beside its logits for some of its tokens at a time.
 
-    The weight gradient is one product a chunk, so that fewer chunks are fewer additions to it: memory is better spent
-    on these logits than on a teacher's, which are read as they come. The automatic budget takes one chunk where those
-    of the block are at most half as many bytes.
+    The weight gradient, where `wants_weight`, is one product a chunk, so that fewer chunks are fewer additions to it:
+    memory is then better spent on these logits than on a teacher's, which are read as they come. The automatic budget
+    takes one chunk where those of the block are at most half as many bytes.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
     tokens = max(1, elements // vocab_size)
     beside = max(0, bytes_per_logit - logit)
-    if not beside:
+    if not (beside and wants_weight):
         return Chunk(tokens, tokens)
-    block = max(min(tokens, _FEWEST_BLOCK_TOKENS), min(tokens // 2, _BLOCK_TOKENS))
-    one_chunk = n_valid * vocab_size * logit <= _ONE_CHUNK and 2 * block * beside <= n_valid * logit
-    if options.logits_budget is None and one_chunk:
-        return Chunk(max(tokens, n_valid), block)
+    more = max(1, _BLOCK_VOCAB // vocab_size)
+    if options.logits_budget is None and n_valid * vocab_size * logit <= _ONE_CHUNK:
+        block = max(1, min(n_valid, more * _BLOCK_TOKENS))
+        if 2 * block * beside <= n_valid * logit:
+            return Chunk(max(tokens, n_valid), block)
+    block = max(min(tokens, more * _FEWEST_BLOCK_TOKENS), min(tokens // 2, more * _BLOCK_TOKENS))
     return Chunk((tokens * bytes_per_logit - block * beside) // logit, block)
 
 

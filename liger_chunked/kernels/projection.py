@@ -88,7 +88,8 @@ def _write_part(
         exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
     moment = centre
     if MOMENT:
-        moment = tl.sum(e * centred, axis=1)
+        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        moment = tl.sum(e * tl.maximum(centred, -1e30), axis=1)
     return tl.sum(e, axis=1), moment
 
 

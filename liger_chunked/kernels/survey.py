@@ -64,6 +64,7 @@ def survey(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 
 
 _TOP_K_BLOCK = 64
+_MOST_COMPARED = 1024  # entries of a row; more are sorted
 
 
 @Kernel
@@ -81,7 +82,7 @@ def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexp
     for start in range(0, k, BLOCK):
         entry = start + lanes
         inside = entry < k
-        logp = tl.load(logps_ptr + entry, mask=inside, other=-float("inf"))
+        logp = tl.load(logps_ptr + entry, mask=inside, other=-float("inf")).to(tl.float32)
         there = logp > -float("inf")
         token = tl.where(there, tl.load(ids_ptr + entry, mask=inside, other=0).to(tl.int64), 0)
         lowest = tl.minimum(lowest, token)
@@ -90,7 +91,8 @@ def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexp
         present |= there.to(tl.int32)
         for earlier in range(0, start + 1, BLOCK):
             other = earlier + lanes
-            other_there = tl.load(logps_ptr + other, mask=other < k, other=-float("inf")) > -float("inf")
+            other_logp = tl.load(logps_ptr + other, mask=other < k, other=-float("inf")).to(tl.float32)
+            other_there = other_logp > -float("inf")
             others = tl.load(ids_ptr + other, mask=other < k, other=0).to(tl.int64)
             same = (token[:, None] == others[None, :]) & there[:, None] & other_there[None, :]
             twice |= tl.max((same & (other[None, :] < entry[:, None])).to(tl.int32), axis=1)
@@ -132,11 +134,12 @@ def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
     """What is wrong with a teacher's top-k, if anything is. Entries of -inf are not there.
 
     Args:
-        logps: (N, k), floating.
+        logps: (N, k), floating, not empty.
         ids: (N, k), integers.
 
     Returns:
         (5,) int64: `~` the lowest of all ids and 0, the highest of these, and 1 or 0 for whether a row has an id twice,
         an entry is positive or NaN, a row has no entry.
     """
-    return (_survey_top_k_triton if use_triton(logps) else _survey_top_k_torch)(logps, ids)
+    by_kernel = use_triton(logps) and ids.shape[1] <= _MOST_COMPARED
+    return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

@@ -8,7 +8,8 @@ With `E` zero at the target, and cotangents of `logps` and `lse` alone,
 
 Bytes, all small beside the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W
 and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the rows of dW that are targets, at most
-10 N H; it sorts N targets by 3 N N comparisons, which are 0.05 G at 4096 tokens.
+10 N H; it sorts N targets by 3 N N comparisons, which are 0.05 G at
+4096 tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
 
 _RANKED, _COMPARED = 16, 256  # tokens that a program sorts, and those it compares them with at a time
+_MOST_COMPARED = 1 << 15  # tokens of a pack; more are sorted by torch
 _RUN = 8  # tokens of one target that are added at a time
 _COLS = 512
 _WARPS = 4
@@ -144,7 +146,7 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 
 @Kernel
 def _order_kernel(
-    target_ptr, order_ptr, start_ptr, count_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
+    target_ptr, order_ptr, start_ptr, length_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     # One program per ROWS tokens: each counts the tokens whose target is lower, or the same and earlier, or the same.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -165,33 +167,33 @@ def _order_kernel(
     before = tl.sum(earlier, axis=1)
     tl.store(order_ptr + first + before, row, mask=inside)
     tl.store(start_ptr + row, first, mask=inside)
-    tl.store(count_ptr + row, tl.where(before == 0, tl.sum(equal, axis=1), 0), mask=inside)
+    tl.store(length_ptr + row, tl.where(before == 0, tl.sum(equal, axis=1), 0), mask=inside)
 
 
 @Kernel
 def _target_rows_kernel(
-    grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, count_ptr, n_rows, hidden,
+    grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program per token and block of columns: that of the first token of a target adds up all of them.
     row = grid_row()
     if row >= n_rows:
         return
-    count = tl.load(count_ptr + row)
-    if count == 0:
+    length = tl.load(length_ptr + row)
+    if length == 0:
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < hidden
     place = grad_ptr + tl.load(target_ptr + row) * grad_stride + cols
-    if count == 1:
+    if length == 1:
         x = tl.load(x_ptr + row * x_stride + cols, mask=inside).to(tl.float32)
         tl.store(place, tl.load(place, mask=inside) + tl.load(scale_ptr + row) * x, mask=inside)
     else:
         order_ptr += tl.load(start_ptr + row)
         total = tl.zeros([RUN, BLOCK], tl.float32)
-        for first in range(0, count, RUN):
+        for first in range(0, length, RUN):
             place_in_run = first + tl.arange(0, RUN)
-            there = place_in_run < count
+            there = place_in_run < length
             token = tl.load(order_ptr + place_in_run, mask=there, other=0).to(tl.int64)
             scale = tl.load(scale_ptr + token, mask=there, other=0.0)
             x = tl.load(
@@ -199,6 +201,36 @@ def _target_rows_kernel(
             )
             total += scale[:, None] * x.to(tl.float32)
         tl.store(place, tl.load(place, mask=inside) + tl.sum(total, axis=0), mask=inside)
+
+
+class _Occurrences(NamedTuple):
+    """Where each target occurs; (N,) int32."""
+
+    order: Tensor  # the tokens by target, those of one in their order
+    start: Tensor  # where those of a token's target start
+    length: Tensor  # how many they are, 0 but for the first of them
+
+
+def _occurrences(target: Tensor) -> _Occurrences:
+    n = target.shape[0]
+    if n > _MOST_COMPARED:
+        by_target, order = torch.sort(target, stable=True)
+        start = torch.searchsorted(by_target, target, out_int32=True)
+        length = torch.searchsorted(by_target, target, right=True, out_int32=True) - start
+        is_first = order[start] == torch.arange(n, device=target.device)
+        return _Occurrences(order.int(), start, torch.where(is_first, length, 0))
+    found = _Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in _Occurrences._fields))
+    if not target.is_meta:
+        _order_kernel[(triton.cdiv(n, _RANKED),)](
+            target_ptr=target,
+            order_ptr=found.order,
+            start_ptr=found.start,
+            length_ptr=found.length,
+            n_rows=n,
+            ROWS=_RANKED,
+            COLS=_COMPARED,
+        )
+    return found
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> Tensor:
@@ -211,13 +243,9 @@ def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> 
         x: (N, H), rows contiguous.
     """
     n, hidden = x.shape
-    # The tokens by target; where those of a token's target start; how many they are, 0 but for the first of them.
-    order, start, count = (torch.empty(n, dtype=torch.int32, device=x.device) for _ in range(3))
+    found = _occurrences(target)
     if x.is_meta:
         return grad
-    _order_kernel[(triton.cdiv(n, _RANKED),)](
-        target_ptr=target, order_ptr=order, start_ptr=start, count_ptr=count, n_rows=n, ROWS=_RANKED, COLS=_COMPARED
-    )
     block = min(_COLS, triton.next_power_of_2(hidden))
     _target_rows_kernel[grid_of_rows(n, triton.cdiv(hidden, block))](
         grad_ptr=grad,
@@ -226,9 +254,9 @@ def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> 
         x_stride=x.stride(0),
         scale_ptr=scale,
         target_ptr=target,
-        order_ptr=order,
-        start_ptr=start,
-        count_ptr=count,
+        order_ptr=found.order,
+        start_ptr=found.start,
+        length_ptr=found.length,
         n_rows=n,
         hidden=hidden,
         RUN=_RUN,

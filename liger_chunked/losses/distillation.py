@@ -106,7 +106,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """The divergence of each token, (n,), from logits (n, V) after the transform, in float32 (float64 for float64).
 
-        Called on a chunk of the batch's tokens at a time. Of a teacher's top-k, V is k + 1: log-probabilities of the k
+        Called on a block of the batch's tokens at a time. Of a teacher's top-k, V is k + 1: log-probabilities of the k
         tokens and of all others together, -inf at entries that are not there.
         """
 
