@@ -19,8 +19,6 @@ from liger_chunked import (
     LogitOptions,
     reference,
 )
-from liger_chunked.engine import schedule
-from liger_chunked.engine.passes import HeadGradients, HeadPass
 from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_, tail_stats
 
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
@@ -331,7 +329,7 @@ def test_top_k_needs_no_teacher_logits():
 # A divergence of one's own
 
 
-class _SymmetricKL(LigerFusedLinearDistillationBase):
+class SymmetricKL(LigerFusedLinearDistillationBase):
     of_distributions = True
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -343,78 +341,17 @@ class _SymmetricKL(LigerFusedLinearDistillationBase):
 def test_divergence_of_ones_own(budget):
     batch = students(SMALL, seed=0)
     kl, reverse = (LigerFusedLinearKLDivLoss(reverse=r, weight_hard_loss=0.25) for r in (False, True))
-    ours = evaluate(lambda b: _SymmetricKL(logits_budget=budget)(**b)[0], batch)
+    ours = evaluate(lambda b: SymmetricKL(logits_budget=budget)(**b)[0], batch)
     exact = evaluate(lambda b: kl(**b)[0] + reverse(**b)[0], batch)
     for name in exact:
         assert relative_error(ours[name], exact[name]) < 1e-12, name
-
-
-# Blocks of a teacher's logits, beside a chunk of the student's
-
-
-def test_blocks_of_a_chunk(monkeypatch):
-    """One product for each gradient, whatever part of the teacher's logits is alive."""
-    batch = students(SMALL, seed=0)
-    losses = {**LOSSES, "one's own": _SymmetricKL(**SOFT)}
-    whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
-    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
-        monkeypatch.setattr(schedule, name, 4)
-    projected, added = [], []
-    project, add = HeadPass.project, HeadGradients.add
-
-    def watch_project(self, x, tile):
-        projected.append(x.shape[0])
-        return project(self, x, tile)
-
-    def watch_add(self, vocab, dz, x, first):
-        added.append(x.shape[0])
-        add(self, vocab, dz, x, first)
-
-    monkeypatch.setattr(HeadPass, "project", watch_project)
-    monkeypatch.setattr(HeadGradients, "add", watch_add)
-    for name, loss in losses.items():
-        projected.clear()
-        added.clear()
-        value = evaluate(lambda b, loss=loss: loss(**b)[0], batch)
-        n_valid = max(projected)
-        assert n_valid > 8 and added == [n_valid], name
-        assert sorted(projected)[:-1] == sorted([4] * (n_valid // 4) + [n_valid % 4] * (n_valid % 4 > 0)), name
-        for key, expected in whole[name].items():
-            assert relative_error(value[key], expected) < 1e-12, f"{name}: {key}"
-
-
-@pytest.mark.parametrize("vocab", [1024, 151936])
-@pytest.mark.parametrize("budget", [1, 10**8, 10**9, 5 * 10**9, None])
-@pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a divergence of one's own
-def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
-    n = 8192 * 151936 // vocab
-    options, shape = LogitOptions(logits_budget=budget), torch.Size((vocab, 1536))
-    tokens, block = schedule.budget_chunk(options, shape, torch.bfloat16, n, 2 + beside, wants_weight=True)
-    assert 1 <= block <= tokens
-    held = vocab * (2 * tokens + beside * block)
-    if budget is not None:
-        assert block == tokens == 1 or held <= budget
-        assert tokens == 1 or beside == 0 or held > budget - vocab * (2 + beside)
-    else:
-        assert held <= 1.5 * schedule._ONE_CHUNK
-        assert tokens >= n or beside == 34
-    if beside == 2:
-        assert block == tokens or block * vocab >= 512 * 128000, "of a small vocabulary as many logits"
-
-
-def test_a_frozen_head_holds_no_more_for_fewer_chunks():
-    """There is no weight gradient to add to."""
-    shape, options = torch.Size((151936, 1536)), LogitOptions()
-    for n in (5000, 8192, 16384):
-        frozen = schedule.budget_chunk(options, shape, torch.bfloat16, n, 4, wants_weight=False)
-        assert frozen == (4096, 4096)
 
 
 def test_divergence_of_ones_own_over_bins():
     batch = students(SMALL, seed=0)
     logps, ids = torch.randn(6, 7, 23, dtype=torch.float64).log_softmax(-1).topk(4)
     student = {n: x for n, x in batch.items() if not n.startswith("teacher_")}
-    both = evaluate(lambda b: _SymmetricKL(weight_hard_loss=0.0)(**b, teacher_logps=logps, teacher_ids=ids)[0], student)
+    both = evaluate(lambda b: SymmetricKL(weight_hard_loss=0.0)(**b, teacher_logps=logps, teacher_ids=ids)[0], student)
     assert all(torch.isfinite(x).all() for x in both.values())
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, even, packs
+from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, packs, pieces
 from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_, tail_stats
 from liger_chunked.types import Divergence, Head, LogitOptions, accumulation_dtype
 
@@ -286,6 +286,13 @@ def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) 
     return divergence
 
 
+class Block(NamedTuple):
+    """Tokens of a pack: `rows` of the batch's valid tokens, which are `within` those of the pack."""
+
+    rows: slice
+    within: slice
+
+
 @dataclass(frozen=True)
 class DistillationPlan:
     """How a step is cut. `estimate_memory` makes one too: nothing here asks for a device, or a value."""
@@ -320,15 +327,13 @@ class DistillationPlan:
     @property
     def largest_block(self) -> int:
         """In tokens."""
-        return max(rows.stop - rows.start for pack in self.packs for rows in self.blocks(pack))
+        return max(block.rows.stop - block.rows.start for pack in self.packs for block in self.blocks(pack))
 
-    def blocks(self, pack: Pack) -> list[slice]:
-        """Its tokens, among the valid ones, by blocks: one of none where there are none."""
+    def blocks(self, pack: Pack) -> list[Block]:
+        """The blocks of a pack: one of no tokens where it has none."""
         start, stop = pack.rows.start, pack.rows.stop
-        if start == stop:
-            return [pack.rows]
-        size = even(stop - start, self.chunk.block)
-        return [slice(row, min(row + size, stop)) for row in range(start, stop, size)]
+        cut = pieces(start, stop, self.chunk.block) or [pack.rows]
+        return [Block(rows, slice(rows.start - start, rows.stop - start)) for rows in cut]
 
 
 @dataclass(frozen=True)
@@ -376,9 +381,8 @@ class _Step:
         """What `_measure` returns of each block of a chunk; its gradients go to `grads`."""
         logits = student_pass.project(x, _whole(x, student_pass))
         measured = []
-        for rows in self.plan.blocks(pack):
-            of_block = along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))
-            measured.append(self._measure(of_block, rows, teacher_pass, grads))
+        for block in self.plan.blocks(pack):
+            measured.append(self._measure(along(logits, block.within), block.rows, teacher_pass, grads))
         if teacher_pass is not None and pack is self.plan.packs[-1]:
             teacher_pass.release()
         if grads is not None and x.shape[0]:

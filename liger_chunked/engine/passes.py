@@ -1,4 +1,4 @@
-"""A pack of tokens through the head, and back: the only code that multiplies by `weight`.
+"""A pack of tokens through the head, and back: with epilogue.py the only code that multiplies by `weight`.
 
 statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
 backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,

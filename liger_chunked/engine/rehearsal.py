@@ -228,8 +228,8 @@ def rehearse_distillation(
     for pack in plan.packs:
         x = projection.rows(ledger, layout, pack.rows)
         logits = student_pass.project(x, Tile(slice(0, x.shape[0]), slice(0, vocab_size)))
-        for rows in plan.blocks(pack):
-            of_both = [along(logits, slice(rows.start - pack.rows.start, rows.stop - pack.rows.start))]
+        for rows, within in plan.blocks(pack):
+            of_both = [along(logits, within)]
             if teacher is not None and teacher_pass is not None:
                 states = teacher.rows(ledger, layout, rows)
                 of_both.append(teacher_pass.project(states, Tile(slice(0, states.shape[0]), slice(0, vocab_size))))

@@ -30,8 +30,9 @@ _MIN_SLICE = 1024
 # Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
 _ONE_CHUNK = 2_500_000_000
 _CHUNK_TOKENS = 4096
-# Tokens whose teacher's logits are alive at once, where those of the student are of more; of a vocabulary of 152,000,
-# and of a smaller one as many more. From the first to the second their products and kernels get no faster.
+# Tokens whose teacher's logits are alive at once, where those of the student are of more: as many as the second, and
+# under a small budget down to the first. Of a vocabulary of 152,000, and of a smaller one as many more. On an H200
+# blocks of 1024 tokens take as long as those of 2048 within 1%.
 _FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_VOCAB = 512, 2048, 152_000
 # Chunks of tokens are rounded up to this, so that GEMMs meet whole tiles.
 _ROUND = 128
@@ -300,10 +301,18 @@ def budget_chunk(
     return Chunk((tokens * bytes_per_logit - block * beside) // logit, block)
 
 
-def even(n: int, limit: int) -> int:
+def _even(n: int, limit: int) -> int:
     """The size of pieces of `n` that are about alike, no more of them than pieces of `limit` would be."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // _ROUND) * _ROUND)
+
+
+def pieces(start: int, stop: int, limit: int) -> list[slice]:
+    """`start` to `stop` in pieces that are about alike, see `_even`; none of nothing."""
+    if start == stop:
+        return []
+    size = _even(stop - start, limit)
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
 def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
@@ -314,9 +323,7 @@ def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = Fa
         if whole_batch or n_valid <= limit:
             return [Pack(slice(0, n_valid), slice(0, n_valid))]
         # A short last chunk would be as dear in the weight gradient as a whole one.
-        chunk = even(n_valid, limit)
-        cuts = range(0, n_valid, chunk)
-        return [Pack(rows, rows) for rows in (slice(i, min(i + chunk, n_valid)) for i in cuts)]
+        return [Pack(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
     if whole_batch or n_valid <= limit:
@@ -345,7 +352,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         rows = min(n_rows, max(1, elements // columns))
     else:
         # The last slice is the one that is not projected again: a short one would spare little.
-        columns = even(vocab_size, columns // _ROUND * _ROUND or columns)
+        columns = _even(vocab_size, columns // _ROUND * _ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
         for v in range(0, vocab_size, columns)

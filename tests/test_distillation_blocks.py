@@ -1,0 +1,70 @@
+"""Blocks of a teacher's logits, beside a chunk of the student's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import SMALL, evaluate, relative_error, students
+from test_distillation import LOSSES, SOFT, SymmetricKL
+
+from liger_chunked import LogitOptions
+from liger_chunked.engine import schedule
+from liger_chunked.engine.passes import HeadGradients, HeadPass
+
+
+def test_blocks_of_a_chunk(monkeypatch):
+    """One product for each gradient, whatever part of the teacher's logits is alive."""
+    batch = students(SMALL, seed=0)
+    losses = {**LOSSES, "one's own": SymmetricKL(**SOFT)}
+    whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
+    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
+        monkeypatch.setattr(schedule, name, 4)
+    projected, added = [], []
+    project, add = HeadPass.project, HeadGradients.add
+
+    def watch_project(self, x, tile):
+        projected.append(x.shape[0])
+        return project(self, x, tile)
+
+    def watch_add(self, vocab, dz, x, first):
+        added.append(x.shape[0])
+        add(self, vocab, dz, x, first)
+
+    monkeypatch.setattr(HeadPass, "project", watch_project)
+    monkeypatch.setattr(HeadGradients, "add", watch_add)
+    for name, loss in losses.items():
+        projected.clear()
+        added.clear()
+        value = evaluate(lambda b, loss=loss: loss(**b)[0], batch)
+        n_valid = max(projected)
+        assert n_valid > 8 and added == [n_valid], name
+        assert sorted(projected)[:-1] == sorted([4] * (n_valid // 4) + [n_valid % 4] * (n_valid % 4 > 0)), name
+        for key, expected in whole[name].items():
+            assert relative_error(value[key], expected) < 1e-12, f"{name}: {key}"
+
+
+@pytest.mark.parametrize("vocab", [1024, 151936])
+@pytest.mark.parametrize("budget", [1, 10**8, 10**9, 5 * 10**9, None])
+@pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a divergence of one's own
+def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
+    n = 8192 * 151936 // vocab
+    options, shape = LogitOptions(logits_budget=budget), torch.Size((vocab, 1536))
+    tokens, block = schedule.budget_chunk(options, shape, torch.bfloat16, n, 2 + beside, wants_weight=True)
+    assert 1 <= block <= tokens
+    held = vocab * (2 * tokens + beside * block)
+    if budget is not None:
+        assert block == tokens == 1 or held <= budget
+        assert tokens == 1 or beside == 0 or held > budget - vocab * (2 + beside)
+    else:
+        assert held <= 1.5 * schedule._ONE_CHUNK
+        assert tokens >= n or beside == 34
+    if beside == 2:
+        assert block == tokens or block * vocab >= 512 * 128000, "of a small vocabulary as many logits"
+
+
+def test_a_frozen_head_holds_no_more_for_fewer_chunks():
+    """There is no weight gradient to add to."""
+    shape, options = torch.Size((151936, 1536)), LogitOptions()
+    for n in (5000, 8192, 16384):
+        frozen = schedule.budget_chunk(options, shape, torch.bfloat16, n, 4, wants_weight=False)
+        assert frozen == (4096, 4096)
