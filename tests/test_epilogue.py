@@ -37,6 +37,12 @@ HIDDEN, VOCAB = 72, 603  # a ragged last block of either, and rows of the buffer
 BUDGET = 13 * VOCAB * 2  # 13 tokens a pack
 
 
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go by the epilogue too."""
+    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+
+
 @pytest.fixture
 def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each pack that went by the epilogue, on a device that has one or in the interpreter."""
@@ -272,6 +278,16 @@ REFUSED = {
 def test_serves_not(change):
     assert served({})
     assert not served(change)
+
+
+def test_small_packs_are_left_to_the_logits(monkeypatch):
+    """Where the host takes longer than the device: the larger of the packs decides."""
+    largest = 3 * 16 * 8
+    monkeypatch.setattr(epilogue, "_SMALLEST", largest)
+    packs = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
+    assert served({"packs": packs})
+    monkeypatch.setattr(epilogue, "_SMALLEST", largest + 1)
+    assert not served({"packs": packs})
 
 
 @pytest.mark.parametrize(
