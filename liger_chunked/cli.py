@@ -81,6 +81,8 @@ def _env(args: argparse.Namespace) -> int:
 
 def _memory(args: argparse.Namespace) -> int:
     budget = args.logits_budget
+    if budget is not None and budget * 2**20 < 1:
+        raise ValueError(f"--logits-budget must be a positive number of MiB, got {budget:g}")
     estimate = library.estimate_memory(
         LOSSES[args.loss](),
         vocab_size=args.vocab_size,

@@ -104,6 +104,10 @@ def estimate_memory(
     for argument, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{argument} must be positive, got {size}")
+    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
+        raise TypeError(f"shape must be a tuple of ints, the target's, got {shape!r}")
+    if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
+        raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {capability!r}")
     group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -66,6 +67,18 @@ class LogitOptionsDict(TypedDict, total=False):
     logits_budget: int | None
 
 
+def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
+    """Refuse, in words, what is no number, or no whole one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    kind = numbers.Integral if whole else numbers.Real
+    if not (isinstance(value, kind) or (optional and value is None)):
+        expected = ("an int" if whole else "a number") + (" or None" if optional else "")
+        raise TypeError(f"{name} must be {expected}, got {value!r}, a {type(value).__name__}")
+
+
 @dataclass(frozen=True)
 class LogitOptions:
     """What happens between the projection and the statistics, and how much memory it may take.
@@ -81,6 +94,7 @@ class LogitOptions:
         logits_budget: the most bytes of logits alive at once; None for an automatic choice.
 
     Raises:
+        TypeError: one that is no number.
         ValueError: a softcap or temperature that is not positive, a scale that is not finite, a budget under one byte.
     """
 
@@ -91,6 +105,11 @@ class LogitOptions:
     logits_budget: int | None = None
 
     def __post_init__(self) -> None:
+        check_number("ignore_index", self.ignore_index, whole=True)
+        check_number("softcap", self.softcap, optional=True)
+        check_number("logit_scale", self.logit_scale)
+        check_number("temperature", self.temperature)
+        check_number("logits_budget", self.logits_budget, whole=True, optional=True)
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ValueError(f"softcap must be a positive number or None, got {self.softcap}")
         if not math.isfinite(self.logit_scale):

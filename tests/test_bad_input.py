@@ -114,6 +114,23 @@ OPTIONS = {
 }
 
 
+NO_NUMBERS = {
+    "softcap": ("30", "softcap must be a number or None, got '30', a str"),
+    "temperature": (None, "temperature must be a number, got None, a NoneType"),
+    "logit_scale": ([1.0], r"logit_scale must be a number, got \[1.0\], a list"),
+    "logits_budget": (1e9, "logits_budget must be an int or None, got 1000000000.0, a float"),
+    "ignore_index": (None, "ignore_index must be an int, got None"),
+}
+
+
+@pytest.mark.parametrize("build", [LogitOptions, LigerFusedLinearDPOLoss, stats], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_options_that_are_no_numbers(build, name):
+    value, message = NO_NUMBERS[name]
+    with pytest.raises(TypeError, match=message):
+        build(**{name: value})
+
+
 @pytest.mark.parametrize(
     "build",
     [

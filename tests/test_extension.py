@@ -7,10 +7,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from table import SMALL, Batch, evaluate, moved, pairs, relative_error
+from table import SMALL, Batch, evaluate, moved, pairs, relative_error, students
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase, Pairs, reference
+from liger_chunked import (
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearPreferenceBase,
+    Pairs,
+    reference,
+)
 
 
 class SimPO(LigerFusedLinearPreferenceBase):
@@ -106,6 +112,59 @@ def test_callable_loss_type(loss_type):
     named = evaluate(lambda batch: LigerFusedLinearDPOLoss(loss_type="hinge")(**batch)[0], batch)
     for name in named:
         assert torch.equal(ours[name], named[name]), name
+
+
+class Learned(LigerFusedLinearPreferenceBase):
+    """With a parameter of its own, in a module of its own."""
+
+    def __init__(self):
+        super().__init__(use_ref_model=False)
+        self.scale = torch.nn.Linear(1, 1, bias=False)
+
+    def preference_loss(self, pairs):
+        return self.scale.weight[0, 0] * (pairs.logps[:, 1] - pairs.logps[:, 0])
+
+
+def test_a_parameter_that_would_not_be_trained_is_refused():
+    batch, loss = pairs(SMALL, seed=0, ref=None), Learned()
+    with pytest.raises(ValueError, match=r"Learned has gradients for weight, .*own: scale.weight would not be trained"):
+        loss(**batch)
+    with torch.no_grad():
+        assert loss(**batch)[0].isfinite()
+    loss.requires_grad_(False)
+    assert loss(**batch)[0].isfinite()
+
+
+class Detached(LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return (pairs.logps[:, 1] - pairs.logps[:, 0]).detach()
+
+
+@pytest.mark.parametrize("budget", [None, 2 * 8 * SMALL.vocab], ids=["one pack", "several"])
+def test_a_loss_without_gradient_is_refused(budget):
+    batch = pairs(SMALL, seed=0, ref=None)
+    loss = Detached(use_ref_model=False, logits_budget=budget)
+    assert loss(**batch)[0].isfinite()  # nothing asks for one
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"the loss has no gradient: .* detached"):
+        loss(**batch)
+    with torch.no_grad():
+        assert loss(**batch)[0].isfinite()
+    # With no tokens there is nothing that it could depend on.
+    empty, _ = loss(**batch | {"target": torch.full_like(batch["target"], -100)})
+    empty.backward()
+    assert not batch["weight"].grad.any()
+
+
+def test_a_divergence_without_gradient_is_refused():
+    class Constant(LigerFusedLinearDistillationBase):
+        def divergence(self, student_logits, teacher_logits):
+            return (student_logits - teacher_logits).square().sum(-1).detach()
+
+    batch = students(SMALL, seed=0)
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match="divergence has no gradient"):
+        Constant()(**batch)
 
 
 def test_callable_beside_a_name():

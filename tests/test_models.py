@@ -676,6 +676,10 @@ def test_refusals(fresh):
     before = state_of(model)
     with pytest.raises(TypeError, match=r"unknown switches \['silu'\]; there are \['cross_entropy', 'fused_lin"):
         apply_liger_kernel(model, silu=True)
+    with pytest.raises(TypeError, match="rope must be True, False or None, got 'no'"):
+        apply_liger_kernel(model, rope="no")
+    with pytest.raises(ValueError, match="logits_budget must be a positive number of bytes or None, got 0"):
+        apply_liger_kernel(model, logits_budget=0)
     with pytest.raises(ValueError, match=r"\['geglu'\] matches nothing in llama here; it has \['rope', 'rms_norm'"):
         apply_liger_kernel(model, geglu=True)
     with pytest.raises(ValueError, match="choose one"):
@@ -831,6 +835,18 @@ def test_rows_that_do_not_fit(table):
     )
     register_family(code)
     assert code.switches == ("rms_norm",)
+    with pytest.raises(TypeError, match="causal and aliases must be tuples of names, got 'SmolLM3ForCausalLM'"):
+        register_family(Family("smollm3", causal="SmolLM3ForCausalLM"))
+    with pytest.raises(ValueError, match=r"there is no module .*modeling_nobody"):
+        register_family(Family("nobody", causal=("NobodyForCausalLM",)))
+    starcoder = Family("starcoder2", causal=("Starcoder2ForCausalLM",), swiglu={"Starcoder2MLP": GLU})
+    register_family(starcoder)
+    config = transformers.Starcoder2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"swiglu cannot serve Starcoder2MLP: it is laid out in another way, .*act_fn"):
+        apply_liger_kernel(transformers.Starcoder2ForCausalLM(config))
 
 
 def test_the_root_loads_no_framework():

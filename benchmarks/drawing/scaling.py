@@ -13,19 +13,24 @@ from benchmarks.drawing.style import FAINT, GRID, LOOKS, SECOND, TITLE, WIDTH, k
 from benchmarks.harness import OURS
 from benchmarks.report import Run
 
+TIMES_FLOOR = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+
 
 def draw_scaling(run: Run) -> Figure:
-    """Time per thousand tokens, and memory, of the cross entropy in four panels."""
+    """Time over that of the matrix products, and memory, of the cross entropy in four panels."""
     figure = Figure(figsize=(WIDTH, 6.4))
     grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
     for column, sweep in enumerate(("tokens", "vocabulary")):
         tasks = sorted((shape[sweep], task) for task, shape in run.tasks.items() if shape["sweep"] == sweep)
         time, memory = (figure.add_subplot(grid[row, column]) for row in range(2))
-        per_thousand = [(value, _per_thousand(run, task, run.tasks[task]["floor_ms"])) for value, task in tasks]
-        time.plot(*zip(*per_thousand, strict=True), color=FAINT, linewidth=1, linestyle=(0, (4, 2)))
-        ends = [(*per_thousand[-1], "matrix products", FAINT)]
-        ends += _draw_lines(time, [(v, n, _per_thousand(run, t, row["ms"])) for v, t, n, row in _rows(run, tasks)])
-        time.set(ylim=(0, None), title="Time per thousand tokens, ms")
+        time.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 2)))
+        floors = [(v, n, row["ms"] / run.tasks[task]["floor_ms"]) for v, task, n, row in _rows(run, tasks)]
+        ends = [(tasks[-1][0], 1.0, "matrix products", FAINT), *_draw_lines(time, floors)]
+        time.set(yscale="log", title="Time over that of the matrix products")
+        time.set_yticks(TIMES_FLOOR, minor=False)
+        time.yaxis.set_minor_locator(NullLocator())
+        time.yaxis.set_major_formatter(FuncFormatter(number))
+        time.set_ylim(0.95, max([2.0, *(ratio for *_, ratio in floors)]) * 1.05)
         measured = [(v, n, row["mib"] / 1024) for v, _, n, row in _rows(run, tasks) if row["mib"] is not None]
         peaks = _draw_lines(memory, measured)
         memory.set_title("Peak above the inputs, GiB")
@@ -48,10 +53,6 @@ def draw_scaling(run: Run) -> Figure:
     figure.text(0.012, 0.985, "Cross entropy, forward and backward, against tokens and vocabulary", **TITLE)
     figure.text(0.012, 0.95, run.title, color=SECOND, va="top")
     return figure
-
-
-def _per_thousand(run: Run, task: str, ms: float) -> float:
-    return ms / run.tasks[task]["tokens"] * 1000
 
 
 def _rows(run: Run, tasks: Sequence[tuple[int, str]]) -> list[tuple[int, str, str, dict[str, Any]]]:

@@ -138,6 +138,7 @@ class _Step:
 
         loss: Tensor | None = None
         all_dense = []
+        has_gradient = False
         with gemms(input.device, plan.dtype):
             for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
                 x = layout.input_rows(flat, pack.rows).to(plan.dtype)
@@ -151,6 +152,7 @@ class _Step:
                     partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                     dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
                 all_dense.append(dense)
+                has_gradient |= bool(gradients)
                 # Shares are added before they are rounded.
                 loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
@@ -163,6 +165,10 @@ class _Step:
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
         head_pass.release()
+        if grads is not None and layout.n_valid and not has_gradient:
+            raise ValueError(
+                "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
+            )
         assert loss is not None  # even an empty batch is a pack
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, layout.join(all_dense), (None, None, None) if grads is None else grads.finish()

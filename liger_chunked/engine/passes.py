@@ -26,6 +26,7 @@ from liger_chunked.kernels import (
     logits_stats,
     merge,
     row_stats,
+    unround_logps_,
 )
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
@@ -161,7 +162,16 @@ class HeadPass:
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile."""
+        """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile; then logps, as if logits had not been rounded."""
+        partial, stats = self._reduce(x, target, tiles, outputs)
+        if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
+            unround_logps_(stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options)
+        return partial, stats
+
+    def _reduce(
+        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
+    ) -> tuple[PartialStats, TokenStats]:
+        """The statistics of the logits as they are."""
         if len(tiles) == 1:
             self._held = self.project(x, tiles[0])
             return row_stats(self._held, target, self.options, outputs, self.class_weight)

@@ -18,6 +18,7 @@ from liger_chunked.kernels.rms_norm import liger_rms_norm
 from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import survey, survey_top_k
+from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import RowScales, add_target_rows_, add_target_rows_of_weight, scale_rows
 
 __all__ = [
@@ -54,4 +55,5 @@ __all__ = [
     "survey_top_k",
     "tail_grad_",
     "tail_stats",
+    "unround_logps_",
 ]

@@ -17,8 +17,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
 from liger_chunked.integrations.transformers.forward import Fusion, fuse, output_of, unfuse
 from liger_chunked.integrations.transformers.head import inner_model, projections
-from liger_chunked.integrations.transformers.layers import causal_lm_loss
+from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+from liger_chunked.types import LogitOptions
 
 _FUSED = "fused_linear_cross_entropy"
 _APPLIED = "_liger_applied"
@@ -80,11 +81,14 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
     """The switches that are on: those asked for, and by default all that are available.
 
     Raises:
-        TypeError: a switch that no family has.
+        TypeError: a switch that no family has, or that is neither True, False nor None.
         ValueError: one that is on, and cannot be.
     """
     if unknown := switches.keys() - set(SWITCHES):
         raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
+    for switch, on in switches.items():
+        if not (on is None or isinstance(on, bool)):
+            raise TypeError(f"{switch} must be True, False or None, got {on!r}")
     wanted = {switch for switch, on in switches.items() if on}
     if absent := wanted - set(available):
         raise ValueError(f"{sorted(absent)} matches nothing in {family.name} here; it has {list(available)}")
@@ -116,6 +120,14 @@ def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.M
         for name, cls in classes.items()
         if isinstance(module, cls) and type(module).forward is cls.forward
     ]
+
+
+def _refusal(layer: Layer, module: nn.Module) -> str | None:
+    """Why a kernel does not serve a module."""
+    try:
+        return layer.refusal(module)
+    except AttributeError as missing:
+        return f"it is laid out in another way, {missing}"
 
 
 def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
@@ -159,6 +171,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
+    LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is patched
     inner = inner_model(model)
     family = family_of(type(inner))
     if inner.use_kernels:
@@ -172,7 +185,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
     for switch in on:
         for module, name in found.get(switch, ()):
-            if reason := family.layers[switch][name].refusal(module):
+            if reason := _refusal(family.layers[switch][name], module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
     if _FUSED in on:
         projections(inner)
@@ -250,6 +263,7 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
         TypeError: an unknown switch.
         ValueError: one that the family does not have.
     """
+    LogitOptions(logits_budget=logits_budget)
     everybodys = {
         switch
         for switch, layers in family.layers.items()
@@ -308,7 +322,8 @@ def register_family(family: Family) -> Callable[..., Applied]:
         Its `apply_liger_kernel_to_<name>`, which `liger_chunked` has then too.
 
     Raises:
-        ValueError: another family has that name, or the modeling module lacks what the row names.
+        TypeError: a name where there should be a tuple of names.
+        ValueError: another family has that name, or the modeling module is not there, or lacks what the row names.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(
@@ -320,12 +335,18 @@ def register_family(family: Family) -> Callable[..., Applied]:
     >>> register_family(row).__name__
     'apply_liger_kernel_to_smollm3'
     """
+    if isinstance(family.causal, str) or isinstance(family.aliases, str):
+        raise TypeError(f"causal and aliases must be tuples of names, got {family.causal!r} and {family.aliases!r}")
     names = (family.name, *family.aliases)
     if taken := [name for name in names if BY_NAME.get(name, family) != family]:
         raise ValueError(f"the table has another family of the name {taken[0]!r}")
     classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
     wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
-    known = vars(family.modeling).keys() | vars(nn).keys()
+    try:
+        modeling = family.modeling
+    except ModuleNotFoundError as failure:
+        raise ValueError(f"there is no module {family.module_name}: name the right one, module=...") from failure
+    known = vars(modeling).keys() | vars(nn).keys()
     if missing := [name for name in wanted if name not in known]:
         raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
     BY_NAME.update(dict.fromkeys(names, family))

@@ -33,11 +33,11 @@ class LigerTrainerMixin:
     Args:
         *args, **kwargs: the trainer's own.
         loss: takes the place of the trainer's loss; of the kind that the trainer names.
-        logits_budget: the most bytes of logits alive at once, see `LogitOptions`. None for 512 MiB in a head that takes
-            the place of TRL's, and else an automatic choice.
+        logits_budget: of the trainer's own heads, the most bytes of logits alive at once, see `LogitOptions`; a `loss`
+            has its own. None for 512 MiB in a head that takes the place of TRL's, and else an automatic choice.
 
     Raises:
-        TypeError: a loss of another kind.
+        TypeError: a loss of another kind, or a budget that is no int.
         ValueError: a loss that ignores another label than -100, TRL's.
         RuntimeError: a release of TRL whose trainer asks for no fused head, and would build logits.
     """
@@ -55,6 +55,7 @@ class LigerTrainerMixin:
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
     ) -> None:
+        LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is loaded
         if loss is not None:
             self._check_loss(loss)
         self.loss_override: Any = loss

@@ -1,0 +1,172 @@
+"""The target's log-probability is that of a logit that was not rounded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearDPOLoss, LogitOptions, linear_token_stats
+from liger_chunked.kernels import logits_stats, target_logit, unround_logps_
+from liger_chunked.kernels.backend import transform
+from liger_chunked.types import Head
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 5.0},
+    "scaled": {"logit_scale": 0.3, "temperature": 0.7},
+    "softcap-temperature": {"softcap": 8.0, "logit_scale": 2.0, "temperature": 1.5},
+}
+
+
+def head_of(vocab: int, hidden: int, dtype: torch.dtype, device: str, bias: bool = False, seed: int = 0) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+    weight = hidden**-0.5 * torch.randn(vocab, hidden, generator=generator)
+    b = torch.randn(vocab, generator=generator).to(device, dtype) if bias else None
+    return Head(weight.to(device, dtype), b)
+
+
+def states(n: int, hidden: int, dtype: torch.dtype, device: str, seed: int = 1) -> Tensor:
+    return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def exact_logps(x: Tensor, head: Head, target: Tensor, options: LogitOptions) -> Tensor:
+    z = x.double() @ head.weight.double().t()
+    z = z if head.bias is None else z + head.bias.double()
+    z = transform(z, options.logit_scale, options.softcap, options.temperature)
+    return z.log_softmax(-1).gather(1, target[:, None])[:, 0]
+
+
+def rounded(x: Tensor, head: Head, target: Tensor, options: LogitOptions):
+    """Logits in the dtype of `x`, and what they say: their statistics, and the target's log-probability."""
+    z = x @ head.weight.t() if head.bias is None else torch.addmm(head.bias, x, head.weight.t())
+    stats = logits_stats(z, target, options, ("logps",))
+    return z, stats, (stats.target_logit - stats.max) - stats.sum_exp.log()
+
+
+@pytest.mark.triton
+@HALVES
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("hidden", [24, 1100])
+def test_error(hidden, options, bias, dtype, device):
+    """What is left is that of the sum over the vocabulary, in which single logits hardly count."""
+    options = LogitOptions(**options)
+    head, x = head_of(2000, hidden, dtype, device, bias), states(33, hidden, dtype, device)
+    target = torch.arange(33, device=device) * 60
+    _, stats, logps = rounded(x, head, target, options)
+    exact = exact_logps(x, head, target, options)
+    before = (logps - exact).norm()
+    unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
+    assert (logps - exact).norm() < 0.3 * before, f"{(logps - exact).norm():.2e}, rounded {before:.2e}"
+
+
+@pytest.mark.triton
+@HALVES
+def test_certain_targets(dtype, device):
+    """Probabilities near 1 stay below it, and are those of the exact logit among the others as they are."""
+    head, n = head_of(300, 64, dtype, device), 40
+    target = torch.arange(n, device=device)
+    rows = head.weight[target].float()
+    scale = torch.linspace(0.5, 12, n, device=device)[:, None]
+    x = (scale * rows / rows.norm(dim=1, keepdim=True) * 4).to(dtype)
+    options = LogitOptions()
+    z, stats, logps = rounded(x, head, target, options)
+    z = z.double()
+    z[torch.arange(n), target] = (x.double() * head.weight[target].double()).sum(1)
+    expected = z.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
+    assert (logps <= 0).all()
+    # The rounded probability is a float32, whose distance to 1 is known to 1e-7.
+    torch.testing.assert_close(logps.double(), expected, rtol=2e-4, atol=4e-7)
+
+
+@pytest.mark.triton
+def test_what_is_no_number_stays(device):
+    head, x = head_of(50, 16, torch.bfloat16, device), states(4, 16, torch.bfloat16, device)
+    target = torch.tensor([3, 7, 3, 7], device=device)
+    given = torch.tensor([-math.inf, math.nan, -2.0, 0.0], device=device)
+    logps, maximum, sum_exp = given.clone(), torch.zeros(4, device=device), torch.ones(4, device=device)
+    unround_logps_(logps, x, head, target, maximum, sum_exp, LogitOptions())
+    assert logps[0] == -math.inf and logps[1].isnan()
+    assert logps[2].isfinite() and logps[3] == 0
+
+
+@pytest.mark.triton
+def test_layouts(device):
+    """Rows of a wider tensor, a transposed head, hidden states by columns, no rows."""
+    head, x = head_of(90, 32, torch.bfloat16, device, bias=True), states(12, 32, torch.bfloat16, device)
+    target = torch.arange(12, device=device) * 7
+    options = LogitOptions()
+    _, stats, logps = rounded(x, head, target, options)
+
+    def moved(x: Tensor, head: Head, rows: slice = slice(None)) -> Tensor:
+        result = logps[rows].clone()
+        unround_logps_(result, x[rows], head, target[rows], stats.max[rows], stats.sum_exp[rows], options)
+        return result
+
+    expected = moved(x, head)
+    assert not torch.equal(expected, logps)
+    wide = torch.cat([x, x], 1)[:, :32]
+    transposed = Head(head.weight.t().contiguous().t(), head.bias)
+    assert torch.equal(moved(wide, head), expected)
+    torch.testing.assert_close(moved(x, transposed), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(moved(x.t().contiguous().t(), head), expected, rtol=0, atol=2e-6)
+    assert moved(x, head, slice(0, 0)).shape == (0,)
+
+
+@HALVES
+@pytest.mark.parametrize("budget", [None, 5 * 2000 * 2], ids=["rows", "slices"])
+def test_statistics_of_a_step(budget, dtype, device):
+    """By whole rows or by slices of the vocabulary, and to the bit the same for both."""
+    head, x = head_of(2000, 48, dtype, device), states(64, 48, dtype, device).view(4, 16, 48)
+    target = torch.randint(2000, (4, 16), generator=torch.Generator().manual_seed(2)).to(device)
+    stats = linear_token_stats(head.weight, x, target, logits_budget=budget)
+    flat = x.view(-1, 48), head, target.view(-1), LogitOptions()
+    exact, by_logits = exact_logps(*flat), rounded(*flat)[2]
+    assert (stats.logps.view(-1) - exact).norm() < 0.3 * (by_logits - exact).norm()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradient_of_a_long_pair(seed, device):
+    """All of it is scaled by one sum over the tokens, which rounded logits put off by tenths of a nat."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, hidden, vocab = 4096, 64, 1024
+    x, ref = (torch.randn(2, tokens, hidden, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    head = head_of(vocab, hidden, torch.bfloat16, device, seed=seed + 100).weight
+    target = torch.randint(vocab, (2, tokens), generator=generator).to(device)
+    budget = tokens * vocab  # a quarter of a pair's
+
+    def formula(x: Tensor, head: Tensor, ref: Tensor) -> Tensor:
+        def logps(x: Tensor) -> Tensor:
+            z = x @ head.t()
+            z = z if z.dtype == torch.float64 else z.float()
+            return z.log_softmax(-1).gather(2, target[..., None])[..., 0].sum(-1)
+
+        margin = logps(x) - logps(ref).detach()
+        return -torch.nn.functional.logsigmoid(0.1 * (margin[0] - margin[1]))
+
+    def ours(x: Tensor, head: Tensor, ref: Tensor) -> Tensor:
+        return LigerFusedLinearDPOLoss(logits_budget=budget)(head, x, target, None, ref, head.detach())[0]
+
+    def run(loss, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaves = [a.to(dtype, copy=True).requires_grad_() for a in (x, head)]
+        value = loss(*leaves, ref.to(dtype))
+        value.backward()
+        return value.detach().double(), leaves[0].grad.double()
+
+    exact, gradient = run(formula, torch.float64)
+    (eager, eager_gradient), (value, ours_gradient) = run(formula, torch.bfloat16), run(ours, torch.bfloat16)
+    assert abs(value - exact) < 0.002 + 1e-6 * exact, f"{value - exact:.1e}, eager {eager - exact:.1e}"
+    error, bound = ((g - gradient).norm() / gradient.norm() for g in (ours_gradient, eager_gradient))
+    assert error < 7e-3, f"{error:.1e}, eager {bound:.1e}"
+
+
+def test_float32_logits_are_as_they_were(device, monkeypatch):
+    monkeypatch.setattr(target_logit, "_move_torch", None)
+    monkeypatch.setattr(target_logit, "_move_triton", None)
+    head, x = head_of(40, 16, torch.float32, device), states(8, 16, torch.float32, device)
+    linear_token_stats(head.weight, x, torch.arange(8, device=device))
