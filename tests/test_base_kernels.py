@@ -179,8 +179,18 @@ def test_second_derivative_is_refused(op: Op) -> None:
     outputs = outputs_of(op.ours(*inputs))
     grads = [g.requires_grad_() for g in upstream(outputs)]
     gradients = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="second derivatives"):
         sum(g.sum() for g in gradients).backward()
+
+
+@one_each
+def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
+    """Also where the upstream gradient is a constant: the penalty would be one too."""
+    inputs = op.sample(op.shapes[0], torch.float32)
+    outputs = outputs_of(op.ours(*inputs))
+    gradients = torch.autograd.grad(outputs, inputs, upstream(outputs), create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        sum(g.square().sum() for g in gradients).backward()
 
 
 @dynamo_warns

@@ -17,6 +17,7 @@ from liger_chunked import (
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearTVDLoss,
     LogitOptions,
+    linear_token_stats,
     reference,
 )
 from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_, tail_stats
@@ -476,3 +477,27 @@ def test_bad_input(case):
     call, error, message = BAD_INPUT[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@by_loss
+def test_top_k_of_a_certain_teacher(loss, dtype, device):
+    """Its k add up to 1 in float32: what they leave is little, and not nothing, which is infinitely far from a tail."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, n, k = 2000, 6, 64
+    weight = (torch.randn(vocab, 32, generator=generator) / 32**0.5).to(device).requires_grad_()
+    input = torch.randn(n, 32, generator=generator).to(device).requires_grad_()
+    teacher = torch.randn(n, vocab, generator=generator)
+    teacher[2, 5] = 30.0
+    logps, ids = teacher.log_softmax(-1).topk(k)
+    logps, ids = logps.to(dtype).to(device), ids.to(device)
+    value, _ = loss(weight, input, teacher_logps=logps, teacher_ids=ids)
+    value.backward()
+    assert value.isfinite() and weight.grad.isfinite().all() and input.grad.isfinite().all()
+    assert value < 25  # nats a token; one bin of 1e-7 is 16 away at most
+
+
+def test_argmax_of_no_tokens_is_an_index(device):
+    target = torch.full((3,), -100, device=device)
+    head, input = torch.randn(7, 4, device=device), torch.randn(3, 4, device=device)
+    assert linear_token_stats(head, input, target, outputs=("argmax",)).argmax.dtype == torch.int64

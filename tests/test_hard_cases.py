@@ -390,7 +390,10 @@ def test_autocast(row, device, monkeypatch):
     # One pack: a CPU accumulates several in float32 products of upcast operands.
     with torch.autocast(device, torch.bfloat16), Products() as products:
         loss = row.ours({**batch, **leaves})
-    grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    # Outside of autocast by now, and the same step all the same.
+    again = torch.autograd.grad(loss, list(leaves.values()))
+    assert all(map(torch.equal, again, grads))
     assert torch.bfloat16 in products.dtypes
     if row.fused or device == "cuda":
         assert products.dtypes[:2] == [torch.bfloat16] * 2

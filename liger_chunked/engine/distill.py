@@ -58,6 +58,10 @@ class Measured(NamedTuple):
     backward: Callable[[Tensor, Tensor | None], object]
 
 
+# The least probability of a tail that the teacher's top-k leaves; TRL has the same.
+LEAST_LEFT = 1e-7
+
+
 class Route(Protocol):
     """How a block of logits (n, V), before the transform, becomes a divergence for each token."""
 
@@ -234,8 +238,12 @@ class _Columns:
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
-        """(n, k + 1) log-probabilities of the teacher's bins; where the k are the whole vocabulary, nothing is left."""
-        left = torch.log1p(-logps.exp().sum(1, keepdim=True).clamp(max=1.0))
+        """(n, k + 1) log-probabilities of the teacher's bins; where the k are the whole vocabulary, nothing is left.
+
+        Elsewhere something is, though the k may add up to 1 in their own precision: a student's tail would be infinitely
+        far from nothing.
+        """
+        left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
@@ -350,6 +358,7 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
+    teacher_dtype: torch.dtype | None  # as it is at the call: autocast may be over when a second backward comes
     has_target: bool
 
     def run(
@@ -421,7 +430,7 @@ class _Step:
         if self.teacher is None:
             return None
         weight, bias = self.teacher.head
-        dtype = compute_dtype(self.teacher.head, self.teacher.input)
+        dtype = self.teacher_dtype
         return self._reserved(Head(weight.to(dtype), None if bias is None else bias.to(dtype)), rows)
 
     def _teacher_logits(self, teacher_pass: HeadPass | None, rows: slice) -> Tensor | None:
@@ -477,7 +486,8 @@ def distillation_loss(
         of every token that counts.
     """
     dtype = compute_dtype(head, input)
-    per_logit = route.bytes_per_logit(dtype, None if teacher is None else compute_dtype(teacher.head, teacher.input))
+    teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)
+    per_logit = route.bytes_per_logit(dtype, teacher_dtype)
     step = _Step(
         plan=DistillationPlan.of(
             head.weight.shape,
@@ -492,6 +502,7 @@ def distillation_loss(
         teacher=teacher,
         options=options,
         dtype=dtype,
+        teacher_dtype=teacher_dtype,
         has_target=has_target,
     )
     loss, divergence, *logps = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())

@@ -26,6 +26,7 @@ from liger_chunked.kernels import (
     logits_stats,
     merge,
     row_stats,
+    scale_,
     unround_logps_,
 )
 from liger_chunked.kernels.logits_stats import concatenate
@@ -90,6 +91,10 @@ def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
     finally:
         for name in allowed:
             setattr(matmul, name, True)
+
+
+# Of gradients in float16, before one that is not zero.
+_SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
@@ -234,7 +239,8 @@ class HeadGradients:
 
     dW is written in the weight's own dtype when every element is written once, and accumulates in float32 otherwise.
     float16 gradients of a mean over many tokens would underflow: there the logits gradient is divided by `unit`, a
-    power of two, and everything is held in float32 until the upstream gradient has been applied.
+    power of two near the largest gradient of a statistic so far, and everything is held in float32 until the upstream
+    gradient has been applied.
 
     Args:
         layout: where the rows of dX go.
@@ -271,13 +277,23 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of some tokens' statistics by `unit`, which the first tokens set."""
+        """Divide the gradients of a pack's statistics by `unit`.
+
+        Where they are larger than any before, `unit` grows, and dX, dW and db follow. (Blocks of a distillation's chunk,
+        whose products come later, all have the gradient of one mean.)
+        """
         if not self._half:
             return gradients
-        if self._unit is None:
-            largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
-            self._unit = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
-        return {name: g / self._unit for name, g in gradients.items()}
+        largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
+        unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
+        if self._unit is not None:
+            unit = torch.maximum(self._unit, unit)
+            # Returns at once where it did not grow.
+            scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
+            if self._bias is not None:
+                self._bias.mul_(self._unit / unit)
+        self._unit = unit
+        return {name: g / unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
         """Where a pack's dX goes: straight to its place where it is one product in the right dtype."""

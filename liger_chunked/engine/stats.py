@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents, PartialStats
+from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
 
@@ -62,7 +62,7 @@ class _LinearTokenStats(torch.autograd.Function):
         return tuple(getattr(dense, name) for name in plan.outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         input, weight, bias = ctx.saved_tensors
         plan, layout = ctx.plan, ctx.plan.layout

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_chunked.types import LogitOptions
 
@@ -141,14 +140,35 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, which costs a backward something only where a second derivative is being prepared."""
-    guarded = once_differentiable(backward)
+    """A backward whose gradients raise where they are differentiated again.
+
+    Those of torch's `once_differentiable` do only where the upstream gradient is part of a graph, and are constants
+    otherwise: a penalty on a gradient would not be trained.
+    """
 
     @functools.wraps(backward)
-    def call(ctx: Any, *grads: Tensor) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+    def call(ctx: Any, *upstream: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if isinstance(gradients, Tensor):
+            return _Once.apply(gradients.detach().requires_grad_())
+        return tuple(None if g is None else _Once.apply(g.detach().requires_grad_()) for g in gradients)
 
     return call
+
+
+class _Once(torch.autograd.Function):
+    """A gradient without derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("second derivatives through fused losses and base kernels are not supported")
 
 
 # Wider rows would spill registers; the torch path serves them.

@@ -257,6 +257,8 @@ def _logits_stats_torch(
     if not parts:
         empty = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
         optional = {name: empty if is_wanted else None for name, is_wanted in wanted.items()}
+        if wanted["argmax"]:
+            optional["argmax"] = torch.empty_like(target)
         return PartialStats(max=empty, sum_exp=empty, target_logit=empty, **optional)
     return concatenate(parts)
 

@@ -126,7 +126,7 @@ def distillation(
         given = teacher_logps[counts].detach().to(z.dtype)
         log_p = z.log_softmax(-1)
         student = _bins(log_p, teacher_ids[counts], given > -torch.inf)
-        rest = torch.log1p(-given.exp().sum(-1, keepdim=True).clamp(max=1)).where(
+        rest = torch.log1p(-given.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-7)).where(
             student[:, -1:] > -torch.inf, -torch.inf
         )
         teacher = torch.cat([given, rest], -1)
