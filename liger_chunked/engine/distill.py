@@ -240,8 +240,8 @@ class _Columns:
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
         """(n, k + 1) log-probabilities of the teacher's bins; where the k are the whole vocabulary, nothing is left.
 
-        Elsewhere something is, though the k may add up to 1 in their own precision: a student's tail would be infinitely
-        far from nothing.
+        Elsewhere something is, though the k may add up to 1 in their own precision: a student's tail would be
+        infinitely far from nothing.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf

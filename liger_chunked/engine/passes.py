@@ -279,8 +279,8 @@ class HeadGradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a pack's statistics by `unit`.
 
-        Where they are larger than any before, `unit` grows, and dX, dW and db follow. (Blocks of a distillation's chunk,
-        whose products come later, all have the gradient of one mean.)
+        Where they are larger than any before, `unit` grows, and dX, dW and db follow. (The blocks of a distillation's
+        chunk, whose products come later, all have the gradient of one mean.)
         """
         if not self._half:
             return gradients
