@@ -41,8 +41,10 @@ def test_memory(capsys):
 
 
 def test_memory_of_a_gpu_that_is_not_here(capsys):
-    sizes = {"vocab_size": 32000, "hidden_size": 512, "shape": (4, 256), "trainable_head": False}
-    printed = [out(capsys, "memory", "grpo", *SIZES, "--frozen-head", "--capability", *c) for c in ("80", "90")]
+    # Large enough for Hopper to go another way.
+    sizes = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 512), "trainable_head": False}
+    given = "--vocab-size 151936 --hidden-size 896 --shape 4 512 --frozen-head".split()
+    printed = [out(capsys, "memory", "grpo", *given, "--capability", *c) for c in ("80", "90")]
     expected = [estimate_memory(LigerFusedLinearGRPOLoss(), **sizes, capability=c) for c in ((8, 0), (9, 0))]
     assert printed == [f"{estimate}\n" for estimate in expected] and printed[0] != printed[1]
 
