@@ -98,11 +98,13 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 def step_ms(run: Callable[[], object]) -> float:
     """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms.
 
-    A short step runs for a while first: the host is slow where it comes from other work.
+    A short step runs for a while first: the host is slow where it comes from other work. So is the one step that tells
+    how long it takes, and is asked again.
     """
     estimate = median_ms(run, repeats=1, warmup=0)
     if estimate > 200:
         return median_ms(run, repeats=3, warmup=0)
+    estimate = median_ms(run, repeats=5, warmup=0)
     return median_ms(run, repeats=min(201, max(9, int(400 / estimate))), warmup=min(50, max(3, int(100 / estimate))))
 
 

@@ -193,6 +193,16 @@ def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
         sum(g.square().sum() for g in gradients).backward()
 
 
+@one_each
+def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
+    inputs = op.sample(op.shapes[0], torch.float32)
+    outputs = outputs_of(op.ours(*inputs))
+    expected = torch.autograd.grad(outputs, inputs, upstream(outputs), retain_graph=True)
+    gradients = torch.autograd.grad(outputs, inputs, upstream(outputs), create_graph=True)
+    assert torch.equal(gradients[0].mul_(2), 2 * expected[0])
+    assert torch.equal(gradients[-1].mul_(2), (4 if gradients[-1] is gradients[0] else 2) * expected[-1])
+
+
 @dynamo_warns
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @one_each

@@ -11,6 +11,7 @@ from table import SMALL, Batch, evaluate, moved, pairs, relative_error, students
 from torch import Tensor
 
 from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearPreferenceBase,
@@ -127,12 +128,70 @@ class Learned(LigerFusedLinearPreferenceBase):
 
 def test_a_parameter_that_would_not_be_trained_is_refused():
     batch, loss = pairs(SMALL, seed=0, ref=None), Learned()
-    with pytest.raises(ValueError, match=r"Learned has gradients for weight, .*own: scale.weight would not be trained"):
+    assert loss(**batch)[0].isfinite()  # nothing asks for a gradient
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"the loss has gradients for weight, .* another tensor .* \(1, 1\) float32"):
         loss(**batch)
     with torch.no_grad():
         assert loss(**batch)[0].isfinite()
     loss.requires_grad_(False)
     assert loss(**batch)[0].isfinite()
+
+
+def test_so_is_one_that_a_function_holds():
+    batch = pairs(SMALL, seed=0, ref=None)
+    batch["weight"].requires_grad_()
+    margin = torch.zeros(3, requires_grad=True)
+
+    def learned(pairs: Pairs) -> Tensor:
+        return F.softplus(pairs.logps[:, 1] - pairs.logps[:, 0] + margin.exp().sum())
+
+    with pytest.raises(ValueError, match=r"another tensor that is to be trained, \(3,\) float32"):
+        LigerFusedLinearDPOLoss(loss_type=learned)(**batch, ref_logps=torch.zeros(batch["target"].shape))
+
+
+def test_so_is_one_of_a_divergence():
+    class Learned(LigerFusedLinearDistillationBase):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(2))
+
+        def divergence(self, student_logits, teacher_logits):
+            return self.scale.sum() * (student_logits - teacher_logits).square().sum(-1)
+
+    batch, loss = students(SMALL, seed=0), Learned()
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"divergence has gradients for weight, .* \(2,\) float32"):
+        loss(**batch)
+    loss(**batch | {"weight": batch["weight"].detach()})
+    loss.requires_grad_(False)
+    loss(**batch)[0].backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_may_own_the_head_it_is_given(compiled):
+    """Low rank, here: what is trained reaches the loss through its arguments."""
+
+    class Adapted(LigerFusedLinearCrossEntropyLoss):
+        def __init__(self, hidden: int, vocab: int):
+            super().__init__()
+            self.base = torch.nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
+            self.down = torch.nn.Parameter(torch.randn(2, hidden))
+            self.up = torch.nn.Parameter(torch.randn(vocab, 2))
+
+        def forward(self, input, target):
+            return super().forward(self.base.weight + self.up @ self.down, input, target)
+
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    loss = Adapted(8, 50)
+    x, target = torch.randn(5, 8), torch.arange(5)
+    logits = x @ (loss.base.weight + loss.up @ loss.down).t()
+    wanted = (loss.up, loss.down)
+    expected = torch.autograd.grad(F.cross_entropy(logits, target), wanted)
+    call = torch.compile(loss, backend="aot_eager") if compiled else loss
+    for g, same in zip(torch.autograd.grad(call(x, target), wanted), expected, strict=True):
+        torch.testing.assert_close(g, same)
 
 
 class Detached(LigerFusedLinearPreferenceBase):

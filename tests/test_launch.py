@@ -186,6 +186,23 @@ def test_a_layout_that_a_kernel_is_not_told_of_is_refused(kernel: launch.Kernel,
     assert told.kernel.launched == []
 
 
+def test_a_remembered_launch_asks_for_layouts_too(kernel: launch.Kernel) -> None:
+    told = launch.Kernel(lambda x_ptr, y_ptr, x_row_stride: None)
+    wide = torch.zeros(4, 8, 2)
+
+    def launched(x: Tensor, y: Tensor) -> list[str]:
+        told.kernel.launched.clear()
+        told((4, 1, 1), (x, y), (8,), 4)
+        return told.kernel.launched
+
+    assert launched(wide[..., 0].contiguous(), Y) == ["jitted"]
+    assert launched(X.view(4, 8)[:, :4], Y) == ["compiled"]
+    for x, y in ((wide[..., 0], Y), (X, wide[0, :, 0]), (X, Y[:1].expand(4))):
+        with pytest.raises(ValueError, match="_ptr lies in memory by strides"):
+            launched(x, y)
+    assert launched(X.view(2, 2, 8).transpose(0, 1), Y.view(2, 2, 8).transpose(0, 1)) == ["jitted"]
+
+
 @pytest.mark.parametrize("x", [X.view(4, 8)[:, :4], X.view(2, 2, 8).transpose(0, 1), X[:8].expand(4, 8)])
 @pytest.mark.parametrize("y", [Y, Y.view(2, 2, 8).transpose(0, 1), Y[:0], Y[0]])
 def test_other_layouts_are_read(kernel: launch.Kernel, x: Tensor, y: Tensor) -> None:

@@ -93,6 +93,7 @@ class Case:
         tensors: makes the arguments.
         trainable: names of those that want a gradient.
         interpreted: its arguments' layouts also in the interpreter, where a case takes a hundred times as long.
+        dtype: of its tensors.
     """
 
     id: str
@@ -100,9 +101,10 @@ class Case:
     tensors: Callable[[], Batch]
     trainable: Iterable[str] = PARAMETERS
     interpreted: bool = True
+    dtype: torch.dtype = torch.float32
 
     def sample(self, device: str = "cpu") -> Batch:
-        return moved(self.tensors(), torch.float32, device)
+        return moved(self.tensors(), self.dtype, device)
 
     def evaluate(
         self, tensors: Batch, upstream: Callable[[Tensor], Tensor] = lambda g: g, **settings: Any
@@ -222,6 +224,7 @@ FUNCTIONS = [
         for budget in (None, FEW_ROWS)
     ),
     Case("stats", statistics, ragged),
+    Case("stats-bfloat16", partial(one_statistic, "logps"), lambda: tokens(SIZES, 0), dtype=torch.bfloat16),
     Case("stats-tiles", partial(statistics, budget=FEW_ROWS), lambda: tokens(SIZES, 0)),
     *(
         Case(f"stats-{name}-alone", partial(one_statistic, name), lambda: tokens(SIZES, 0), interpreted=False)
@@ -259,8 +262,10 @@ def cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
 
 def assert_same(values: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, same in expected.items():
-        # float32: matrix products in another layout add up in another order.
-        torch.testing.assert_close(values[name], same, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{what}: {n}: {m}")
+        # Matrix products in another layout add up in another order.
+        half = any(x.dtype == torch.bfloat16 for x in expected.values())
+        rtol, atol = (2**-6, 2**-6) if half else (1e-5, 2e-6)
+        torch.testing.assert_close(values[name], same, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
 def dense(x: Tensor) -> Tensor:

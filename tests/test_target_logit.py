@@ -75,13 +75,50 @@ def test_certain_targets(dtype, device):
     x = (scale * rows / rows.norm(dim=1, keepdim=True) * 4).to(dtype)
     options = LogitOptions()
     z, stats, logps = rounded(x, head, target, options)
+    left = -torch.expm1(z.double().log_softmax(-1).gather(1, target[:, None])[:, 0])
     z = z.double()
     z[torch.arange(n), target] = (x.double() * head.weight[target].double()).sum(1)
     expected = z.log_softmax(-1).gather(1, target[:, None])[:, 0]
-    unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
+    others = unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
     assert (logps <= 0).all()
     # The rounded probability is a float32, whose distance to 1 is known to 1e-7.
     torch.testing.assert_close(logps.double(), expected, rtol=2e-4, atol=4e-7)
+    known = left > 1e-3
+    assert known.any()
+    torch.testing.assert_close(others[known].double(), (-torch.expm1(expected) / left)[known], rtol=3e-4, atol=0)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("logp", [-30.0, -1.0, -0.0301, -0.0299, -1e-3, -1e-6])
+def test_left_to_others(logp, device):
+    """As precise near 1 as anywhere: a logit that moves by ±1 among others that stay."""
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, device=device)
+    x = torch.ones(2, 1, dtype=torch.bfloat16, device=device)
+    target = torch.tensor([0, 1], device=device)
+    # By its statistics the target's logit is 0.
+    logps = torch.full((2,), logp, device=device)
+    maximum, sum_exp = torch.full_like(logps, -logp), torch.ones_like(logps)
+    others = unround_logps_(logps, x, Head(weight), target, maximum, sum_exp, LogitOptions())
+    p = torch.full((2,), logp, device=device).double()
+    odds = p - torch.log(-torch.expm1(p)) + torch.tensor([1.0, -1.0], device=device)
+    exact = torch.nn.functional.logsigmoid(odds)
+    torch.testing.assert_close(logps.double(), exact, rtol=2e-6, atol=0)
+    torch.testing.assert_close(others.double(), torch.expm1(exact) / torch.expm1(p), rtol=4e-6, atol=0)
+
+
+@pytest.mark.triton
+@HALVES
+def test_coarse_logits_stay(dtype, device):
+    """Logits of a row in the thousands are all off together, and the more so the target's if it alone were not."""
+    head, x = head_of(2000, 24, dtype, device), states(400, 24, dtype, device)
+    target = torch.arange(400, device=device) * 5
+    head.weight[:, 0], x[:, 0] = 1000.0, -10.0
+    _, stats, logps = rounded(x, head, target, LogitOptions())
+    exact = exact_logps(x, head, target, LogitOptions())
+    before = (logps - exact).norm()
+    others = unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, LogitOptions())
+    assert (logps - exact).norm() < 1.1 * before, f"{(logps - exact).norm():.2e}, rounded {before:.2e}"
+    assert others.isfinite().all()
 
 
 @pytest.mark.triton
@@ -90,14 +127,15 @@ def test_what_is_no_number_stays(device):
     target = torch.tensor([3, 7, 3, 7], device=device)
     given = torch.tensor([-math.inf, math.nan, -2.0, 0.0], device=device)
     logps, maximum, sum_exp = given.clone(), torch.zeros(4, device=device), torch.ones(4, device=device)
-    unround_logps_(logps, x, head, target, maximum, sum_exp, LogitOptions())
+    others = unround_logps_(logps, x, head, target, maximum, sum_exp, LogitOptions())
     assert logps[0] == -math.inf and logps[1].isnan()
     assert logps[2].isfinite() and logps[3] == 0
+    assert others.isfinite().all() and (others[[0, 1, 3]] == 1).all()
 
 
 @pytest.mark.triton
 def test_layouts(device):
-    """Rows of a wider tensor, a transposed head, hidden states by columns, no rows."""
+    """Rows of a wider tensor, a transposed head, hidden states by columns, a bias with gaps, no rows."""
     head, x = head_of(90, 32, torch.bfloat16, device, bias=True), states(12, 32, torch.bfloat16, device)
     target = torch.arange(12, device=device) * 7
     options = LogitOptions()
@@ -115,6 +153,8 @@ def test_layouts(device):
     assert torch.equal(moved(wide, head), expected)
     torch.testing.assert_close(moved(x, transposed), expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(moved(x.t().contiguous().t(), head), expected, rtol=0, atol=2e-6)
+    gaps = torch.stack([head.bias, head.bias + 1], 1)[:, 0]
+    assert torch.equal(moved(x, Head(head.weight, gaps)), expected)
     assert moved(x, head, slice(0, 0)).shape == (0,)
 
 
@@ -163,6 +203,44 @@ def test_gradient_of_a_long_pair(seed, device):
     assert abs(value - exact) < 0.002 + 1e-6 * exact, f"{value - exact:.1e}, eager {eager - exact:.1e}"
     error, bound = ((g - gradient).norm() / gradient.norm() for g in (ours_gradient, eager_gradient))
     assert error < 7e-3, f"{error:.1e}, eager {bound:.1e}"
+
+
+@pytest.mark.parametrize("tiles", [None, 2 * 200 * 500], ids=["rows", "slices"])
+@pytest.mark.parametrize("confidence", [0.5, 0.99, 0.999, 1 - 1e-5])
+@pytest.mark.parametrize("loss", ["cross entropy", "odds"])
+def test_gradient_of_certain_targets(loss, confidence, tiles, device):
+    """ORPO divides by 1 - p what the gradient of log p multiplies by it: both are of the same p."""
+    generator = torch.Generator().manual_seed(0)
+    n, hidden, vocab = 200, 64, 500
+    weight = torch.randn(vocab, hidden, generator=generator)
+    target = torch.randint(vocab, (n,), generator=generator)
+    rows = weight[target]
+    x = 0.3 * torch.randn(n, hidden, generator=generator)
+    z = x @ weight.t()
+    others = z.scatter(1, target[:, None], -math.inf).logsumexp(1)
+    wanted = others + math.log(confidence / (1 - confidence))
+    x += ((wanted - z.gather(1, target[:, None])[:, 0]) / rows.square().sum(1))[:, None] * rows
+
+    def objective(logps: Tensor) -> Tensor:
+        return -logps.mean() if loss == "cross entropy" else -(logps - torch.log(-torch.expm1(logps))).mean()
+
+    def eager(x: Tensor, weight: Tensor) -> Tensor:
+        z = x @ weight.t()
+        z = z if z.dtype == torch.float64 else z.float()
+        return objective(z.log_softmax(-1).gather(1, target.to(z.device)[:, None])[:, 0])
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return objective(linear_token_stats(weight, x, target.to(x.device), logits_budget=tiles).logps)
+
+    def gradients(function, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [a.to(device, torch.bfloat16).to(dtype).requires_grad_() for a in (x, weight)]
+        return tuple(g.double() for g in torch.autograd.grad(function(*leaves), leaves))
+
+    exact, of_eager, of_ours = gradients(eager, torch.float64), *(gradients(f, torch.bfloat16) for f in (eager, ours))
+    for g, by_eager, by_ours in zip(exact, of_eager, of_ours, strict=True):
+        error, bound = ((a - g).norm() / g.norm() for a in (by_ours, by_eager))
+        # The target's logit has no part in the gradient of odds: a softmax over the others.
+        assert error <= (0.85 if loss == "cross entropy" else 1.02) * bound, f"{error:.1e}, eager {bound:.1e}"
 
 
 def test_float32_logits_are_as_they_were(device, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,29 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
             f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
         )
     return input.dtype
+
+
+def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
+    """Nothing is to be trained through `value` but the tensors `ends`, that its gradient is taken with respect to.
+
+    Raises:
+        ValueError: its graph reaches another leaf, which would stay as it is.
+    """
+    ends = list(ends)
+    seen = {None, *(x.grad_fn for x in ends)}
+    left = [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of the node that would accumulate its gradient
+        if leaf is not None and not any(leaf is x for x in ends):
+            raise ValueError(
+                f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
+                f"trained, {_described(leaf)}: it would not be; freeze or detach it"
+            )
+        left.extend(following for following, _ in node.next_functions)  # type: ignore[union-attr]
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:

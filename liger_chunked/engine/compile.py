@@ -89,19 +89,6 @@ class FusedLoss(nn.Module):
         super().__setstate__(state)
         self._enter()
 
-    def refuse_parameters(self) -> None:
-        """A loss has gradients for `weight`, `input` and `bias` alone.
-
-        Raises:
-            ValueError: one of its own is to be trained, and would stay as it is.
-        """
-        if (self._parameters or self._modules) and torch.is_grad_enabled():
-            if trainable := [name for name, p in self.named_parameters() if p.requires_grad]:
-                raise ValueError(
-                    f"{type(self).__name__} has gradients for weight, input and bias, and none for parameters of its "
-                    f"own: {', '.join(trainable)} would not be trained; freeze them, or make them buffers"
-                )
-
     def _enter(self) -> None:
         self._name_in_graphs = f"{type(self).__name__}-{next(_count)}"
         _OWNERS[self._name_in_graphs] = self
@@ -317,8 +304,6 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
 
         @functools.wraps(function)
         def either(*args: Any, **kwargs: Any) -> Any:
-            if is_method:
-                args[0].refuse_parameters()
             if not torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             if len(args) > len(positional):

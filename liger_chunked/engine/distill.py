@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, packs, pieces
@@ -295,6 +295,7 @@ def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) 
         raise ValueError(
             "divergence has no gradient: it does not depend on the student's logits, or is detached from them"
         )
+    check_graph("divergence", divergence, [student])
     return divergence
 
 

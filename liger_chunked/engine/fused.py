@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import epilogue
-from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import (
@@ -188,6 +188,7 @@ class _Step:
             loss = self.objective(dense, layout.index(pack))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
+            check_graph("the loss", loss, leaves.values())
             # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)

@@ -130,6 +130,7 @@ class HeadPass:
     """The head of one step, in the dtype of its GEMMs, and the one buffer that every tile of logits is written to.
 
     After `statistics` the buffer still holds the logits of the last tile, and the `backward` that follows starts there.
+    It is for the same pack: the gradient of its logps is theirs as they were made exact.
     """
 
     head: Head
@@ -138,6 +139,7 @@ class HeadPass:
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
+    _others: Tensor | None = field(default=None, init=False, repr=False)  # see `unround_logps_`
 
     @property
     def vocab_size(self) -> int:
@@ -170,7 +172,7 @@ class HeadPass:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile; then logps, as if logits had not been rounded."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
-            unround_logps_(stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options)
+            self._others = unround_logps_(stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options)
         return partial, stats
 
     def _reduce(
@@ -205,6 +207,8 @@ class HeadPass:
     ) -> None:  # fmt: skip
         """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
+        if self._others is not None and cotangents.logps is not None:
+            given["logps"] = cotangents.logps * self._others
         cotangents = cotangents._replace(**grads.normalize(given))
         dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):

@@ -154,7 +154,9 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
             gradients = backward(ctx, *upstream)
         if isinstance(gradients, Tensor):
             return _Once.apply(gradients.detach().requires_grad_())
-        return tuple(None if g is None else _Once.apply(g.detach().requires_grad_()) for g in gradients)
+        # One that is for two inputs stays one.
+        once = {id(g): _Once.apply(g.detach().requires_grad_()) for g in gradients if g is not None}
+        return tuple(None if g is None else once[id(g)] for g in gradients)
 
     return call
 
@@ -164,7 +166,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.data  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -58,8 +58,7 @@ class Kernel:
     Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
     device. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`, may lie in memory by these strides,
     but for its last dimension; all others are without gaps or repetitions, as a kernel that is given no stride reads
-    them. Launches by Triton, which are all in the interpreter, refuse other layouts: of users' tensors, and of
-    gradients from autograd, they would read other numbers.
+    them. Other layouts are refused: of users' tensors, and of gradients from autograd, it would read other numbers.
 
     Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
     """
@@ -107,10 +106,13 @@ class Kernel:
         bits = 0
         addresses: list[int | None] = []
         dtypes: list[torch.dtype | None] = []
-        for x in tensors:
+        for x, strided in zip(tensors, self._strided, strict=True):
             if x is None:
                 addresses.append(None)
                 dtypes.append(None)
+            elif not (x.is_contiguous() or (strided and x.stride(-1) == 1)):
+                self._launch(grid, tensors, numbers, num_warps)
+                return
             else:
                 address = x.data_ptr()
                 bits |= address
