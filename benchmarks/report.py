@@ -203,10 +203,12 @@ def steps_markdown(run: Run) -> str:
     lines = [f"| task | {' | '.join(columns)} | loss, gradient apart |", "|---|" + "---|" * (len(columns) + 1)]
     for task, rows in run.cells.items():
         measured = run.measured(task)
-        cells = [_step_cell(rows.get(name)) for name in names]
-        cells += [_over(measured.get(OURS), measured.get(name)) for name in others]
-        cells.append(_apart(measured.get(OURS), measured.get(STOCK)))
-        lines.append(f"| {_spaced(task)} | {' | '.join(cells)} |")
+        for ours in (name for name in rows if name.startswith(OURS)):
+            setting = ours.removeprefix(OURS).lstrip(", ")
+            cells = [_step_cell(rows.get(ours if name == OURS else name)) for name in names]
+            cells += [_over(measured.get(ours), measured.get(name)) for name in others]
+            cells.append(_apart(measured.get(ours), measured.get(STOCK)))
+            lines.append(f"| {f'… `{setting}`' if setting else _spaced(task)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
 
 

@@ -7,7 +7,8 @@ python -m benchmarks.trainers --longest --task SimPO        the longest sequence
 A step is `training_step`, then AdamW, on one batch that is prepared already: nothing is generated, tokenized or loaded.
 Weights are random, drawn anew for each contender from one seed, and bfloat16 under TRL's default of mixed precision.
 Checkpointing of every layer, attention through SDPA, no padding. Liger-Kernel's layer kernels, and ours, are in every
-model of a trainer; its own fused losses are not, as TRL has no place for them.
+model of a trainer; its own fused losses are not, as TRL has no place for them. Where our trainer keeps the loss of
+TRL's, "loss=" is ours with one of the library's in its place, the same one.
 
 References are Gaussian steps away from the policy. The teacher of Qwen2.5-0.5B has the shape of Qwen2.5-1.5B, that of
 Llama-3.2-1B its student's; the divergence is the symmetric one, beta 0.5. DPO, KTO, ORPO and SimPO train on the second
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO, CPO and GKD: their interface may change
 
@@ -51,10 +52,12 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, STOCK, Table
 from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
+from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations import trl as integration
 
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
+OURS_WITH_LOSS = f"{OURS}, loss="
 GRID = 1024  # tokens, of the longest sequences
 TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # otherwise the student's shape
 REFERENCE_NOISE = 0.1  # of the standard deviation of the policy's weights
@@ -172,6 +175,7 @@ class Kind:
     - `settings`: of its config
     - `prompt`: share of a sequence that it does not train on
     - `sequences`: in a batch
+    - `loss`: a loss of ours that is the trainer's, where ours keeps that of the trainer beneath it
     """
 
     stock: type
@@ -183,6 +187,7 @@ class Kind:
     settings: Batch = field(default_factory=dict)
     prompt: float = 0.5
     sequences: int = 8
+    loss: Callable[[], torch.nn.Module] | None = None
 
 
 _PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
@@ -191,7 +196,9 @@ _MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant
 _PROMPTS = [{"prompt": "a"}]
 _KEEP = {"remove_unused_columns": False}  # they would say so, and do it
 KINDS = {
-    "DPO": Kind(DPOTrainer, integration.LigerDPOTrainer, DPOConfig, pairs, _PAIRS, reference),
+    "DPO": Kind(
+        DPOTrainer, integration.LigerDPOTrainer, DPOConfig, pairs, _PAIRS, reference, loss=LigerFusedLinearDPOLoss
+    ),
     "KTO": Kind(
         KTOTrainer,
         integration.LigerKTOTrainer,
@@ -199,6 +206,7 @@ KINDS = {
         labelled,
         _LABELLED,
         reference,
+        loss=LigerFusedLinearKTOLoss,
     ),
     "ORPO": Kind(ORPOTrainer, integration.LigerORPOTrainer, ORPOConfig, sides, _PAIRS, settings=_KEEP),
     "SimPO": Kind(
@@ -217,6 +225,7 @@ KINDS = {
         _PROMPTS,
         reward,
         prompt=0.25,
+        loss=partial(LigerFusedLinearGRPOLoss.from_loss_type, "dapo"),
     ),
     "GKD": Kind(
         GKDTrainer,
@@ -244,11 +253,20 @@ SHAPES = [f"{name}:{model}:{kind.sequences}:2048" for model in MODELS for name, 
 LONGEST = [f"{name}:{MODELS[0]}:2:2048" for name in KINDS]
 SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "tiny-qwen2"] * len(KINDS), strict=False)]
 
-# The class of a kind that a contender trains with, and who puts kernels into its models.
-CONTENDERS: dict[str, tuple[str, Callable[..., Any]]] = {
-    STOCK: ("stock", models.nobody),
-    OURS: ("ours", models.ours),
-    LAYERS: ("stock", models.liger_kernel),
+
+class Contender(NamedTuple):
+    """The class of a kind that it trains with, who puts kernels into its models, and whether it brings the loss."""
+
+    side: Literal["stock", "ours"]
+    kernels: Callable[..., Any]
+    brings_loss: bool = False
+
+
+CONTENDERS = {
+    STOCK: Contender("stock", models.nobody),
+    OURS: Contender("ours", models.ours),
+    OURS_WITH_LOSS: Contender("ours", models.ours, brings_loss=True),
+    LAYERS: Contender("stock", models.liger_kernel),
 }
 
 
@@ -301,7 +319,7 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
     """Measure one contender."""
     before = allocated_mib()
     kind = KINDS[name]
-    side, kernels = CONTENDERS[row.name]
+    side, kernels, brings_loss = CONTENDERS[row.name]
     policy = models.build(model, checkpointing=not table.args.no_checkpointing)
 
     def data(length: int) -> Batch:
@@ -311,6 +329,9 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
     batch = data(length)
     others = kind.others(model)
     every = [policy, *(x for x in others.values() if isinstance(x, PreTrainedModel))]
+    if brings_loss:
+        assert kind.loss is not None
+        others["loss"] = kind.loss()
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)
 
@@ -327,7 +348,9 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
 
 def measure(table: Table, name: str, model: str, n: int, length: int) -> None:
     fills = {
-        contender: partial(fill, table=table, name=name, model=model, n=n, length=length) for contender in CONTENDERS
+        contender: partial(fill, table=table, name=name, model=model, n=n, length=length)
+        for contender, (_, _, brings_loss) in CONTENDERS.items()
+        if not brings_loss or KINDS[name].loss is not None
     }
     compare(table, {"trainer": name, "model": model}, n, length, fills)
 

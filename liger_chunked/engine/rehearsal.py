@@ -177,7 +177,8 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
         partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
         all_stats.append(stats)
         if grads is not None and pack_tiles:
-            head_pass.backward(x, target, pack_tiles, _cotangents(partial), grads, pack.rows)
+            cotangents = _cotangents(partial)
+            head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
     head_pass.release()
     if grads is not None:
         gradients = grads.finish()
@@ -196,8 +197,8 @@ def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, optio
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, row_blocks(cut))
         if cut:
-            x = projection.rows(ledger, layout, every)
-            head_pass.backward(x, layout.target, cut, _cotangents(partial), grads, every)
+            x, cotangents = projection.rows(ledger, layout, every), _cotangents(partial)
+            head_pass.backward(x, layout.target, cut, cotangents, grads, every)
             del x
         head_pass.release()
         del numbers, partial
