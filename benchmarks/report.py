@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ STEPS = {"sft": "SFT steps of Hugging Face models", "trainers": "Steps of TRL's 
 
 @dataclass(frozen=True)
 class Run:
-    """One file; `cells` has the rows by task and contender."""
+    """One file; `cells` has the rows by task and contender, `again` says of which later run those of a task are."""
 
     environment: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
     cells: dict[str, dict[str, dict[str, Any]]]
+    again: dict[str, Run] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -35,6 +36,16 @@ class Run:
             f"{name} {env['versions'][name]}" for name in ("torch", "triton") if name in env["versions"]
         )
         return f"{env['device']}, {env['dtype']}, {versions}, {env['date']}"
+
+    @property
+    def source(self) -> str:
+        """The same and the commit, with those of tasks that were measured again."""
+        later: dict[str, list[str]] = {}
+        for task, run in self.again.items():
+            later.setdefault(f"{run.environment['date']}, commit {run.commit}", []).append(_spaced(task))
+        return "; ".join(
+            [f"{self.title}, commit {self.commit}", *(f"{', '.join(tasks)}: {when}" for when, tasks in later.items())]
+        )
 
     @property
     def commit(self) -> str:
@@ -55,21 +66,35 @@ def load(path: Path) -> Run:
     return Run(content["environment"], content["tasks"], cells)
 
 
-def newest_file(folder: Path, family: str) -> Path | None:
-    """That of the last whole run of a family, one on a GPU if there is any."""
+def _by_age(folder: Path, family: str) -> list[Path]:
+    """A family's files, those on a GPU last."""
 
     def age(path: Path) -> tuple[bool, str, int, str]:
         content = json.loads(path.read_text())["environment"]
         return content["device_type"] == "cuda", content["date"], len(path.stem), path.stem
 
-    files = [path for path in folder.glob(f"{family}-*.json") if json.loads(path.read_text())["whole"]]
-    return max(files, key=age, default=None)
+    return sorted(folder.glob(f"{family}-*.json"), key=age)
+
+
+def newest_file(folder: Path, family: str) -> Path | None:
+    """That of the last whole run of a family, one on a GPU if there is any."""
+    whole = [path for path in _by_age(folder, family) if json.loads(path.read_text())["whole"]]
+    return whole[-1] if whole else None
 
 
 def newest(folder: Path, family: str) -> Run | None:
-    """The run in `newest_file`."""
+    """The run in `newest_file`, with the tasks that were measured again since on such a device, by every contender."""
     path = newest_file(folder, family)
-    return load(path) if path else None
+    if path is None:
+        return None
+    run, files = load(path), _by_age(folder, family)
+    for later in map(load, files[files.index(path) + 1 :]):
+        if later.environment["device"] != run.environment["device"]:
+            continue
+        for task, rows in later.cells.items():
+            if task in run.cells and later.measured(task).keys() >= run.measured(task).keys():
+                run.tasks[task], run.cells[task], run.again[task] = later.tasks[task], rows, later
+    return run
 
 
 def over_eager(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> float | None:
@@ -126,7 +151,7 @@ def markdown(runs: dict[str, Run]) -> str:
                 if variant.startswith(OURS) and variant != OURS:
                     setting = variant.removeprefix(OURS).lstrip("., ")
                     lines.append(f"| … {setting} | {_cell(row)} |{' |' * (len(_COLUMNS) - 1)} {_error(row, rows)} |")
-    where = [f"- {FAMILIES[f]}: {run.title}, commit {run.commit}" for f, run in runs.items()]
+    where = [f"- {FAMILIES[f]}: {run.source}" for f, run in runs.items()]
     return "\n".join([*lines, "", *where, *_absent(runs)])
 
 
@@ -179,7 +204,7 @@ def kernels_markdown(run: Run) -> str:
         cells = [_kernel_cell(found.get(name)) for name in _KERNEL_COLUMNS]
         copy = run.tasks[task]["floor_ms"] * 1e3
         lines.append(f"| {_spaced(task)} | {copy:.0f} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+    return "\n".join([*lines, "", run.source])
 
 
 _STEP_COLUMNS = {
@@ -209,7 +234,7 @@ def steps_markdown(run: Run) -> str:
             cells += [_over(measured.get(ours), measured.get(name)) for name in others]
             cells.append(_apart(measured.get(ours), measured.get(STOCK)))
             lines.append(f"| {f'… `{setting}`' if setting else _spaced(task)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+    return "\n".join([*lines, "", run.source])
 
 
 def longest_markdown(run: Run) -> str:
@@ -218,7 +243,7 @@ def longest_markdown(run: Run) -> str:
     lines = [f"| task | {' | '.join(_STEP_COLUMNS[name] for name in names)} |", "|---|" + "---|" * len(names)]
     for task, rows in run.cells.items():
         lines.append(f"| {task} | {' | '.join(_longest_cell(rows.get(name)) for name in names)} |")
-    return "\n".join([*lines, "", f"{run.title}, commit {run.commit}"])
+    return "\n".join([*lines, "", run.source])
 
 
 def _absent_cell(row: dict[str, Any] | None) -> str:

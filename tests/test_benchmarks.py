@@ -167,6 +167,32 @@ def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
     assert newest is not None and newest.environment["device"] == "2026-11-21-2"
 
 
+def test_a_task_that_was_measured_again(tmp_path: Path) -> None:
+    """Takes the place of what the last whole run has of it, where nobody is missing."""
+
+    def keep(run: str, device: str, whole: bool, **tasks: dict[str, str | None]) -> None:
+        environment = {"device": device, "device_type": "cuda", "date": run[:10], "commit": run, "versions": {}}
+        rows = [
+            {"task": task, "name": name, "failure": failure, "run": run}
+            for task, contenders in tasks.items()
+            for name, failure in contenders.items()
+        ]
+        content = {"whole": whole, "environment": environment | {"dtype": "bfloat16"}, "tasks": dict.fromkeys(tasks)}
+        (tmp_path / f"policy-{run}.json").write_text(json.dumps(content | {"rows": rows}))
+
+    everyone: dict[str, str | None] = {"ours": None, "theirs": None, "absent": "failed"}
+    keep("2026-11-20", "H200", False, a=everyone)
+    keep("2026-11-21", "H200", True, a=everyone, b=everyone, c=everyone, d=everyone)
+    keep("2026-11-21-2", "H200", False, b=everyone, c={"ours": None}, e=everyone)
+    keep("2026-11-21-3", "H200", False, c={"ours": None, "theirs": "skipped"})
+    keep("2026-11-22", "H100", False, d=everyone)
+    newest = report.newest(tmp_path, "policy")
+    assert newest is not None and list(newest.cells) == list("abcd")
+    found = {task: rows["ours"]["run"] for task, rows in newest.cells.items()}
+    assert found == {"a": "2026-11-21", "b": "2026-11-21-2", "c": "2026-11-21", "d": "2026-11-21"}
+    assert newest.source.endswith("commit 2026-11-21; b: 2026-11-21, commit 2026-11-21-2")
+
+
 def test_labels_do_not_overlap() -> None:
     starts, widths = [0.0, 3.0, 4.0, 40.0, 44.0, 100.0], [30.0, 50.0, 10.0, 20.0, 20.0, 10.0]
     heights = floor.levels(starts, widths)
