@@ -47,20 +47,21 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
         ValueError: its graph reaches another leaf, which would stay as it is.
     """
     ends = list(ends)
-    seen = {None, *(x.grad_fn for x in ends)}
+    seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
     while left:
         node = left.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of the node that would accumulate its gradient
+        following = node.next_functions
+        left.extend(after for after, _ in following)
+        leaf = None if following else getattr(node, "variable", None)  # of a node that accumulates its gradient
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
                 f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
                 f"trained, {_described(leaf)}: it would not be; freeze or detach it"
             )
-        left.extend(following for following, _ in node.next_functions)  # type: ignore[union-attr]
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
