@@ -136,7 +136,7 @@ def estimate_memory(
             rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
         elif isinstance(loss, _FUSED) and not _per_token(loss):
             plan = Plan.of(
-                own.head.weight.shape,
+                own.head,
                 layout,
                 own.dtype,
                 outputs=loss._outputs,

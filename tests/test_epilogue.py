@@ -35,6 +35,7 @@ OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
 FACTOR = 1.1 * (8**0.5 if backend.INTERPRETED else 1)
 HIDDEN, VOCAB = 72, 603  # a ragged last block of either, and rows of the buffer that need padding
 BUDGET = 13 * VOCAB * 2  # 13 tokens a pack
+_SMALLEST = epilogue._SMALLEST
 
 
 @pytest.fixture(autouse=True)
@@ -285,6 +286,31 @@ REFUSED = {
 def test_serves_not(change):
     assert served({})
     assert not served(change)
+
+
+QWEN = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 2048)}
+AUTOMATIC = {
+    "two packs": ({}, 4096),
+    "a wider head": ({"hidden_size": 1536}, 8192),
+    "small work": ({"vocab_size": 32000}, 8192),
+    "one chunk in any case": ({"shape": (2, 2048)}, 4096),
+    "a device without the tiles": ({"capability": (8, 0)}, 8192),
+    "another statistic": ({"loss": LigerFusedLinearCrossEntropyLoss(entropy_weight=0.1)}, 8192),
+    "logits with a cap": ({"loss": LigerFusedLinearCrossEntropyLoss(softcap=30.0)}, 8192),
+    "a bias": ({"bias": True}, 8192),
+    "pairs": ({"loss": LigerFusedLinearDPOLoss()}, 4096),
+    "a pair that is not cut": ({"loss": LigerFusedLinearDPOLoss(), "shape": (2, 4096)}, 8192),
+    "a budget": ({"logits_budget": 8192 * 151936 * 2}, 8192),
+}
+
+
+@pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
+def test_the_automatic_budget_of_a_narrow_head(change, tokens, monkeypatch):
+    """Two packs by the epilogue, where a step could be one chunk of logits."""
+    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
+    estimate = estimate_memory(arguments.pop("loss"), **arguments)
+    assert estimate.logits == tokens * arguments["vocab_size"] * 2
 
 
 def test_small_packs_are_left_to_the_logits(monkeypatch):

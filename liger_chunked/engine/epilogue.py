@@ -45,6 +45,10 @@ _WIDEST = 2048
 # more to do a pack: two packs of 2048 x 1024 over 32000 classes took 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of
 # 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and 3.75.
 _SMALLEST = 1 << 37
+# The widest at which packs gain on a step that could be one chunk of logits, though they need a float32 accumulator. Of
+# 151936 classes, 8192 x 896 took 1.129 of its products' time in two packs and 1739 MiB, in one chunk 1.171 and 2648;
+# 8192 x 1536 1.112 and 1728 in three packs, 1.102 and 2843.
+NARROW = 1024
 # What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
 # has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
@@ -54,6 +58,40 @@ _PRODUCT = 1 << 22
 
 def _fits_descriptor(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % _DESCRIPTOR_BYTES == 0
+
+
+def suits(
+    head: Head,
+    dtype: torch.dtype,
+    options: LogitOptions,
+    class_weight: Tensor | None,
+    outputs: tuple[str, ...],
+    differentiates: tuple[str, ...],
+    packs: list[list[Tile]],
+) -> bool:
+    """Whether `EpiloguePass` computes what a step asks for, and gains.
+
+    Args:
+        head: for its shapes.
+        dtype: of its products.
+        options, class_weight, outputs: of the step.
+        differentiates: the statistics that the gradient of its loss reaches.
+        packs: the tiles of each pack.
+    """
+    hidden_size = head.weight.shape[1]
+    return (
+        dtype == torch.bfloat16
+        and head.bias is None
+        and options.softcap is None
+        and options.logit_scale != 0
+        and class_weight is None
+        and _COMPUTABLE.issuperset(outputs)
+        and set(EpiloguePass.differentiable).issuperset(differentiates)
+        and all(len(tiles) == 1 for tiles in packs)
+        and hidden_size <= _WIDEST
+        and max(map(largest, packs)) * hidden_size >= _SMALLEST
+        and hidden_size % _DESCRIPTOR_ELEMENTS == 0
+    )
 
 
 def serves(
@@ -68,26 +106,10 @@ def serves(
 
     Args:
         head: in the dtype of its products.
-        options, class_weight, outputs: of the step.
-        differentiates: the statistics that the gradient of its loss reaches.
-        packs: the tiles of each pack.
+        options, class_weight, outputs, differentiates, packs: see `suits`.
     """
     weight = head.weight
-    hidden_size = weight.shape[1]
-    return (
-        weight.dtype == torch.bfloat16
-        and head.bias is None
-        and options.softcap is None
-        and options.logit_scale != 0
-        and class_weight is None
-        and _COMPUTABLE.issuperset(outputs)
-        and set(EpiloguePass.differentiable).issuperset(differentiates)
-        and all(len(tiles) == 1 for tiles in packs)
-        and hidden_size <= _WIDEST
-        and max(map(largest, packs)) * hidden_size >= _SMALLEST
-        and hidden_size % _DESCRIPTOR_ELEMENTS == 0
-        and _fits_descriptor(weight)
-    )
+    return suits(head, weight.dtype, options, class_weight, outputs, differentiates, packs) and _fits_descriptor(weight)
 
 
 @dataclass
@@ -103,7 +125,7 @@ class EpiloguePass:
     so that neither direction ever reads logits: `HeadPass` goes over them twice, to reduce them and to overwrite them
     with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
 
-    When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
+    When. `suits` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
     loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 2048, above which the product,
     slower than cuBLAS's, costs more than the passes it saves. And dW accumulates in float32, as it does over several
     packs, or is not asked for: a dW that is written once, in bfloat16, has no place to add the target's part to.

@@ -67,7 +67,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        head_shape: torch.Size,
+        head: Head,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -78,15 +78,27 @@ class Plan:
         wide_tiles: bool,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        vocab_size = head_shape[0]
-        elements = budget_elements(options, head_shape, dtype, layout.n_valid)
-        cut = packs(layout, vocab_size, elements, whole_batch)
+        vocab_size, hidden_size = head.weight.shape
+        differentiates = tuple(name for name in differentiates if name in outputs)
+
+        def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
+            elements = budget_elements(options, head.weight.shape, dtype, n_valid)
+            found = packs(layout, vocab_size, elements, whole_batch)
+            return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
+
+        chosen = cut(layout.n_valid)
+        if len(chosen[0]) == 1 and wide_tiles and hidden_size <= epilogue.NARROW:
+            several = cut(0)
+            if len(several[0]) > 1 and epilogue.suits(
+                head, dtype, options, class_weight, outputs, differentiates, several[1]
+            ):
+                chosen = several
         return cls(
-            layout=layout if len(cut) == 1 else layout.by_group(),
-            packs=cut,
-            tiles=[tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in cut],
+            layout=layout if len(chosen[0]) == 1 else layout.by_group(),
+            packs=chosen[0],
+            tiles=chosen[1],
             outputs=outputs,
-            differentiates=tuple(name for name in differentiates if name in outputs),
+            differentiates=differentiates,
             options=options,
             class_weight=class_weight,
             dtype=dtype,
@@ -274,7 +286,7 @@ def fused_loss(
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
     plan = Plan.of(
-        head.weight.shape,
+        head,
         layout,
         compute_dtype(head, input),
         outputs=outputs,

@@ -250,7 +250,7 @@ def budget_elements(
         options: with the caller's budget, if there is one.
         head_shape: (V, H).
         dtype: of the logits.
-        n_valid: tokens of a step that computes its gradients at once; 0 where logits may have to wait for a backward.
+        n_valid: tokens of a step that may be one chunk; 0 where logits may have to wait for a backward.
         bytes_per_logit: where more is held for each logit than itself.
     """
     vocab_size, hidden_size = head_shape
