@@ -26,6 +26,10 @@ class TokenStats(NamedTuple):
 
     Every field has the shape of the tokens asked about; a field that was not asked for is None. Floating fields are
     float32, or float64 for float64 inputs.
+
+    Of hidden states in 16 bits the logits are rounded to these, as the product writes them. `logps` is the exception:
+    the target's logit is computed once more in float32 (`kernels/target_logit.py`), so that `logps + lse` is not the
+    rounded `z_y` but nearer to the exact one. All other fields are those of the rounded logits.
     """
 
     logps: Tensor | None = None

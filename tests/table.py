@@ -732,3 +732,18 @@ STATISTICS = [
 ]
 
 ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRED, *DISTILLATION, *POLICY, *STATISTICS]
+
+
+def rows(*ids: str) -> list[Row]:
+    """Those with these ids, in the order of the table; one that is not there is a KeyError."""
+    if missing := set(ids) - {row.id for row in ROWS}:
+        raise KeyError(*missing)
+    return [row for row in ROWS if row.id in ids]
+
+
+def rows_like(part: str) -> list[Row]:
+    """Those with this in their ids, one at least."""
+    found = [row for row in ROWS if part in row.id]
+    if not found:
+        raise KeyError(part)
+    return found

@@ -67,7 +67,9 @@ def test_bench_runs_what_the_repository_has(capsys, monkeypatch):
     assert cli.main(["bench", "cross_entropy", "--only", "ours", "128:32:1024"]) == 3
     command = [sys.executable, "-m", "benchmarks.cross_entropy", "--only", "ours", "128:32:1024"]
     assert ran == [(command, cli.REPOSITORY)]
-    assert "no benchmark 'nothing'" in refusal(capsys, "bench", "nothing")
+    for name in ("nothing", "harness"):
+        refused = refusal(capsys, "bench", name)
+        assert f"no benchmark '{name}'" in refused and "'policy'" in refused and "'harness', " not in refused
 
 
 def test_bench_without_the_repository(capsys, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from table import ROWS, SMALL, evaluate, moved, relative_error, students
+from table import SMALL, evaluate, moved, relative_error, rows_like, students
 from torch import Tensor
 
 from liger_chunked import (
@@ -274,7 +274,7 @@ def test_rows_that_rise_after_their_first_block(loss, temperature, device):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("target", [True, False])
-@pytest.mark.parametrize("row", [row for row in ROWS if "top-k" in row.id], ids=repr)
+@pytest.mark.parametrize("row", rows_like("top-k"), ids=repr)
 def test_gradients_of_a_top_k(row, target, device):
     """Without a target that of the tail is a column of a matrix."""
     batch = moved(row.sample(SMALL, seed=1), torch.float32, device)

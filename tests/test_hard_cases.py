@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pairs, relative_error, tokens
+from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pairs, relative_error, rows_like, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -443,7 +443,7 @@ def test_one_long_pair_within_a_budget():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "dpo" in row.id], ids=repr)
+@pytest.mark.parametrize("row", rows_like("dpo"), ids=repr)
 def test_chosen_equal_to_rejected(row):
     batch = row.sample(SMALL, seed=0)
     half = SMALL.sequences // 2

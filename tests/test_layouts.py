@@ -199,6 +199,8 @@ INTERPRETED = {
     "jsd-top-k",
 }  # fmt: skip
 
+assert set(INTERPRETED) <= {row.id for row in ROWS}
+
 LOSSES = [
     *(of_row(row, row.id in INTERPRETED) for row in ROWS),
     *(

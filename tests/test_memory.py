@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from table import ROWS, Batch, Row, Sizes, moved
+from table import Batch, Row, Sizes, moved, rows
 from test_cost import Memory
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -108,9 +108,8 @@ TRAINABLE = {
 # The logits that there is room for, as a part of those of all tokens that have a target, and what is trainable.
 CASES = [
     pytest.param(row, part, trainable, id=f"{row}-{part}-{trainable}")
-    for row in ROWS
     for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
-    if row.id in (FAMILIES if trainable == "all" else ENGINES)
+    for row in rows(*(FAMILIES if trainable == "all" else ENGINES))
 ]
 
 
@@ -165,7 +164,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("trainable", TRAINABLE)
 @pytest.mark.parametrize("part", [1.0, 0.3])
-@pytest.mark.parametrize("row", [row for row in ROWS if row.id in {"kl", "jsd", "squared-error"}], ids=repr)
+@pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
 def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
     for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
         monkeypatch.setattr(schedule, name, 16)
@@ -190,7 +189,7 @@ def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: p
 
 
 @pytest.mark.ordinary_memory
-@pytest.mark.parametrize("row", [row for row in ROWS if row.id in {*ENGINES, "kl-top-k", "squared-error"}], ids=repr)
+@pytest.mark.parametrize("row", rows(*ENGINES, "kl-top-k", "squared-error"), ids=repr)
 def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
     """Of several packs: their float32 sum and its copy in bfloat16 are both there then."""
     batch = moved(row.sample(Sizes(sequences=4, length=16, hidden=8, vocab=53, ref_hidden=8), seed=0), torch.bfloat16)
@@ -264,7 +263,7 @@ def test_agrees_with_the_allocator(row, part, trainable):
         pytest.param(torch.float32, torch.float16, id="fp16-autocast"),
     ],
 )
-@pytest.mark.parametrize("row", [row for row in ROWS if row.id in ENGINES], ids=repr)
+@pytest.mark.parametrize("row", rows(*ENGINES), ids=repr)
 def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
     batch = moved(on_gpu(row), dtype)
     leaves, budget = leaves_of(batch), budget_of(batch, part)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from table import ROWS, SMALL, Sizes, evaluate, moved, n_valid, relative_error
+from table import ROWS, SMALL, Sizes, evaluate, moved, n_valid, relative_error, rows
 from torch import Tensor
 
 from liger_chunked.engine import schedule
@@ -70,7 +70,7 @@ _ONE_EACH = ("ce-none-everything", "dpo-sigmoid", "grpo-top-entropy", "stats-all
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("row", [row for row in ROWS if row.id in _ONE_EACH], ids=repr)
+@pytest.mark.parametrize("row", rows(*_ONE_EACH), ids=repr)
 def test_float32_matches_oracle_within_a_third_of_a_token(row, device, path):
     assert_right_in_float32(row, SMALL.vocab // 3, device)
 

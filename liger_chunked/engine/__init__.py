@@ -7,6 +7,8 @@ fused.py      gradient in forward: a loss of token statistics, with the gradient
 distill.py    the same for a student and its teacher, whose logits a loss compares
 stats.py      the statistics alone, differentiable: `linear_token_stats`
 compile.py    all of these as one operation of a graph, for torch.compile
+rehearsal.py  their steps on tensors without storage, which is what `estimate_memory` adds up
+checks.py     what is asked of inputs
 """
 
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k

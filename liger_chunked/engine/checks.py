@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
+from liger_chunked.kernels.checks import described
 from liger_chunked.types import Head
-
-
-def _described(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
 def autocasts(device: str) -> bool:
@@ -60,7 +57,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
                 f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
-                f"trained, {_described(leaf)}: it would not be; freeze or detach it"
+                f"trained, {described(leaf)}: it would not be; freeze or detach it"
             )
 
 
@@ -76,19 +73,18 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
         if x is None and name == "bias":
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = _described(x) if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {got}")
+            raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}")
     if weight.ndim != 2 or weight.shape[0] == 0:
-        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {_described(weight)}")
+        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {described(weight)}")
     if input.ndim not in (2, 3):
-        raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {_described(input)}")
+        raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {described(input)}")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{prefix}{input_name} and {prefix}weight must agree on the hidden size: {prefix}{input_name} is "
-            f"{_described(input)}, {prefix}weight (V, H) is {_described(weight)}"
+            f"{described(input)}, {prefix}weight (V, H) is {described(weight)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {_described(bias)}")
+        raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {described(bias)}")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.device != input.device:
             raise ValueError(
@@ -110,12 +106,11 @@ def check_target(target: Tensor, input: Tensor, name: str = "target", input_name
         or target.is_complex()
         or target.dtype == torch.bool
     ):
-        got = _described(target) if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"{name} must be a tensor of token ids (int64), got {got}")
+        raise TypeError(f"{name} must be a tensor of token ids (int64), got {described(target)}")
     if target.shape != input.shape[:-1]:
         raise ValueError(
-            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {_described(input)}, "
-            f"got {_described(target)}"
+            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {described(input)}, "
+            f"got {described(target)}"
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")

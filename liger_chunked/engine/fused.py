@@ -41,7 +41,8 @@ class Objective(Protocol):
     """A loss that is a sum over groups: given the statistics of some groups, their share of it, a scalar.
 
     `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
-    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch.
+    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch. It may be
+    called twice on the same groups, and must then say the same.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -49,7 +50,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what decides which pass serves it; `fused_loss` has the arguments of `of`.
+    """How a step is cut, and what decides which pass serves it. The arguments of `of` are those of `fused_loss`.
 
     `estimate_memory` makes one too: nothing here asks for a device, or a value.
     """

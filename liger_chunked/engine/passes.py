@@ -1,4 +1,4 @@
-"""A pack of tokens through the head, and back: with epilogue.py the only code that multiplies by `weight`.
+"""A pack of tokens through the head, and back: with epilogue.py the only code of the engine with products of `weight`.
 
 statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
 backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,
@@ -129,8 +129,8 @@ class Gradients(Protocol):
 class HeadPass:
     """The head of one step, in the dtype of its GEMMs, and the one buffer that every tile of logits is written to.
 
-    After `statistics` the buffer still holds the logits of the last tile, and the `backward` that follows starts there.
-    It is for the same pack: the gradient of its logps is theirs as they were made exact.
+    `backward` follows `statistics` of the same pack: it starts from the last tile's logits, which the buffer still
+    holds, and multiplies the gradient of logps by what making them exact has changed, see `unround_logps_`.
     """
 
     head: Head
@@ -139,7 +139,7 @@ class HeadPass:
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
-    _others: Tensor | None = field(default=None, init=False, repr=False)  # see `unround_logps_`
+    _logps_grad_scale: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -172,7 +172,9 @@ class HeadPass:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile; then logps, as if logits had not been rounded."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
-            self._others = unround_logps_(stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options)
+            self._logps_grad_scale = unround_logps_(
+                stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options
+            )
         return partial, stats
 
     def _reduce(
@@ -207,8 +209,8 @@ class HeadPass:
     ) -> None:  # fmt: skip
         """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
-        if self._others is not None and cotangents.logps is not None:
-            given["logps"] = cotangents.logps * self._others
+        if self._logps_grad_scale is not None and cotangents.logps is not None:
+            given["logps"] = cotangents.logps * self._logps_grad_scale
         cotangents = cotangents._replace(**grads.normalize(given))
         dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):

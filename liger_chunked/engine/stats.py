@@ -163,8 +163,9 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other fields of `TokenStats`. Backward recomputes the logits unless they fit `logits_budget`; then
-    they are kept, and the whole takes three GEMMs instead of at most four. Under `torch.compile` they are not kept.
+    and so on for the other fields of `TokenStats`, which says what rounding to 16 bits does to them. Backward
+    recomputes the logits unless they fit `logits_budget`; then they are kept, and the whole takes three GEMMs instead
+    of at most four. Under `torch.compile` they are not kept.
 
     Args:
         weight: (V, H), `lm_head.weight`.

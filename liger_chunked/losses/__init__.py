@@ -1,4 +1,11 @@
-"""One loss per file, its base beside it: mathematics on token statistics, and nothing of weights or chunks."""
+"""Mathematics on token statistics, and nothing of weights or chunks.
+
+losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
+           cosine.py
+bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
+formulas   margin.py, probability.py, f_divergence.py, distributions.py, surrogates.py, importance.py, reductions.py
+inputs     sequences.py, rollouts.py, reference.py (the reference model), reference_point.py (KTO's and BCO's)
+"""
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
 from liger_chunked.losses.cosine import LigerFusedLinearCosineSimilarityLoss

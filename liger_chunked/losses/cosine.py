@@ -16,7 +16,7 @@ class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     hidden states. Liger-Kernel's has a factor `beta`, of 0.5 unless told otherwise; here that is `weight_soft_loss`.
 
     Args:
-        **base: see `LigerFusedLinearDistillationBase`.
+        weight_hard_loss, weight_soft_loss, teacher_options, **options: see `LigerFusedLinearDistillationBase`.
 
     Raises:
         ValueError: a bad option.

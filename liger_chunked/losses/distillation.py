@@ -41,6 +41,14 @@ from liger_chunked.types import (
 )
 
 
+class DistillationOptionsDict(LogitOptionsDict, total=False):
+    """The keywords that every distillation loss takes; see `LigerFusedLinearDistillationBase`."""
+
+    weight_hard_loss: float
+    weight_soft_loss: float
+    teacher_options: LogitOptions | None
+
+
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
 
@@ -58,7 +66,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     The temperature belongs to the divergence: both distributions are taken at it, and the hard loss at temperature 1.
     The soft loss is not multiplied by `temperature ** 2`, as Hinton et al. 2015 (https://arxiv.org/abs/1503.02531)
-    propose, and neither TRL nor Liger-Kernel do; give that factor to `weight_soft_loss` where it is wanted.
+    propose, and neither TRL nor Liger-Kernel do; give that factor to `weight_soft_loss` where it is wanted. In 16 bits
+    both losses are of logits that are rounded to these, as in eager code.
 
     Args:
         weight_hard_loss: of the NLL of the targets; without a target there is no hard loss.

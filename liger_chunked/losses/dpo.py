@@ -173,11 +173,11 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     | loss_type | loss | paper |
     |---|---|---|
-    | `sigmoid` | `(1 - eps) L(beta d) + eps L(-beta d)` | 2305.18290; eps: conservative DPO, 2305.18290 notes |
+    | `sigmoid` | `(1 - eps) L(beta d) + eps L(-beta d)` | 2305.18290; eps: ericmitchell.ai/cdpo.pdf |
     | `sigmoid_norm` | `L(beta d')` | 2411.15124 |
     | `hinge` | `max(0, 1 - beta d)` | 2305.10425 |
     | `ipo` | `(d' - 1 / (2 beta)) ** 2` | 2310.12036, equation 17, per token as its authors confirmed |
-    | `exo_pair` | `S(beta d) (-L(beta d) - log(1 - eps)) + S(-beta d) (-L(-beta d) - log(eps))` | 2402.00856, 16 |
+    | `exo_pair` | `S(beta d) (-L(beta d) - log(1 - eps)) + S(-beta d) (-L(-beta d) - log(eps))` | 2402.00856, eq. 16 |
     | `nca_pair` | `L(beta c) + L(-beta c) / 2 + L(-beta r) / 2` | 2402.05369 |
     | `robust` | `((1 - eps) L(beta d) - eps L(-beta d)) / (1 - 2 eps)` | 2403.00409 |
     | `bco_pair` | `L(beta c) + L(-beta r)` | 2404.04656 |

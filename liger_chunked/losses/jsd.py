@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
 from liger_chunked.losses.distributions import jensen_shannon, kl
 from liger_chunked.types import Divergence
 
@@ -24,7 +25,7 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
 
     Args:
         beta: in [0, 1].
-        **base: see `LigerFusedLinearDistillationBase`.
+        **options: weights, the teacher's options and `LogitOptions`, see `LigerFusedLinearDistillationBase`.
 
     Raises:
         ValueError: a bad option, a beta outside [0, 1].
@@ -41,8 +42,8 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
 
     of_distributions: ClassVar[bool] = True
 
-    def __init__(self, *, beta: float = 0.5, **base: Any) -> None:
-        super().__init__(**base)
+    def __init__(self, *, beta: float = 0.5, **options: Unpack[DistillationOptionsDict]) -> None:
+        super().__init__(**options)
         if not 0.0 <= beta <= 1.0:
             raise ValueError(f"beta must be in [0, 1], got {beta}")
         self.beta = beta

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
+from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
 from liger_chunked.losses.distributions import kl, log_mixture
 from liger_chunked.types import Divergence
 
@@ -26,7 +27,7 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
         reverse: which way round.
         skew: share of the first distribution in the second, in [0, 1): keeps the ratio bounded (DistiLLM,
             https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
-        **base: see `LigerFusedLinearDistillationBase`.
+        **options: weights, the teacher's options and `LogitOptions`, see `LigerFusedLinearDistillationBase`.
 
     Raises:
         ValueError: a bad option, a skew outside [0, 1).
@@ -43,8 +44,8 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
 
     of_distributions: ClassVar[bool] = True
 
-    def __init__(self, *, reverse: bool = False, skew: float = 0.0, **base: Any) -> None:
-        super().__init__(**base)
+    def __init__(self, *, reverse: bool = False, skew: float = 0.0, **options: Unpack[DistillationOptionsDict]) -> None:
+        super().__init__(**options)
         if not 0.0 <= skew < 1.0:
             raise ValueError(f"skew must be in [0, 1), got {skew}")
         self.reverse = reverse

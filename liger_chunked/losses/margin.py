@@ -27,5 +27,5 @@ def hinge(margin: Tensor) -> Tensor:
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """`(difference - 1 / (2 beta)) ** 2`, on log-ratios and not on rewards (https://arxiv.org/abs/2310.12036, 17)."""
+    """`(difference - 1 / (2 beta)) ** 2`, of log-ratios, not of rewards (https://arxiv.org/abs/2310.12036, eq. 17)."""
     return (difference - 1 / (2 * beta)).square()

@@ -18,7 +18,7 @@ class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
     Where they agree exactly it is taken to be 0.
 
     Args:
-        **base: see `LigerFusedLinearDistillationBase`.
+        weight_hard_loss, weight_soft_loss, teacher_options, **options: see `LigerFusedLinearDistillationBase`.
 
     Raises:
         ValueError: a bad option.

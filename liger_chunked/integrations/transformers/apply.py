@@ -38,7 +38,7 @@ class Applied:
         counts[name] = counts.get(name, 0) + 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, which wants the rope for as long as it lives itself."""
+        """A copy needs the family's rope function too: registered as one more that does, for as long as it lives."""
         vars(self).update(state)
         if "rope" in self.replaced:
             _ROPES[self.family].hold(_by_name(self.family), self)
