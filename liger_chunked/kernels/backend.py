@@ -41,7 +41,7 @@ _WIDE_TILES = (9, 10)
 # Whether kernels are compiled to NVIDIA's assembly.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
-# How far above the reference of its sums a row may rise: float32 has room for exp(30), for its square, and for the sum
+# How far above the centre of its sums a row may rise: float32 has room for exp(30), for its square, and for the sum
 # of as many squares as a vocabulary has.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 

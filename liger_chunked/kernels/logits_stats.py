@@ -44,14 +44,14 @@ class PartialStats(NamedTuple):
 
 @jit
 def _add_block(
-    z, cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+    z, cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
     PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Add a block of logits to what each lane knows; -inf adds nothing."""
     if ARGMAX:
         argmax = tl.where(z > top, cols, argmax)
     top = tl.maximum(top, z)
-    centred = z - reference
+    centred = z - centre
     e = exp(centred, PRECISE)
     sum_exp += e
     if MOMENT:
@@ -73,17 +73,17 @@ def _logits_stats_kernel(
     # makes of a sum is stored in its place (logps in that of the target's logit, the entropy in that of sum_exp_z), and
     # the lse beside them. Sums are relative to the maximum of the row's first block and stay in their lanes to its end:
     # a running maximum would cost a reduction over the program, and a wait, every block. A row that rises too far above
-    # its reference is swept again, from its maximum.
+    # its centre is swept again, from its maximum.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
     whole_blocks = n_cols // BLOCK * BLOCK
     z = tl.load(row_ptr + lanes, mask=lanes < n_cols, other=0.0).to(tl.float32)
     z = transform_block(z, scale, softcap, inv_temperature)
-    reference = tl.max(tl.where(lanes < n_cols, z, -float("inf")), axis=0)
-    reference = tl.where(reference == -float("inf"), 0.0, reference)
+    centre = tl.max(tl.where(lanes < n_cols, z, -float("inf")), axis=0)
+    centre = tl.where(centre == -float("inf"), 0.0, centre)
 
-    row_max = reference
+    row_max = centre
     row_sum_exp = 0.0
     row_sum_exp_z = 0.0
     row_sum_exp_sq = 0.0
@@ -107,7 +107,7 @@ def _logits_stats_kernel(
                 else:
                     sum_z += z
             top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
-                z, cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+                z, cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
                 PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
             )  # fmt: skip
         if whole_blocks < n_cols:
@@ -122,7 +122,7 @@ def _logits_stats_kernel(
                 else:
                     sum_z += z
             top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
-                tl.where(inside, z, -float("inf")), cols, reference, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
+                tl.where(inside, z, -float("inf")), cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
                 PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
             )  # fmt: skip
         row_max = tl.max(top, axis=0)
@@ -134,11 +134,11 @@ def _logits_stats_kernel(
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
         # A first block of -inf says nothing of the others: they may lie far below zero, too.
-        sweep = (row_max > -float("inf")) & (tl.abs(row_max - reference) > REACH)
-        reference = tl.where(sweep, row_max, reference)
+        sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
+        centre = tl.where(sweep, row_max, centre)
 
-    # From the reference to the maximum, which every slice of the vocabulary knows alike.
-    distance = tl.where(row_max == -float("inf"), 0.0, row_max - reference)
+    # From the centre to the maximum, which every slice of the vocabulary knows alike.
+    distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
         # One number for the whole row: the hardware's error in it would not average out, as it does in a sum.
         rescale = tl.exp(-distance.to(tl.float64))

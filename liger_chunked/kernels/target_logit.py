@@ -54,7 +54,7 @@ def _log1p(x):
 
 @Kernel
 def _move_kernel(
-    logps_ptr, others_ptr, x_ptr, w_ptr, bias_ptr, target_ptr, max_ptr, sum_exp_ptr,
+    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, target_ptr, max_ptr, sum_exp_ptr,
     x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program per row.
@@ -80,20 +80,20 @@ def _move_kernel(
     # Neither where it was infinite or NaN, nor where nothing is left.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
     tl.store(logps_ptr + row, tl.where(moves, exact, logp))
-    tl.store(others_ptr + row, tl.where(moves, exactly_left / left, 1.0))
+    tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
 
 
 def _move_triton(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
     n, hidden = x.shape
-    others = torch.empty_like(logps)
+    grad_scale = torch.empty_like(logps)
     if n == 0 or logps.is_meta:
-        return others
+        return grad_scale
     bias = None if head.bias is None else head.bias.contiguous()
     _move_kernel(
         (n, 1, 1),
-        (logps, others, x, head.weight, bias, target, maximum, sum_exp),
+        (logps, grad_scale, x, head.weight, bias, target, maximum, sum_exp),
         (
             x.stride(0),
             head.weight.stride(0),
@@ -104,14 +104,14 @@ def _move_triton(
         ),
         num_warps=4,
     )
-    return others
+    return grad_scale
 
 
 def _move_torch(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
     wide = accumulation_dtype(x.dtype)
-    others = torch.empty_like(logps)
+    grad_scale = torch.empty_like(logps)
     for rows in row_blocks(x):
         of_target = head.weight[target[rows]].to(wide)
         z = of_target.mul_(x[rows]).sum(1)
@@ -123,9 +123,9 @@ def _move_torch(
         left = -torch.expm1(logp)
         odds = logp - left.log() + moved
         moves = (moved.abs() <= _FARTHEST) & (left > 0)
-        others[rows] = torch.where(moves, torch.sigmoid(-odds) / left, 1.0)
+        grad_scale[rows] = torch.where(moves, torch.sigmoid(-odds) / left, 1.0)
         logps[rows] = torch.where(moves, F.logsigmoid(odds), logp)
-    return others
+    return grad_scale
 
 
 def unround_logps_(
