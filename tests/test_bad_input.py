@@ -752,6 +752,10 @@ POLICY = {
         lambda: grpo(advantages=f64(B, device="meta")),
         "advantages is on meta, target on cpu: expected one device",
     ),
+    "attention_mask-additive": (
+        lambda: grpo(attention_mask=torch.zeros(B, T).index_fill(1, torch.tensor([T - 1]), -1e9)),
+        r"attention_mask must be 0 or 1 at every token, got -1e\+09 to 0",
+    ),
     "attention_mask-shape": (
         lambda: grpo(attention_mask=ids(B, T + 1)),
         rf"attention_mask must be \({B}, {T}\), one value a token, got \({B}, {T + 1}\)",

@@ -234,7 +234,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             target: (B, T) token ids; `ignore_index` at prompts and padding.
             advantages: (B,) or (B, 1), one a sequence, or (B, T), one a token.
             bias: (V,) or None.
-            attention_mask: (B, T), zero at tokens that are to be ignored beyond those of the target.
+            attention_mask: (B, T) of 0 and 1, zero at tokens that are to be ignored beyond those of the target.
             old_logps: (B, T) log-probabilities in nats under the policy that sampled; None on-policy.
             ref_logps: (B, T) log-probabilities in nats under the reference.
             ref_input, ref_weight, ref_bias: instead of them (B, T, H_ref), (V, H_ref), (V,).
@@ -257,6 +257,10 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
         check_side("advantages", advantages, target, per_sequence=True)
         if attention_mask is not None:
             check_side("attention_mask", attention_mask, target)
+            if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+                # One that is added to scores has its zeros where others have ones.
+                low, high = (x.item() for x in attention_mask.aminmax())
+                raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
         if ref_logps is not None:
             check_side("ref_logps", ref_logps, target)

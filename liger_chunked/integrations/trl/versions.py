@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from packaging.version import Version
-
 # The trainers of TRL 1.15 are the first to ask for a fused head; those of 1.14 compute on logits.
 REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
@@ -21,6 +19,11 @@ def check_versions() -> None:
         try:
             found = version(package)
         except PackageNotFoundError:
-            raise ImportError(f"liger_chunked.integrations.trl needs {package} >= {oldest}, found none") from None
+            raise ImportError(
+                f"liger_chunked.integrations.trl needs {package} >= {oldest}, found none: "
+                "pip install 'liger_chunked[trl]'"
+            ) from None
+        from packaging.version import Version  # which transformers brings along
+
         if Version(found) < Version(oldest):
             raise ImportError(f"liger_chunked.integrations.trl needs {package} >= {oldest}, found {found}")
