@@ -1,4 +1,4 @@
-"""What ORPO and CPO share: both models of a pair in one forward, without the logits of either."""
+"""What ORPO and CPO share: one model and both sequences of a pair in one forward, without their logits."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Of a head in the place of TRL's chunked one, which holds few logits: a step is to take no more memory than there. With
+# The budget of a head that replaces TRL's chunked one: small, so that a step takes no more memory than with TRL's. With
 # the automatic budget DPO on Qwen2.5-0.5B, 8 x 2048 tokens, took 0.55 GiB more than on Liger-Kernel's layers (H200).
 HEAD_BUDGET = 512 * 2**20
 # What of the logit options is the model's.
@@ -133,6 +133,6 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
     """A copy of `loss` with the transform of the model it is applied to, see `with_transform`."""
-    fitted: Any = copy.copy(loss)
-    fitted.options = with_transform(fitted.options, options, names)
-    return fitted
+    own: Any = copy.copy(loss)
+    own.options = with_transform(own.options, options, names)
+    return own
