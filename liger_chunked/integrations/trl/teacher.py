@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.fused_output import head_stats
-from liger_chunked.integrations.trl.mixin import with_transform
+from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, with_transform
 from liger_chunked.losses import LigerFusedLinearDistillationBase
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 
@@ -95,9 +95,8 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
     return stats.entropy.sum()
 
 
-def log_terms(trainer: Any, loss: LigerFusedLinearDistillationBase, metrics: DistillationMetrics) -> None:
+def log_terms(trainer: LigerTrainerMixin, loss: LigerFusedLinearDistillationBase, metrics: DistillationMetrics) -> None:
     """Log the terms of a loss that took the place of a trainer's."""
-    logs = trainer._metrics["train" if trainer.model.training else "eval"]
-    logs["soft_loss"].append(metrics.soft_loss.item())
+    trainer.mode_metrics["soft_loss"].append(metrics.soft_loss.item())
     if loss.weight_hard_loss:
-        logs["hard_loss"].append(metrics.hard_loss.item())
+        trainer.mode_metrics["hard_loss"].append(metrics.hard_loss.item())
