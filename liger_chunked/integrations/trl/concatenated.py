@@ -1,4 +1,4 @@
-"""What ORPO and CPO share: both models of a pair in one forward, without the logits of either."""
+"""What ORPO and CPO share: one model and both sequences of a pair in one forward, without their logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class ConcatenatedMixin(LigerTrainerMixin):
 
     # Of the trainer beneath.
     aux_loss_coef: float
-    aux_loss_enabled: bool
     concatenated_inputs: Callable[..., dict[str, Tensor]]
     is_encoder_decoder: bool
 
@@ -78,9 +77,8 @@ class ConcatenatedMixin(LigerTrainerMixin):
         inputs: dict[str, Any] = {
             "input_ids": batch["concatenated_input_ids"],
             "attention_mask": batch["concatenated_attention_mask"],
+            **self._aux_inputs,
         }
-        if self.aux_loss_enabled:
-            inputs["output_router_logits"] = True
         return inputs, batch["concatenated_labels"]
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Scores:
@@ -104,5 +102,6 @@ class ConcatenatedMixin(LigerTrainerMixin):
         step = preference_step(model, loss, inputs, labels, nll_labels=nll_labels if loss.compute_nll_loss else None)
         logs = preference_logs(self, loss, step.metrics, labels)
         prefix = "eval_" if train_eval == "eval" else ""
+        # As ORPO and CPO do, and unlike other trainers: with a coefficient of another name, and not logged.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
         return value, {f"{prefix}{name}": metric for name, metric in logs.items()}

@@ -41,24 +41,12 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
         model_inputs = {name: value for name, value in inputs.items() if name not in _NOT_OF_THE_MODEL}
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         ref_logps = None if loss.use_ref_model is False else self._ref_logps(model_inputs, inputs, labels)
-        aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        step = preference_step(model, loss, {**model_inputs, **aux}, labels, ref_logps=ref_logps)
-
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        step = preference_step(model, loss, {**model_inputs, **self._aux_inputs}, labels, ref_logps=ref_logps)
         for name, metric in preference_logs(self, loss, step.metrics, labels).items():
-            metrics[name].append(metric)
-        value = step.loss
-        if step.aux_loss is not None:
-            value = value + self.router_aux_loss_coef * step.aux_loss
-            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(step.aux_loss.detach()).mean().item())
-        if self.model.training:
-            tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
-            self._total_train_tokens += tokens // self._tp_size
-        metrics["num_tokens"] = [self._total_train_tokens]
-        if not return_outputs:
-            return value
-        with torch.no_grad():
-            return value, model(**model_inputs)
+            self.mode_metrics[name].append(metric)
+        value = self._with_aux_loss(step.loss, step.aux_loss)
+        self._count_tokens(inputs)
+        return self._with_outputs(value, model, model_inputs, return_outputs)
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
         """Of each token, or, precomputed, of each sequence."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
@@ -43,7 +42,4 @@ class GeneralizedMixin(LigerTrainerMixin):
         step = distillation_step(model, self.teacher_model, loss, inputs, labels, num_items=num_items)
         if self.loss_override is not None:
             log_terms(self, loss, step.metrics)
-        if not return_outputs:
-            return step.loss
-        with torch.no_grad():
-            return step.loss, model(**inputs)
+        return self._with_outputs(step.loss, model, inputs, return_outputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
@@ -56,8 +55,6 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
             return super()._compute_loss(model, inputs)
         model_inputs, labels = model_inputs_and_labels(inputs)
         length = inputs["completion_ids"].shape[1]
-        if self.aux_loss_enabled:
-            model_inputs["output_router_logits"] = True
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         window = self.current_gradient_accumulation_steps if self.model.training else 1
         # TRL's count is of the generation batch, on all ranks.
@@ -82,23 +79,16 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
             return value, metrics, input.aux_loss
 
         with self.accelerator.autocast():
-            value, metrics, aux_loss = model(**model_inputs, labels=labels, head_fn=apply)
+            value, metrics, aux_loss = model(**model_inputs, **self._aux_inputs, labels=labels, head_fn=apply)
         if not counts_items:
             value = value / window
         mask = labels[:, 1:] != -100
         tokens, sequences = mask.sum(), mask.any(-1).sum()
-        logs = self._metrics["train" if self.model.training else "eval"]
         for name, field in _LOGGED.items():
             metric = getattr(metrics, field)
             if metric is not None:
                 one_a_sequence = name.startswith("clip_ratio") and loss.importance_level != "token"
-                logs[name].append(self.global_mean(metric, sequences if one_a_sequence else tokens))
-        if aux_loss is not None:
-            value = value + self.router_aux_loss_coef * aux_loss / window
-            logs["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
-        return value
-
-    def global_mean(self, mean: Tensor, count: Tensor) -> float:
-        # As GRPO's own metrics, and unlike those of other trainers: of every rank, duplicates and all.
-        sums = self.accelerator.reduce(torch.stack([mean.detach() * count, count.to(mean.dtype)]), reduction="sum")
-        return (sums[0] / sums[1].clamp(min=1)).item()
+                # As GRPO's own metrics, and unlike those of other trainers: of every rank, repeated samples and all.
+                mean = self.global_mean(metric, sequences if one_a_sequence else tokens, with_repeated=True)
+                self.mode_metrics[name].append(mean)
+        return self._with_aux_loss(value, aux_loss, accumulates=self.model.training)

@@ -74,23 +74,13 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
             )
             return value, metrics, input.aux_loss
 
-        aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        value, metrics, aux_loss = model(**model_inputs, **aux, labels=labels, head_fn=apply)
-        logs = self._metrics["train" if self.model.training else "eval"]
-        self._log_sides(logs, metrics)
+        value, metrics, aux_loss = model(**model_inputs, **self._aux_inputs, labels=labels, head_fn=apply)
+        self._log_sides(metrics)
         if kl is not None:
-            logs["kl"].append(metrics.reference_point.item())
-        if aux_loss is not None:
-            value = value + self.router_aux_loss_coef * aux_loss
-            logs["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
-        if self.model.training:
-            tokens = self.accelerator.gather_for_metrics(batch["attention_mask"].sum()).sum().item()
-            self._total_train_tokens += tokens // self._tp_size
-        logs["num_tokens"] = [self._total_train_tokens]
-        if not return_outputs:
-            return value
-        with torch.no_grad():
-            return value, model(**model_inputs)
+            self.mode_metrics["kl"].append(metrics.reference_point.item())
+        value = self._with_aux_loss(value, aux_loss)
+        self._count_tokens(batch)
+        return self._with_outputs(value, model, model_inputs, return_outputs)
 
     def _in_units_of(self, sums: Tensor, mask: Tensor) -> Tensor:
         """Sums over completions, or their means where the loss looks at means."""
@@ -117,8 +107,9 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         kl = self._in_units_of(logps - reference, batch["KL_completion_mask"]).mean()
         return self.accelerator.gather_for_metrics(kl).mean()
 
-    def _log_sides(self, logs: dict[str, list[float]], metrics: UnpairedPreferenceMetrics) -> None:
+    def _log_sides(self, metrics: UnpairedPreferenceMetrics) -> None:
         """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
+        logs = self.mode_metrics
         n = {
             side: self.accelerator.gather_for_metrics(getattr(metrics, f"{side}_count")).sum().item()
             for side in ("chosen", "rejected")

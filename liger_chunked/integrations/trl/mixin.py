@@ -20,7 +20,7 @@ from liger_chunked.types import LogitOptions
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Of a head in the place of TRL's chunked one, which holds few logits: a step is to take no more memory than there. With
+# The budget of a head that replaces TRL's chunked one: small, so that a step takes no more memory than with TRL's. With
 # the automatic budget DPO on Qwen2.5-0.5B, 8 x 2048 tokens, took 0.55 GiB more than on Liger-Kernel's layers (H200).
 HEAD_BUDGET = 512 * 2**20
 # What of the logit options is the model's.
@@ -46,6 +46,13 @@ class LigerTrainerMixin:
     accelerator: Any
     args: Any
     model: Any
+    # Of those trainers beneath that keep such; the methods below that read them are for these alone.
+    aux_loss_enabled: bool
+    current_gradient_accumulation_steps: int
+    router_aux_loss_coef: float
+    _metrics: dict[str, dict[str, list[float]]]
+    _total_train_tokens: int
+    _tp_size: int
 
     # What `loss` must be an instance of; None for a trainer that takes none.
     loss_kind: ClassVar[type[Any] | None] = None
@@ -67,14 +74,59 @@ class LigerTrainerMixin:
             if model is not None:
                 add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
 
-    def global_mean(self, mean: Tensor, count: Tensor) -> float:
+    @property
+    def mode_metrics(self) -> dict[str, list[float]]:
+        """What is to be logged of the current mode, training or evaluation, by name."""
+        return self._metrics["train" if self.model.training else "eval"]
+
+    def gathered_mean(self, value: Tensor) -> float:
+        """The mean of `value` over its items and the ranks, without samples repeated to fill up a last batch."""
+        return self.accelerator.gather_for_metrics(value.detach()).mean().item()
+
+    def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
         """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none.
 
-        Without the ranks that repeat samples to fill up the last batch of an evaluation.
+        Without the ranks that repeat samples to fill up the last batch of an evaluation, unless `with_repeated`.
         """
-        sums = torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]
-        sums = self.accelerator.gather_for_metrics(sums).sum(0)
+        gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
+        sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()
+
+    @property
+    def _aux_inputs(self) -> dict[str, bool]:
+        """What asks a mixture of experts for its load balancing loss, beside the inputs of the model."""
+        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+
+    def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
+        """`value` plus the load balancing loss of a mixture of experts, which is logged; of None, `value`.
+
+        Args:
+            value: (), the loss of a micro-batch.
+            aux_loss: (), a mean over the micro-batch.
+            accumulates: gradients are summed over micro-batches, and `Trainer` leaves their mean to the loss.
+        """
+        if aux_loss is None:
+            return value
+        self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
+        steps = self.current_gradient_accumulation_steps if accumulates else 1
+        return value + self.router_aux_loss_coef * aux_loss / steps
+
+    def _count_tokens(self, inputs: dict[str, Any]) -> None:
+        """Log the tokens that all ranks have trained on, those of `inputs` among them."""
+        if self.model.training:
+            # Without padding there is no mask, and every position is a token.
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
+            tokens = torch.as_tensor(tokens, device=self.accelerator.device)
+            self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
+        self.mode_metrics["num_tokens"] = [self._total_train_tokens]
+
+    @staticmethod
+    def _with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """`value`, and with `return_outputs` also what one forward more returns, logits included."""
+        if not return_outputs:
+            return value
+        with torch.no_grad():
+            return value, model(**inputs)
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
@@ -133,6 +185,6 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
     """A copy of `loss` with the transform of the model it is applied to, see `with_transform`."""
-    fitted: Any = copy.copy(loss)
-    fitted.options = with_transform(fitted.options, options, names)
-    return fitted
+    own: Any = copy.copy(loss)
+    own.options = with_transform(own.options, options, names)
+    return own

@@ -72,9 +72,9 @@ def preference_logs(
     }
     of_tokens = {"logits/chosen": metrics.chosen_logits_mean, "logits/rejected": metrics.rejected_logits_mean}
     counts = (labels[:, 1:] != -100).sum(-1).view(2, -1).sum(-1)
-    logs = {name: trainer.accelerator.gather_for_metrics(value).mean().item() for name, value in of_pairs.items()}
+    logs = {name: trainer.gathered_mean(value) for name, value in of_pairs.items()}
     for (name, mean), count in zip(of_tokens.items(), counts, strict=True):
         logs[name] = trainer.global_mean(mean, count)
     if loss.compute_nll_loss:
-        logs["nll_loss"] = trainer.accelerator.gather_for_metrics(metrics.nll_loss).mean().item()
+        logs["nll_loss"] = trainer.gathered_mean(metrics.nll_loss)
     return logs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from trl import SFTTrainer
 
@@ -58,29 +57,16 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             n_tokens = (input.target != loss.options.ignore_index).sum()
             return value, metrics, input.aux_loss, n_tokens
 
-        aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        value, metrics, aux_loss, n_tokens = model(**inputs, **aux, head_fn=apply)
+        value, metrics, aux_loss, n_tokens = model(**inputs, **self._aux_inputs, head_fn=apply)
         # Trainer's conventions: a count of items is of all ranks, whose gradients are averaged; it leaves accumulation
         # to the loss, which the mean over a micro-batch of an auxiliary loss does not know.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * (self.accelerator.num_processes // self.get_tp_size())
-        if aux_loss is not None:
-            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            value = value + self.router_aux_loss_coef * aux_loss / steps
-
-        logs = self._metrics["train" if self.model.training else "eval"]
+        value = self._with_aux_loss(value, aux_loss, accumulates=num_items_in_batch is not None)
         if metrics is not None and metrics.token_accuracy is not None:
-            logs["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
-        for name, metric in (("z_loss", metrics and metrics.z_loss), ("aux_loss", aux_loss)):
-            if metric is not None:
-                logs[name].append(self.accelerator.gather_for_metrics(metric.detach()).mean().item())
-        if self.model.training:
-            # Without padding there is no mask, and every position is a token.
-            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
-            tokens = torch.as_tensor(tokens, device=value.device)
-            self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
-        logs["num_tokens"] = [self._total_train_tokens]
-        if not return_outputs:
-            return value
-        with torch.no_grad():
-            return value, model(**{name: x for name, x in inputs.items() if name != "labels"})
+            self.mode_metrics["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
+        if metrics is not None and metrics.z_loss is not None:
+            self.mode_metrics["z_loss"].append(self.gathered_mean(metrics.z_loss))
+        self._count_tokens(inputs)
+        unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
+        return self._with_outputs(value, model, unlabelled, return_outputs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.fused_output import head_stats
-from liger_chunked.integrations.trl.mixin import with_transform
+from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, with_transform
 from liger_chunked.losses import LigerFusedLinearDistillationBase
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 
@@ -51,8 +51,8 @@ def distillation_step(
 
     def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> None:
         def in_student(head: Head, input: HeadInput) -> DistillationStep:
-            fitted = _fitted(loss, input.options, teacher_input.options)
-            value, metrics = fitted(
+            own = fitted_pair(loss, input.options, teacher_input.options)
+            value, metrics = own(
                 head.weight,
                 input.hidden_states,
                 teacher_head.weight,
@@ -62,7 +62,7 @@ def distillation_step(
                 teacher_head.bias,
                 num_items=num_items,
             )
-            entropy_sum = _entropy_sum(head, input, fitted.options) if with_entropy else None
+            entropy_sum = _entropy_sum(head, input, own.options) if with_entropy else None
             return DistillationStep(value, metrics, entropy_sum)
 
         with torch.set_grad_enabled(with_gradient):
@@ -75,16 +75,17 @@ def distillation_step(
     return steps[0]
 
 
-def _fitted(
+def fitted_pair(
     loss: LigerFusedLinearDistillationBase, student: LogitOptions, teacher: LogitOptions
 ) -> LigerFusedLinearDistillationBase:
-    fitted = copy.copy(loss)
-    fitted.options = with_transform(loss.options, student)
+    """A copy of `loss` with the transforms of both models it is applied to, see `with_transform`."""
+    own = copy.copy(loss)
+    own.options = with_transform(loss.options, student)
     of_teacher = loss.teacher_options
     if of_teacher is loss.options:
         of_teacher = LogitOptions(temperature=loss.options.temperature)
-    fitted.teacher_options = with_transform(of_teacher, teacher)
-    return fitted
+    own.teacher_options = with_transform(of_teacher, teacher)
+    return own
 
 
 @torch.no_grad()
@@ -94,9 +95,8 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
     return stats.entropy.sum()
 
 
-def log_terms(trainer: Any, loss: LigerFusedLinearDistillationBase, metrics: DistillationMetrics) -> None:
+def log_terms(trainer: LigerTrainerMixin, loss: LigerFusedLinearDistillationBase, metrics: DistillationMetrics) -> None:
     """Log the terms of a loss that took the place of a trainer's."""
-    logs = trainer._metrics["train" if trainer.model.training else "eval"]
-    logs["soft_loss"].append(metrics.soft_loss.item())
+    trainer.mode_metrics["soft_loss"].append(metrics.soft_loss.item())
     if loss.weight_hard_loss:
-        logs["hard_loss"].append(metrics.hard_loss.item())
+        trainer.mode_metrics["hard_loss"].append(metrics.hard_loss.item())
