@@ -417,6 +417,13 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
         build(tmp_path, kind, ours=True, loss=loss)
 
 
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO"])
+def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
+    """Its losses would stand before the heads, and nobody would be told."""
+    with pytest.raises(ValueError, match=r"use_liger_kernel=True brings the package Liger-Kernel, .* leave it off"):
+        build(tmp_path, kind, ours=True, config={"use_liger_kernel": True})
+
+
 def test_settings_of_a_reference_that_the_loss_refuses(tmp_path):
     for kind, loss in (("DPO", LigerFusedLinearSimPOLoss()), ("KTO", LigerFusedLinearKTOLoss(use_ref_model=False))):
         with pytest.raises(ValueError, match=r"takes no reference, got precompute_ref_log_probs=True"):

@@ -38,7 +38,7 @@ class LigerTrainerMixin:
 
     Raises:
         TypeError: a loss of another kind, or a budget that is no int.
-        ValueError: a loss that ignores another label than -100, TRL's.
+        ValueError: a loss that ignores another label than -100, TRL's; a config with `use_liger_kernel`.
         RuntimeError: a release of TRL whose trainer asks for no fused head, and would build logits.
     """
 
@@ -63,6 +63,11 @@ class LigerTrainerMixin:
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
     ) -> None:
         LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is loaded
+        if any(getattr(x, "use_liger_kernel", False) for x in (*args, kwargs.get("args"))):
+            raise ValueError(
+                "use_liger_kernel=True brings the package Liger-Kernel, whose losses take the place of these heads: "
+                "leave it off, and call liger_chunked.apply_liger_kernel(model) for layer kernels"
+            )
         if loss is not None:
             self._check_loss(loss)
         self.loss_override: Any = loss
