@@ -19,25 +19,24 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The numbers that loss types share."""
+    """What loss types read beside `beta`."""
 
-    beta: float
     label_smoothing: float
     simpo_gamma: float
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Tensor, CPOSettings], Tensor]  # of the margin between rewards
+    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of the margin between rewards, and beta
     smoothed: bool = False  # reads label_smoothing
     averages: bool = False  # log-probabilities are means over tokens
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(lambda margin, s: logistic(margin, s.label_smoothing), smoothed=True),
-    "hinge": _LossType(lambda margin, s: hinge(margin)),
-    "ipo": _LossType(lambda margin, s: ipo(margin / s.beta, s.beta), averages=True),
+    "sigmoid": _LossType(lambda margin, beta, s: logistic(margin, s.label_smoothing), smoothed=True),
+    "hinge": _LossType(lambda margin, beta, s: hinge(margin)),
+    "ipo": _LossType(lambda margin, beta, s: ipo(margin / beta, beta), averages=True),
     "simpo": _LossType(
-        lambda margin, s: logistic(margin - s.simpo_gamma, s.label_smoothing), smoothed=True, averages=True
+        lambda margin, beta, s: logistic(margin - s.simpo_gamma, s.label_smoothing), smoothed=True, averages=True
     ),
 }
 
@@ -113,18 +112,18 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         super().__init__(
             beta=beta,
             alpha=alpha,
-            compute_nll_loss=alpha != 0,
+            compute_nll_loss=None,
             average_log_prob=LOSS_TYPES[loss_type].averages,
             use_ref_model=False,
             reward_shape=functools.partial(_alphapo, alpha=alpha_param) if alpha_param else None,
             **options,
         )
         self.loss_type = loss_type
-        self.settings = CPOSettings(beta, label_smoothing, simpo_gamma)
+        self.settings = CPOSettings(label_smoothing, simpo_gamma)
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = self.reward(pairs.logps).unbind(-1)
-        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.settings)
+        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.beta, self.settings)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, alpha={self.alpha}, {super().extra_repr()}"

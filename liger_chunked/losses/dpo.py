@@ -21,12 +21,11 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The numbers that loss types share: `beta`, `label_smoothing` (eps below), `discopop_tau` (tau below).
+    """What loss types read beside `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
 
     `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
     """
 
-    beta: float
     label_smoothing: float
     discopop_tau: float
     f_divergence_type: str
@@ -47,80 +46,80 @@ def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
     return chosen - rejected
 
 
-def _sigmoid(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(_margin(pairs, s), s.label_smoothing, s.beta)
+def _sigmoid(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(_margin(pairs, s), s.label_smoothing, beta)
 
 
-def _sigmoid_norm(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(_mean_margin(pairs, s), beta=s.beta)
+def _sigmoid_norm(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(_mean_margin(pairs, s), beta=beta)
 
 
-def _hinge(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return hinge(s.beta * _margin(pairs, s))
+def _hinge(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return hinge(beta * _margin(pairs, s))
 
 
-def _ipo(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return ipo(_mean_margin(pairs, s), s.beta)
+def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return ipo(_mean_margin(pairs, s), beta)
 
 
-def _exo_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # KL of softmax(beta (log pi - log pi_ref)) over the pair against (1 - epsilon, epsilon).
-    logits = s.beta * _margin(pairs, s)
+    logits = beta * _margin(pairs, s)
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-s.label_smoothing))
     rejected = torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(s.label_smoothing))
     return chosen + rejected
 
 
-def _nca_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # Unbiased under labels flipped with probability epsilon: the flipped term is taken away, not added.
-    logits = s.beta * _margin(pairs, s)
+    logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
 
 
-def _bco_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _bco_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
-def _sppo_hard(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _sppo_hard(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.unbind(-1)
-    return (chosen - 0.5 / s.beta).square() + (rejected + 0.5 / s.beta).square()
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
-def _aot(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _aot(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return logistic(policy - reference, s.label_smoothing, s.beta)
+    return logistic(policy - reference, s.label_smoothing, beta)
 
 
-def _aot_unpaired(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return logistic(chosen - rejected, s.label_smoothing, s.beta)
+    return logistic(chosen - rejected, s.label_smoothing, beta)
 
 
-def _apo_zero(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _apo_zero(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
-def _apo_down(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _apo_down(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
-def _discopop(pairs: Pairs, s: DPOSettings) -> Tensor:
-    logits = s.beta * _margin(pairs, s)
+def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    logits = beta * _margin(pairs, s)
     exponential = torch.sigmoid(logits / s.discopop_tau)
     return (1 - exponential) * -F.logsigmoid(logits) + exponential * torch.exp(-logits)
 
 
-def _sft(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # A mean over the tokens of the batch, said pair by pair: the mean over pairs takes batch_size back out.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
@@ -135,7 +134,7 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, DPOSettings], Tensor]
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of the pairs and beta
     smoothed: bool = False  # reads label_smoothing
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # divides by the lengths itself
@@ -260,7 +259,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         )
         self.loss_types = [loss_type] if isinstance(loss_type, str) or callable(loss_type) else list(loss_type)
         self.loss_weights = [1.0] * len(self.loss_types) if loss_weights is None else list(loss_weights)
-        self.settings = DPOSettings(beta, label_smoothing, discopop_tau, f_divergence_type, f_alpha_divergence_coef)
+        self.settings = DPOSettings(label_smoothing, discopop_tau, f_divergence_type, f_alpha_divergence_coef)
         self.use_weighting = use_weighting
         names = self._checked_names()
         self._check_options(names)
@@ -294,7 +293,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"f_alpha_divergence_coef must be finite, got {s.f_alpha_divergence_coef}")
         if not s.discopop_tau > 0:
             raise ValueError(f"discopop_tau must be positive, got {s.discopop_tau}")
-        if s.beta == 0 and {"ipo", "sppo_hard"} & set(names):
+        if self.beta == 0 and {"ipo", "sppo_hard"} & set(names):
             raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
             raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
@@ -328,7 +327,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _loss(self, kind: str | PairLoss, pairs: Pairs) -> Tensor:
         if not callable(kind):
-            return LOSS_TYPES[kind].loss(pairs, self.settings)
+            return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
         loss = kind(pairs)
         if loss.shape != pairs.logps.shape[:1]:  # a sum would broadcast it
             raise ValueError(

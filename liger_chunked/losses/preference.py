@@ -120,7 +120,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
         alpha: weight of the NLL term.
-        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch.
+        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch; None:
+            where `alpha` is not 0.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: what a token counts in these sums, in [0, 1], that comes later in its sequence than the other sequence
             of the pair is long (LD-DPO); None for 1. Lengths stay as they are.
@@ -147,7 +148,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         *,
         beta: float = 0.1,
         alpha: float = 1.0,
-        compute_nll_loss: bool = False,
+        compute_nll_loss: bool | None = False,
         average_log_prob: bool = False,
         ld_alpha: float | None = None,
         reward_shape: Callable[[Tensor], Tensor] | None = None,
@@ -166,6 +167,15 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self).__name__, options)
+
+    @property
+    def compute_nll_loss(self) -> bool:
+        """Whether the NLL is a term of the loss; None, which may be set too, asks `alpha`, whatever it is by then."""
+        return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
+
+    @compute_nll_loss.setter
+    def compute_nll_loss(self, value: bool | None) -> None:
+        self._compute_nll_loss = value
 
     @property
     def _whole_batch(self) -> bool:
