@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,17 @@ from table import SMALL, Batch, evaluate, examples, pairs, rollouts, students
 
 from liger_chunked import (
     LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
 )
 from liger_chunked.losses import cpo, dpo, kto
 
@@ -97,3 +102,105 @@ def test_the_nll_term_of_cpo_follows_alpha():
     loss(**batch, nll_target=batch["target"])
     loss.compute_nll_loss = False
     assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
+
+
+# Numbers
+
+NAN, INF = float("nan"), float("inf")
+# Every numeric setting of a loss, what else it reads, and what it must be.
+NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
+    (LigerFusedLinearDPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearDPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),
+    (LigerFusedLinearDPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearDPOLoss, "discopop_tau", {"loss_type": "discopop"}, "finite and positive"),
+    (LigerFusedLinearDPOLoss, "f_alpha_divergence_coef", {"f_divergence_type": "alpha_divergence"}, "finite"),
+    (LigerFusedLinearDPOLoss, "ld_alpha", {}, r"in \[0, 1\] or None"),
+    (LigerFusedLinearCPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearCPOLoss, "alpha", {}, "finite"),
+    (LigerFusedLinearCPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearCPOLoss, "simpo_gamma", {"loss_type": "simpo"}, "finite"),
+    (LigerFusedLinearCPOLoss, "alpha_param", {}, "finite"),
+    (LigerFusedLinearSimPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearSimPOLoss, "gamma", {}, "finite"),
+    (LigerFusedLinearSimPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),
+    (LigerFusedLinearSimPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearORPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "desirable_weight", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "undesirable_weight", {}, "finite and not negative"),
+    (LigerFusedLinearBCOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "entropy_coef", {}, "finite"),
+    (LigerFusedLinearGRPOLoss, "top_entropy_quantile", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearGRPOLoss, "delta", {}, "finite and positive or None"),
+    *(
+        (LigerFusedLinearGRPOLoss, f"sapo_temperature_{side}", {"surrogate": "sapo"}, "finite and positive")
+        for side in ("pos", "neg")
+    ),
+    *(
+        (LigerFusedLinearGRPOLoss, f"vespo_{name}", {"surrogate": "vespo"}, expected)
+        for side in ("pos", "neg")
+        for name, expected in ((f"k_{side}", "finite and not negative"), (f"lambda_{side}", "finite and positive"))
+    ),
+    (LigerFusedLinearCrossEntropyLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearCrossEntropyLoss, "lse_square_scale", {}, "finite and not negative"),
+    (LigerFusedLinearCrossEntropyLoss, "focal_gamma", {}, "finite and not negative"),
+    (LigerFusedLinearCrossEntropyLoss, "entropy_weight", {}, "finite"),
+    (LigerFusedLinearKLDivLoss, "skew", {}, r"in \[0, 1\)"),
+    (LigerFusedLinearJSDLoss, "beta", {}, r"in \[0, 1\]"),
+    *(
+        (loss, f"weight_{term}_loss", {}, "finite and not negative")
+        for loss in (LigerFusedLinearJSDLoss, LigerFusedLinearTVDLoss, LigerFusedLinearCosineSimilarityLoss)
+        for term in ("hard", "soft")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "settings", "expected"), NUMBERS, ids=[f"{loss.__name__}-{name}" for loss, name, *_ in NUMBERS]
+)
+def test_a_setting_is_a_finite_number(loss, name, settings, expected):
+    for value in (NAN, INF, -INF):
+        with pytest.raises(ValueError, match=f"^{name} must be {expected}, got {value}$"):
+            loss(**settings, **{name: value})
+    with pytest.raises(TypeError, match=f"^{name} must be a number( or None)?, got '0.1', a str$"):
+        loss(**settings, **{name: "0.1"})
+
+
+def test_every_number_is_checked():
+    """A float among the arguments of a constructor that the list does not know is one that nobody checks."""
+    checked = {(loss, name) for loss, name, *_ in NUMBERS}
+    for loss in {loss for loss, _ in checked}:
+        for name, parameter in inspect.signature(loss).parameters.items():
+            if str(parameter.annotation) in ("float", "float | None") and not name.startswith("epsilon"):
+                assert (loss, name) in checked, (loss.__name__, name)
+
+
+@pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high"])
+def test_epsilons(name):
+    for value in (NAN, -INF, -0.1):
+        with pytest.raises(ValueError, match=f"^{name} must not be negative, got {value}$"):
+            LigerFusedLinearGRPOLoss(**{name: value})
+    with pytest.raises(TypeError, match=f"^{name} must be a number, got None, a NoneType$"):
+        LigerFusedLinearGRPOLoss(**{name: None})
+
+
+def test_an_infinite_epsilon_is_no_bound():
+    batch = rollouts(SMALL, seed=0)
+    free = LigerFusedLinearGRPOLoss(epsilon_low=INF, epsilon_high=INF)
+    ours, plain = (
+        evaluate(lambda batch, loss=loss: loss(**batch)[0], batch)
+        for loss in (free, LigerFusedLinearGRPOLoss(surrogate="reinforce"))
+    )
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert free(**batch)[1].clip_ratio == 0
+
+
+def test_numbers_of_a_call_and_of_lists():
+    with pytest.raises(ValueError, match=r"^loss_weights\[1\] must be finite, got nan$"):
+        LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, NAN])
+    with pytest.raises(TypeError, match=r"^max_completion_length must be an int or None, got 8.5, a float$"):
+        LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=8.5)
+    for num_items in (NAN, INF, -1):
+        with pytest.raises(ValueError, match=f"^num_items must be finite and positive, got {num_items}$"):
+            LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)

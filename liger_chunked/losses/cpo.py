@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
@@ -19,10 +19,18 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """What loss types read beside `beta`."""
+    """What loss types read beside `beta`.
+
+    Raises:
+        ValueError: a number out of range.
+    """
 
     label_smoothing: float
     simpo_gamma: float
+
+    def __post_init__(self) -> None:
+        check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
+        check_finite("simpo_gamma", self.simpo_gamma)
 
 
 class _LossType(NamedTuple):
@@ -100,15 +108,13 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     ) -> None:
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        settings = CPOSettings(label_smoothing, simpo_gamma)
         if label_smoothing and not LOSS_TYPES[loss_type].smoothed:
             users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
             raise ValueError(f"label_smoothing={label_smoothing} is not read by {loss_type!r}, only by {users}")
         if loss_type == "ipo" and beta == 0:
             raise ValueError("beta must not be 0 with loss_type 'ipo', which divides by it")
-        if not math.isfinite(alpha_param):
-            raise ValueError(f"alpha_param must be finite, got {alpha_param}")
+        check_finite("alpha_param", alpha_param)
         super().__init__(
             beta=beta,
             alpha=alpha,
@@ -119,7 +125,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
             **options,
         )
         self.loss_type = loss_type
-        self.settings = CPOSettings(label_smoothing, simpo_gamma)
+        self.settings = settings
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = self.reward(pairs.logps).unbind(-1)

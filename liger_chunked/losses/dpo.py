@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite, check_positive
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -24,12 +25,24 @@ class DPOSettings:
     """What loss types read beside `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
 
     `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
+
+    Raises:
+        ValueError: an unknown divergence, a number out of range.
     """
 
     label_smoothing: float
     discopop_tau: float
     f_divergence_type: str
     f_alpha_divergence_coef: float
+
+    def __post_init__(self) -> None:
+        check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
+        check_positive("discopop_tau", self.discopop_tau)
+        if self.f_divergence_type not in F_DIVERGENCES:
+            raise ValueError(
+                f"unknown f_divergence_type {self.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
+            )
+        check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
         """(n, 2), log-ratios unless another divergence is asked for."""
@@ -277,6 +290,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
                 f"loss_weights must have one weight for each of {len(self.loss_types)} loss types, "
                 f"got {len(self.loss_weights)}"
             )
+        for i, weight in enumerate(self.loss_weights):
+            check_finite(f"loss_weights[{i}]", weight)
         names = [name for name in self.loss_types if not callable(name)]
         for name in names:
             if name not in LOSS_TYPES:
@@ -285,14 +300,6 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _check_options(self, names: list[str]) -> None:
         s = self.settings
-        if s.f_divergence_type not in F_DIVERGENCES:
-            raise ValueError(
-                f"unknown f_divergence_type {s.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
-            )
-        if not math.isfinite(s.f_alpha_divergence_coef):
-            raise ValueError(f"f_alpha_divergence_coef must be finite, got {s.f_alpha_divergence_coef}")
-        if not s.discopop_tau > 0:
-            raise ValueError(f"discopop_tau must be positive, got {s.discopop_tau}")
         if self.beta == 0 and {"ipo", "sppo_hard"} & set(names):
             raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
@@ -309,8 +316,6 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _check_smoothing(self, names: list[str]) -> None:
         smoothing = self.settings.label_smoothing
-        if not 0.0 <= smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
         if smoothing and not any(LOSS_TYPES[name].smoothed for name in names):
             users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
             raise ValueError(f"label_smoothing={smoothing} is read by none of {names}, only by {users}")

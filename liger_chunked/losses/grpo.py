@@ -72,8 +72,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         surrogate: a name above.
         reduction: "grpo", "bnpo", "dapo", "dr_grpo" or "luspo", see `LigerFusedLinearPolicyBase`.
         importance_level: "token", "sequence" or "trajectory", see `LigerFusedLinearPolicyBase`.
-        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go. Of `cispo`, `epsilon_high` is the largest
-            ratio itself, as in TRL: the papers use about 5.
+        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go; infinity is no bound. Of `cispo`,
+            `epsilon_high` is the largest ratio itself, as in TRL: the papers use about 5.
         delta: of `clip`, bounds the ratio where a negative advantage leaves it free, above `1 + epsilon_high`.
         max_completion_length: in tokens, of the reduction `dr_grpo`.
         use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_chunked.losses.distillation import LigerFusedLinearDistillationBase
 from liger_chunked.losses.distributions import kl, log_mixture
-from liger_chunked.types import Divergence
+from liger_chunked.types import Divergence, check_number
 
 
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
@@ -45,6 +45,7 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
 
     def __init__(self, *, reverse: bool = False, skew: float = 0.0, **base: Any) -> None:
         super().__init__(**base)
+        check_number("skew", skew)
         if not 0.0 <= skew < 1.0:
             raise ValueError(f"skew must be in [0, 1), got {skew}")
         self.reverse = reverse

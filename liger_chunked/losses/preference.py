@@ -25,8 +25,9 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
+from liger_chunked.losses.checks import check_finite, check_scope
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps, share_of_mean
+from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -119,7 +120,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term.
+        alpha: weight of the NLL term; finite.
         compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch; None:
             where `alpha` is not 0.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
@@ -156,9 +157,9 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        check_beta(beta)
-        if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
-            raise ValueError(f"ld_alpha must be in [0, 1] or None, got {ld_alpha}")
+        check_finite("beta", beta, minimum=0)
+        check_finite("alpha", alpha)
+        check_finite("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
         self.beta = beta
         self.alpha = alpha
         self.compute_nll_loss = compute_nll_loss
