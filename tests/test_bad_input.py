@@ -299,7 +299,7 @@ CASES = {
     ),
     "smoothing-unused": (
         lambda: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1),
-        "label_smoothing=0.1 is read by none of .*hinge.*only by .*sigmoid",
+        r"label_smoothing=0.1 is not read by loss_type 'hinge', only by \['aot',.*'sigmoid'\]",
     ),
     "smoothing-robust": (
         lambda: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5),
@@ -369,7 +369,7 @@ CASES = {
     ),
     "cpo-smoothing": (
         lambda: LigerFusedLinearCPOLoss(loss_type="ipo", label_smoothing=0.1),
-        "label_smoothing=0.1 is not read by 'ipo', only by .*sigmoid.*simpo",
+        r"label_smoothing=0.1 is not read by loss_type 'ipo', only by \['sigmoid', 'simpo'\]",
     ),
     "cpo-smoothing-range": (
         lambda: LigerFusedLinearCPOLoss(label_smoothing=2.0),

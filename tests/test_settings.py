@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -26,17 +27,19 @@ from liger_chunked import (
     LigerFusedLinearTVDLoss,
 )
 from liger_chunked.losses import cpo, dpo, kto
+from liger_chunked.losses.surrogates import SurrogateSettings
 
 # Changed after construction
 
-_SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], Batch]]] = {
     **{
         f"dpo-{name}": (
-            partial(LigerFusedLinearDPOLoss, loss_type=name, label_smoothing=0.1 if name in _SMOOTHED else 0.0),
+            partial(
+                LigerFusedLinearDPOLoss, loss_type=name, label_smoothing=0.1 if "label_smoothing" in kind.reads else 0.0
+            ),
             lambda: pairs(SMALL, seed=0),
         )
-        for name in dpo.LOSS_TYPES
+        for name, kind in dpo.LOSS_TYPES.items()
     },
     **{
         f"cpo-{name}": (partial(LigerFusedLinearCPOLoss, loss_type=name), lambda: pairs(SMALL, seed=0, ref=None))
@@ -102,6 +105,86 @@ def test_the_nll_term_of_cpo_follows_alpha():
     loss(**batch, nll_target=batch["target"])
     loss.compute_nll_loss = False
     assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
+
+
+# Left unread
+
+SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmoid_norm'\]"
+UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dpo-tau": (
+        lambda: LigerFusedLinearDPOLoss(discopop_tau=9),
+        r"discopop_tau=9 is not read by loss_type 'sigmoid', only by \['discopop'\]",
+    ),
+    "dpo-tau-of-several": (
+        lambda: LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], discopop_tau=9),
+        "discopop_tau=9 is not read by loss_type 'sigmoid', 'sft', only by",
+    ),
+    "dpo-smoothing-of-a-callable": (
+        lambda: LigerFusedLinearDPOLoss(loss_type=first_logp, label_smoothing=0.1),
+        "label_smoothing=0.1 is not read by loss_type 'first_logp', only by",
+    ),
+    "dpo-coefficient": (
+        lambda: LigerFusedLinearDPOLoss(f_alpha_divergence_coef=3),
+        r"f_alpha_divergence_coef=3 is not read by f_divergence_type 'reverse_kl', only by \['alpha_divergence'\]",
+    ),
+    "dpo-coefficient-of-a-reward": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="apo_zero", f_alpha_divergence_coef=3),
+        f"f_alpha_divergence_coef=3 is not read by loss_type 'apo_zero', only by {SCORED}",
+    ),
+    "dpo-divergence-of-sft": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="sft", f_divergence_type="forward_kl"),
+        f"f_divergence_type='forward_kl' is not read by loss_type 'sft', only by {SCORED}",
+    ),
+    "dpo-alpha": (
+        lambda: LigerFusedLinearDPOLoss(alpha=9),
+        "alpha=9 weighs the NLL term, but compute_nll_loss is False",
+    ),
+    "simpo-alpha": (
+        lambda: LigerFusedLinearSimPOLoss(alpha=0.5),
+        "alpha=0.5 weighs the NLL term, but compute_nll_loss is False",
+    ),
+    "cpo-gamma": (
+        lambda: LigerFusedLinearCPOLoss(simpo_gamma=9),
+        r"simpo_gamma=9 is not read by loss_type 'sigmoid', only by \['simpo'\]",
+    ),
+    "grpo-delta": (
+        lambda: LigerFusedLinearGRPOLoss(delta=3, surrogate="sapo"),
+        r"delta=3 is not read by surrogate 'sapo', only by \['clip'\]",
+    ),
+}
+
+
+def first_logp(pairs):
+    return -pairs.logps[:, 0]
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_setting_that_nothing_reads(case):
+    call, message = UNREAD[case]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+def test_a_setting_that_one_of_several_loss_types_reads():
+    LigerFusedLinearDPOLoss(loss_type=["sft", "discopop"], discopop_tau=0.3, f_divergence_type="js_divergence")
+    LigerFusedLinearDPOLoss(loss_type=[first_logp, "robust"], label_smoothing=0.1)
+    LigerFusedLinearSimPOLoss(alpha=0.0)  # no NLL, as asked
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        (LigerFusedLinearDPOLoss, dpo.DPOSettings),
+        (LigerFusedLinearCPOLoss, cpo.CPOSettings),
+        (LigerFusedLinearGRPOLoss, SurrogateSettings),
+    ],
+)
+def test_defaults_are_those_of_the_constructor(loss, settings):
+    """By which a setting counts as given."""
+    parameters = inspect.signature(loss).parameters
+    assert {field.name: field.default for field in fields(settings)} == {
+        field.name: parameters[field.name].default for field in fields(settings)
+    }
 
 
 # Numbers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +47,34 @@ def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
+
+
+class Reader(Protocol):
+    """A row of a table of losses."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the settings that it reads."""
+        ...
+
+
+def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
+    """Refuse a setting that is not its default where nothing reads it: whoever gave it expects an effect.
+
+    Args:
+        settings: a dataclass whose fields have defaults.
+        reads: the fields that are read.
+        by: what reads them, for the message.
+        table: what could have been chosen instead; fields that none of it reads are not looked at.
+
+    Raises:
+        ValueError: an unread one.
+    """
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        readers = sorted(name for name, kind in table.items() if field.name in kind.reads)
+        if readers and field.name not in reads and value != field.default:
+            raise ValueError(f"{field.name}={value!r} is not read by {by}, only by {readers}")
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:

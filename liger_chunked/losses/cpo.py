@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite
+from liger_chunked.losses.checks import check_finite, refuse_unread
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
@@ -19,14 +19,14 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """What loss types read beside `beta`.
+    """What loss types read beside `beta`; `LOSS_TYPES` says which reads which.
 
     Raises:
         ValueError: a number out of range.
     """
 
-    label_smoothing: float
-    simpo_gamma: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
 
     def __post_init__(self) -> None:
         check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
@@ -35,16 +35,18 @@ class CPOSettings:
 
 class _LossType(NamedTuple):
     loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of the margin between rewards, and beta
-    smoothed: bool = False  # reads label_smoothing
+    reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # log-probabilities are means over tokens
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(lambda margin, beta, s: logistic(margin, s.label_smoothing), smoothed=True),
+    "sigmoid": _LossType(lambda margin, beta, s: logistic(margin, s.label_smoothing), reads=("label_smoothing",)),
     "hinge": _LossType(lambda margin, beta, s: hinge(margin)),
     "ipo": _LossType(lambda margin, beta, s: ipo(margin / beta, beta), averages=True),
     "simpo": _LossType(
-        lambda margin, beta, s: logistic(margin - s.simpo_gamma, s.label_smoothing), smoothed=True, averages=True
+        lambda margin, beta, s: logistic(margin - s.simpo_gamma, s.label_smoothing),
+        reads=("label_smoothing", "simpo_gamma"),
+        averages=True,
     ),
 }
 
@@ -80,12 +82,12 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         alpha: weight of the NLL of the chosen tokens, TRL's `cpo_alpha`; with 0 there is none.
         label_smoothing: `eps` above; refused where the loss type does not read it.
         loss_type: a name above.
-        simpo_gamma: the margin of `simpo`; no other loss type reads it.
+        simpo_gamma: the margin of `simpo`; refused where the loss type does not read it.
         alpha_param: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, a smoothing that it cannot use, a bad number; in forward, a reference.
+        ValueError: an unknown loss type, a setting that it does not read, a bad number; in forward, a reference.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -109,9 +111,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
         settings = CPOSettings(label_smoothing, simpo_gamma)
-        if label_smoothing and not LOSS_TYPES[loss_type].smoothed:
-            users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
-            raise ValueError(f"label_smoothing={label_smoothing} is not read by {loss_type!r}, only by {users}")
+        refuse_unread(settings, LOSS_TYPES[loss_type].reads, f"loss_type {loss_type!r}", LOSS_TYPES)
         if loss_type == "ipo" and beta == 0:
             raise ValueError("beta must not be 0 with loss_type 'ipo', which divides by it")
         check_finite("alpha_param", alpha_param)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite, check_positive
+from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -24,16 +24,17 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 class DPOSettings:
     """What loss types read beside `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
 
+    `LOSS_TYPES` says which reads which.
     `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
 
     Raises:
         ValueError: an unknown divergence, a number out of range.
     """
 
-    label_smoothing: float
-    discopop_tau: float
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
 
     def __post_init__(self) -> None:
         check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
@@ -148,29 +149,31 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 class _LossType(NamedTuple):
     loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of the pairs and beta
-    smoothed: bool = False  # reads label_smoothing
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # divides by the lengths itself
     any_divergence: bool = False  # reads scores, or no reference at all
     weighable: bool = True  # belongs to one pair, so that a weight of the pair makes sense
 
 
+_SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
+
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(_sigmoid, smoothed=True, any_divergence=True),
-    "hinge": _LossType(_hinge, any_divergence=True),
-    "ipo": _LossType(_ipo, averages=True, any_divergence=True),
-    "exo_pair": _LossType(_exo_pair, smoothed=True, any_divergence=True),
+    "sigmoid": _LossType(_sigmoid, reads=("label_smoothing", *_SCORES), any_divergence=True),
+    "hinge": _LossType(_hinge, reads=_SCORES, any_divergence=True),
+    "ipo": _LossType(_ipo, reads=_SCORES, averages=True, any_divergence=True),
+    "exo_pair": _LossType(_exo_pair, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "nca_pair": _LossType(_nca_pair),
-    "robust": _LossType(_robust, smoothed=True, any_divergence=True),
+    "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(_aot, smoothed=True, whole_batch=True, weighable=False),
-    "aot_unpaired": _LossType(_aot_unpaired, smoothed=True, whole_batch=True, weighable=False),
+    "aot": _LossType(_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot_unpaired": _LossType(_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(_discopop, any_divergence=True),
+    "discopop": _LossType(_discopop, reads=("discopop_tau", *_SCORES), any_divergence=True),
     "sft": _LossType(_sft, any_divergence=True, weighable=False),
-    "sigmoid_norm": _LossType(_sigmoid_norm, averages=True, any_divergence=True),
+    "sigmoid_norm": _LossType(_sigmoid_norm, reads=_SCORES, averages=True, any_divergence=True),
 }
 
 PairLoss = Callable[[Pairs], Tensor]
@@ -222,11 +225,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         loss_type: a name above, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: a weight for each entry of a list of loss types; None for ones.
         label_smoothing: `eps` above; refused where no loss type reads it.
-        discopop_tau: `tau` above.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
+        discopop_tau: `tau` above; refused where no loss type reads it.
+        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
+            an `alpha` without it is refused.
         average_log_prob: log-ratios per token instead of per sequence.
         f_divergence_type: "reverse_kl", or see above.
-        f_alpha_divergence_coef: alpha of "alpha_divergence"; no other divergence reads it.
+        f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
         use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
@@ -234,7 +238,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     Raises:
         ValueError: an unknown loss type or divergence, weights that do not match, a number out of range, an option that
-            a loss type cannot use; in forward, `ref_logps` of sequences with `ld_alpha`.
+            a loss type cannot use, or that nothing reads; in forward, `ref_logps` of sequences with `ld_alpha`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -276,6 +280,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         self.use_weighting = use_weighting
         names = self._checked_names()
         self._check_options(names)
+        self._check_read(names)
         self._check_smoothing(names)
         if any(LOSS_TYPES[name].whole_batch for name in names):
             self.scope = "batch"
@@ -314,11 +319,15 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             unweighable = sorted(name for name, kind in LOSS_TYPES.items() if not kind.weighable)
             raise ValueError(f"use_weighting weighs pairs, which {unweighable} have no loss of, got {names}")
 
+    def _check_read(self, names: list[str]) -> None:
+        s = self.settings
+        by = f"loss_type {', '.join(map(repr, self._shown_names()))}"
+        refuse_unread(s, {field for name in names for field in LOSS_TYPES[name].reads}, by, LOSS_TYPES)
+        by = f"f_divergence_type {s.f_divergence_type!r}"
+        refuse_unread(s, F_DIVERGENCES[s.f_divergence_type].reads, by, F_DIVERGENCES)
+
     def _check_smoothing(self, names: list[str]) -> None:
         smoothing = self.settings.label_smoothing
-        if smoothing and not any(LOSS_TYPES[name].smoothed for name in names):
-            users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
-            raise ValueError(f"label_smoothing={smoothing} is read by none of {names}, only by {users}")
         if "robust" in names and not smoothing < 0.5:
             raise ValueError(f"loss_type 'robust' needs label_smoothing in [0, 0.5), got {smoothing}")
         if "exo_pair" in names and not 0.0 < smoothing < 1.0:
@@ -341,6 +350,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             )
         return loss
 
+    def _shown_names(self) -> list[str]:
+        return [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]
+
     def extra_repr(self) -> str:
-        names = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]
-        return f"loss_type={names}, label_smoothing={self.settings.label_smoothing}, {super().extra_repr()}"
+        return (
+            f"loss_type={self._shown_names()}, label_smoothing={self.settings.label_smoothing}, {super().extra_repr()}"
+        )

@@ -120,7 +120,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term; finite.
+        alpha: weight of the NLL term, finite; without that term, only the default, or 0, which says the same.
         compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch; None:
             where `alpha` is not 0.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
@@ -159,6 +159,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         super().__init__()
         check_finite("beta", beta, minimum=0)
         check_finite("alpha", alpha)
+        if compute_nll_loss is not None and not compute_nll_loss and alpha not in (0.0, 1.0):
+            raise ValueError(f"alpha={alpha} weighs the NLL term, but compute_nll_loss is False")
         check_finite("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
         self.beta = beta
         self.alpha = alpha

@@ -31,7 +31,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards.
         gamma: the margin that the chosen reward should have over the rejected one.
-        alpha: weight of the NLL term.
+        alpha: weight of the NLL term; refused without it.
         compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps` above; refused with "hinge".
         loss_type: a name above.
