@@ -234,6 +234,7 @@ CASES = [
     dpo("exo", loss_type="exo_pair", label_smoothing=0.1),
     dpo("robust", loss_type="robust", label_smoothing=0.1),
     dpo("nll", compute_nll_loss=True, alpha=0.7, average_log_prob=True),
+    dpo("unread", alpha=0.7, discopop_tau=0.5),
     dpo("alone", ref=None, use_ref_model=False),
     Case(
         "orpo",
@@ -281,7 +282,7 @@ CASES = [
         HEAD,
         lambda: pairs(SMALL, seed=2, ref=None),
         lambda batch: reference.simpo(**batch, beta=2.0, gamma=1.1, label_smoothing=0.1),
-        {"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False},
+        {"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False, "alpha": 0.7},
     ),
     kto("defaults", None, None),
     kto("reference", 0.4, "states", use_ref_model=True, beta=0.3),

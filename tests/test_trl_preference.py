@@ -140,7 +140,8 @@ def test_cpo(case):
 @pytest.mark.parametrize("nll", [False, True], ids=["simpo", "cpo-simpo"])
 def test_simpo_is_trls_cpo(nll):
     settings = {"beta": 2.0, "label_smoothing": 0.1}
-    loss = LigerFusedLinearSimPOLoss(**settings, gamma=1.0, alpha=0.7, compute_nll_loss=nll, logits_budget=BUDGET)
+    term = {"alpha": 0.7, "compute_nll_loss": True} if nll else {}
+    loss = LigerFusedLinearSimPOLoss(**settings, **term, gamma=1.0, logits_budget=BUDGET)
     theirs = {**settings, "loss_type": "simpo", "simpo_gamma": 1.0, "cpo_alpha": 0.7 if nll else 0.0, "alpha": 0.0}
     assert_equal_to_trl(loss, CPOTrainer, pairs(SMALL, seed=0, ref=None), **theirs)
 

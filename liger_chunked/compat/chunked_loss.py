@@ -39,11 +39,17 @@ __all__ = [
 ]
 
 
+def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
+    """Arguments of a loss; Liger-Kernel takes an `alpha` that nothing reads."""
+    return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
+
+
 class LigerFusedLinearDPOLoss(nn.Module):
     """`losses.LigerFusedLinearDPOLoss`, whose loss types this takes, as Liger-Kernel calls it.
 
     `label_smoothing` with "sigmoid" is conservative DPO by Liger-Kernel's documentation and has no effect by its code:
-    it is refused, and `liger_chunked.LigerFusedLinearDPOLoss` has the former.
+    it is refused, and `liger_chunked.LigerFusedLinearDPOLoss` has the former. An `alpha` without `compute_nll_loss` and
+    a `discopop_tau` that `loss_type` does not read have no effect, as in Liger-Kernel.
 
     Raises:
         NotImplementedError: `label_smoothing` with "sigmoid".
@@ -67,16 +73,16 @@ class LigerFusedLinearDPOLoss(nn.Module):
         super().__init__()
         if loss_type == "sigmoid":
             refuse("label_smoothing", label_smoothing, "Liger-Kernel's loss_type 'sigmoid' does not read it")
+        tau: dict[str, Any] = {"discopop_tau": discopop_tau} if loss_type == "discopop" else {}
         self.loss = losses.LigerFusedLinearDPOLoss(
             ignore_index=ignore_index,
             beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
             use_ref_model=use_ref_model,
             average_log_prob=average_log_prob,
             loss_type=loss_type,
             label_smoothing=label_smoothing,
-            discopop_tau=discopop_tau,
+            **_nll_term(compute_nll_loss, alpha),
+            **tau,
         )
 
     def forward(
@@ -172,6 +178,8 @@ class LigerFusedLinearCPOLoss(nn.Module):
 class LigerFusedLinearSimPOLoss(nn.Module):
     """`losses.LigerFusedLinearSimPOLoss` as Liger-Kernel calls it: with the NLL term, unless told otherwise.
 
+    An `alpha` without `compute_nll_loss` has no effect, as in Liger-Kernel.
+
     Raises:
         ValueError: a number out of range.
     """
@@ -191,10 +199,9 @@ class LigerFusedLinearSimPOLoss(nn.Module):
         self.loss = losses.LigerFusedLinearSimPOLoss(
             ignore_index=ignore_index,
             beta=beta,
-            alpha=alpha,
             label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
             gamma=gamma,
+            **_nll_term(compute_nll_loss, alpha),
         )
 
     def forward(

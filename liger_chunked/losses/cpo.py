@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite, refuse_unread
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
@@ -19,25 +19,34 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The numbers that loss types share."""
+    """What loss types read beside `beta`; `LOSS_TYPES` says which reads which.
 
-    beta: float
-    label_smoothing: float
-    simpo_gamma: float
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
+        check_finite("simpo_gamma", self.simpo_gamma)
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Tensor, CPOSettings], Tensor]  # of the margin between rewards
-    smoothed: bool = False  # reads label_smoothing
+    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of the margin between rewards, and beta
+    reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # log-probabilities are means over tokens
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(lambda margin, s: logistic(margin, s.label_smoothing), smoothed=True),
-    "hinge": _LossType(lambda margin, s: hinge(margin)),
-    "ipo": _LossType(lambda margin, s: ipo(margin / s.beta, s.beta), averages=True),
+    "sigmoid": _LossType(lambda margin, beta, s: logistic(margin, s.label_smoothing), reads=("label_smoothing",)),
+    "hinge": _LossType(lambda margin, beta, s: hinge(margin)),
+    "ipo": _LossType(lambda margin, beta, s: ipo(margin / beta, beta), averages=True),
     "simpo": _LossType(
-        lambda margin, s: logistic(margin - s.simpo_gamma, s.label_smoothing), smoothed=True, averages=True
+        lambda margin, beta, s: logistic(margin - s.simpo_gamma, s.label_smoothing),
+        reads=("label_smoothing", "simpo_gamma"),
+        averages=True,
     ),
 }
 
@@ -73,12 +82,12 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         alpha: weight of the NLL of the chosen tokens, TRL's `cpo_alpha`; with 0 there is none.
         label_smoothing: `eps` above; refused where the loss type does not read it.
         loss_type: a name above.
-        simpo_gamma: the margin of `simpo`; no other loss type reads it.
+        simpo_gamma: the margin of `simpo`; refused where the loss type does not read it.
         alpha_param: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, a smoothing that it cannot use, a bad number; in forward, a reference.
+        ValueError: an unknown loss type, a setting that it does not read, a bad number; in forward, a reference.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -101,30 +110,26 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     ) -> None:
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-        if label_smoothing and not LOSS_TYPES[loss_type].smoothed:
-            users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
-            raise ValueError(f"label_smoothing={label_smoothing} is not read by {loss_type!r}, only by {users}")
+        settings = CPOSettings(label_smoothing, simpo_gamma)
+        refuse_unread(settings, LOSS_TYPES[loss_type].reads, f"loss_type {loss_type!r}", LOSS_TYPES)
         if loss_type == "ipo" and beta == 0:
             raise ValueError("beta must not be 0 with loss_type 'ipo', which divides by it")
-        if not math.isfinite(alpha_param):
-            raise ValueError(f"alpha_param must be finite, got {alpha_param}")
+        check_finite("alpha_param", alpha_param)
         super().__init__(
             beta=beta,
             alpha=alpha,
-            compute_nll_loss=alpha != 0,
+            compute_nll_loss=None,
             average_log_prob=LOSS_TYPES[loss_type].averages,
             use_ref_model=False,
             reward_shape=functools.partial(_alphapo, alpha=alpha_param) if alpha_param else None,
             **options,
         )
         self.loss_type = loss_type
-        self.settings = CPOSettings(beta, label_smoothing, simpo_gamma)
+        self.settings = settings
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = self.reward(pairs.logps).unbind(-1)
-        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.settings)
+        return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.beta, self.settings)
 
     def extra_repr(self) -> str:
         return f"loss_type={self.loss_type!r}, alpha={self.alpha}, {super().extra_repr()}"

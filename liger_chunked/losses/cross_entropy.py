@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,8 +24,8 @@ from liger_chunked.engine import (
     one_operation,
     token_stats,
 )
+from liger_chunked.losses.checks import check_finite, checked_items
 from liger_chunked.losses.probability import complement
-from liger_chunked.losses.reductions import checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -119,8 +118,8 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale or gamma, an entropy weight that
-            is not finite, weights of the wrong shape, more than one of smoothing, focal loss and DFT.
+        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale or gamma, a number that is not
+            finite, weights of the wrong shape, more than one of smoothing, focal loss and DFT.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -152,16 +151,12 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-        if not lse_square_scale >= 0.0:
-            raise ValueError(f"lse_square_scale must not be negative, got {lse_square_scale}")
+        check_finite("label_smoothing", label_smoothing, minimum=0, maximum=1)
+        check_finite("lse_square_scale", lse_square_scale, minimum=0)
+        check_finite("focal_gamma", focal_gamma, minimum=0)
+        check_finite("entropy_weight", entropy_weight)
         if ce_weight is not None and (ce_weight.ndim != 1 or not ce_weight.is_floating_point()):
             raise ValueError(f"ce_weight must be floating (V,), got {tuple(ce_weight.shape)} {ce_weight.dtype}")
-        if not (focal_gamma >= 0.0 and math.isfinite(focal_gamma)):
-            raise ValueError(f"focal_gamma must not be negative, got {focal_gamma}")
-        if not math.isfinite(entropy_weight):
-            raise ValueError(f"entropy_weight must be finite, got {entropy_weight}")
         shapes = {"label_smoothing": label_smoothing, "focal_gamma": focal_gamma, "dft": dft}
         if sum(bool(setting) for setting in shapes.values()) > 1:
             raise ValueError(f"at most one of label_smoothing, focal_gamma and dft can be set, got {shapes}")

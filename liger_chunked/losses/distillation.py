@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -30,7 +29,7 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.reductions import checked_items
+from liger_chunked.losses.checks import check_finite, checked_items
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
@@ -98,9 +97,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        for name, weight in (("weight_hard_loss", weight_hard_loss), ("weight_soft_loss", weight_soft_loss)):
-            if not (weight >= 0 and math.isfinite(weight)):
-                raise ValueError(f"{name} must be a number and not negative, got {weight}")
+        check_finite("weight_hard_loss", weight_hard_loss, minimum=0)
+        check_finite("weight_soft_loss", weight_soft_loss, minimum=0)
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
         self.options = LogitOptions.of(type(self).__name__, options)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -21,16 +22,28 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The numbers that loss types share: `beta`, `label_smoothing` (eps below), `discopop_tau` (tau below).
+    """What loss types read beside `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
 
+    `LOSS_TYPES` says which reads which.
     `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
+
+    Raises:
+        ValueError: an unknown divergence, a number out of range.
     """
 
-    beta: float
-    label_smoothing: float
-    discopop_tau: float
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_finite("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
+        check_positive("discopop_tau", self.discopop_tau)
+        if self.f_divergence_type not in F_DIVERGENCES:
+            raise ValueError(
+                f"unknown f_divergence_type {self.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
+            )
+        check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
         """(n, 2), log-ratios unless another divergence is asked for."""
@@ -47,80 +60,80 @@ def _mean_margin(pairs: Pairs, s: DPOSettings) -> Tensor:
     return chosen - rejected
 
 
-def _sigmoid(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(_margin(pairs, s), s.label_smoothing, s.beta)
+def _sigmoid(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(_margin(pairs, s), s.label_smoothing, beta)
 
 
-def _sigmoid_norm(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return logistic(_mean_margin(pairs, s), beta=s.beta)
+def _sigmoid_norm(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return logistic(_mean_margin(pairs, s), beta=beta)
 
 
-def _hinge(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return hinge(s.beta * _margin(pairs, s))
+def _hinge(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return hinge(beta * _margin(pairs, s))
 
 
-def _ipo(pairs: Pairs, s: DPOSettings) -> Tensor:
-    return ipo(_mean_margin(pairs, s), s.beta)
+def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    return ipo(_mean_margin(pairs, s), beta)
 
 
-def _exo_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # KL of softmax(beta (log pi - log pi_ref)) over the pair against (1 - epsilon, epsilon).
-    logits = s.beta * _margin(pairs, s)
+    logits = beta * _margin(pairs, s)
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-s.label_smoothing))
     rejected = torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(s.label_smoothing))
     return chosen + rejected
 
 
-def _nca_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # Unbiased under labels flipped with probability epsilon: the flipped term is taken away, not added.
-    logits = s.beta * _margin(pairs, s)
+    logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
 
 
-def _bco_pair(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _bco_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
-def _sppo_hard(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _sppo_hard(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.unbind(-1)
-    return (chosen - 0.5 / s.beta).square() + (rejected + 0.5 / s.beta).square()
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
-def _aot(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _aot(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     policy = (pairs.logps[:, 0] - pairs.logps[:, 1]).sort().values
     reference = (pairs.ref_logps[:, 0] - pairs.ref_logps[:, 1]).sort().values
-    return logistic(policy - reference, s.label_smoothing, s.beta)
+    return logistic(policy - reference, s.label_smoothing, beta)
 
 
-def _aot_unpaired(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _aot_unpaired(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     chosen, rejected = pairs.logratios.sort(dim=0).values.unbind(-1)
-    return logistic(chosen - rejected, s.label_smoothing, s.beta)
+    return logistic(chosen - rejected, s.label_smoothing, beta)
 
 
-def _apo_zero(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _apo_zero(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
-def _apo_down(pairs: Pairs, s: DPOSettings) -> Tensor:
-    chosen, rejected = (s.beta * pairs.logratios).unbind(-1)
+def _apo_down(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    chosen, rejected = (beta * pairs.logratios).unbind(-1)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
-def _discopop(pairs: Pairs, s: DPOSettings) -> Tensor:
-    logits = s.beta * _margin(pairs, s)
+def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
+    logits = beta * _margin(pairs, s)
     exponential = torch.sigmoid(logits / s.discopop_tau)
     return (1 - exponential) * -F.logsigmoid(logits) + exponential * torch.exp(-logits)
 
 
-def _sft(pairs: Pairs, s: DPOSettings) -> Tensor:
+def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
     # A mean over the tokens of the batch, said pair by pair: the mean over pairs takes batch_size back out.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
@@ -135,30 +148,32 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, DPOSettings], Tensor]
-    smoothed: bool = False  # reads label_smoothing
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of the pairs and beta
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
     whole_batch: bool = False  # sorts the batch
     averages: bool = False  # divides by the lengths itself
     any_divergence: bool = False  # reads scores, or no reference at all
     weighable: bool = True  # belongs to one pair, so that a weight of the pair makes sense
 
 
+_SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
+
 LOSS_TYPES: Mapping[str, _LossType] = {
-    "sigmoid": _LossType(_sigmoid, smoothed=True, any_divergence=True),
-    "hinge": _LossType(_hinge, any_divergence=True),
-    "ipo": _LossType(_ipo, averages=True, any_divergence=True),
-    "exo_pair": _LossType(_exo_pair, smoothed=True, any_divergence=True),
+    "sigmoid": _LossType(_sigmoid, reads=("label_smoothing", *_SCORES), any_divergence=True),
+    "hinge": _LossType(_hinge, reads=_SCORES, any_divergence=True),
+    "ipo": _LossType(_ipo, reads=_SCORES, averages=True, any_divergence=True),
+    "exo_pair": _LossType(_exo_pair, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "nca_pair": _LossType(_nca_pair),
-    "robust": _LossType(_robust, smoothed=True, any_divergence=True),
+    "robust": _LossType(_robust, reads=("label_smoothing", *_SCORES), any_divergence=True),
     "bco_pair": _LossType(_bco_pair),
     "sppo_hard": _LossType(_sppo_hard),
-    "aot": _LossType(_aot, smoothed=True, whole_batch=True, weighable=False),
-    "aot_unpaired": _LossType(_aot_unpaired, smoothed=True, whole_batch=True, weighable=False),
+    "aot": _LossType(_aot, reads=("label_smoothing",), whole_batch=True, weighable=False),
+    "aot_unpaired": _LossType(_aot_unpaired, reads=("label_smoothing",), whole_batch=True, weighable=False),
     "apo_zero": _LossType(_apo_zero),
     "apo_down": _LossType(_apo_down),
-    "discopop": _LossType(_discopop, any_divergence=True),
+    "discopop": _LossType(_discopop, reads=("discopop_tau", *_SCORES), any_divergence=True),
     "sft": _LossType(_sft, any_divergence=True, weighable=False),
-    "sigmoid_norm": _LossType(_sigmoid_norm, averages=True, any_divergence=True),
+    "sigmoid_norm": _LossType(_sigmoid_norm, reads=_SCORES, averages=True, any_divergence=True),
 }
 
 PairLoss = Callable[[Pairs], Tensor]
@@ -210,11 +225,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         loss_type: a name above, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: a weight for each entry of a list of loss types; None for ones.
         label_smoothing: `eps` above; refused where no loss type reads it.
-        discopop_tau: `tau` above.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
+        discopop_tau: `tau` above; refused where no loss type reads it.
+        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
+            an `alpha` without it is refused.
         average_log_prob: log-ratios per token instead of per sequence.
         f_divergence_type: "reverse_kl", or see above.
-        f_alpha_divergence_coef: alpha of "alpha_divergence"; no other divergence reads it.
+        f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
         use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
@@ -222,7 +238,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     Raises:
         ValueError: an unknown loss type or divergence, weights that do not match, a number out of range, an option that
-            a loss type cannot use; in forward, `ref_logps` of sequences with `ld_alpha`.
+            a loss type cannot use, or that nothing reads; in forward, `ref_logps` of sequences with `ld_alpha`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -260,10 +276,11 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         )
         self.loss_types = [loss_type] if isinstance(loss_type, str) or callable(loss_type) else list(loss_type)
         self.loss_weights = [1.0] * len(self.loss_types) if loss_weights is None else list(loss_weights)
-        self.settings = DPOSettings(beta, label_smoothing, discopop_tau, f_divergence_type, f_alpha_divergence_coef)
+        self.settings = DPOSettings(label_smoothing, discopop_tau, f_divergence_type, f_alpha_divergence_coef)
         self.use_weighting = use_weighting
         names = self._checked_names()
         self._check_options(names)
+        self._check_read(names)
         self._check_smoothing(names)
         if any(LOSS_TYPES[name].whole_batch for name in names):
             self.scope = "batch"
@@ -278,6 +295,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
                 f"loss_weights must have one weight for each of {len(self.loss_types)} loss types, "
                 f"got {len(self.loss_weights)}"
             )
+        for i, weight in enumerate(self.loss_weights):
+            check_finite(f"loss_weights[{i}]", weight)
         names = [name for name in self.loss_types if not callable(name)]
         for name in names:
             if name not in LOSS_TYPES:
@@ -286,15 +305,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _check_options(self, names: list[str]) -> None:
         s = self.settings
-        if s.f_divergence_type not in F_DIVERGENCES:
-            raise ValueError(
-                f"unknown f_divergence_type {s.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
-            )
-        if not math.isfinite(s.f_alpha_divergence_coef):
-            raise ValueError(f"f_alpha_divergence_coef must be finite, got {s.f_alpha_divergence_coef}")
-        if not s.discopop_tau > 0:
-            raise ValueError(f"discopop_tau must be positive, got {s.discopop_tau}")
-        if s.beta == 0 and {"ipo", "sppo_hard"} & set(names):
+        if self.beta == 0 and {"ipo", "sppo_hard"} & set(names):
             raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
             raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
@@ -308,13 +319,15 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             unweighable = sorted(name for name, kind in LOSS_TYPES.items() if not kind.weighable)
             raise ValueError(f"use_weighting weighs pairs, which {unweighable} have no loss of, got {names}")
 
+    def _check_read(self, names: list[str]) -> None:
+        s = self.settings
+        by = f"loss_type {', '.join(map(repr, self._shown_names()))}"
+        refuse_unread(s, {field for name in names for field in LOSS_TYPES[name].reads}, by, LOSS_TYPES)
+        by = f"f_divergence_type {s.f_divergence_type!r}"
+        refuse_unread(s, F_DIVERGENCES[s.f_divergence_type].reads, by, F_DIVERGENCES)
+
     def _check_smoothing(self, names: list[str]) -> None:
         smoothing = self.settings.label_smoothing
-        if not 0.0 <= smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
-        if smoothing and not any(LOSS_TYPES[name].smoothed for name in names):
-            users = sorted(name for name, kind in LOSS_TYPES.items() if kind.smoothed)
-            raise ValueError(f"label_smoothing={smoothing} is read by none of {names}, only by {users}")
         if "robust" in names and not smoothing < 0.5:
             raise ValueError(f"loss_type 'robust' needs label_smoothing in [0, 0.5), got {smoothing}")
         if "exo_pair" in names and not 0.0 < smoothing < 1.0:
@@ -328,7 +341,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
 
     def _loss(self, kind: str | PairLoss, pairs: Pairs) -> Tensor:
         if not callable(kind):
-            return LOSS_TYPES[kind].loss(pairs, self.settings)
+            return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
         loss = kind(pairs)
         if loss.shape != pairs.logps.shape[:1]:  # a sum would broadcast it
             raise ValueError(
@@ -337,6 +350,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             )
         return loss
 
+    def _shown_names(self) -> list[str]:
+        return [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]
+
     def extra_repr(self) -> str:
-        names = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in self.loss_types]
-        return f"loss_type={names}, label_smoothing={self.settings.label_smoothing}, {super().extra_repr()}"
+        return (
+            f"loss_type={self._shown_names()}, label_smoothing={self.settings.label_smoothing}, {super().extra_repr()}"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +33,16 @@ def _js(logratios: Tensor, alpha: float) -> Tensor:
     return math.log(2) + F.logsigmoid(logratios)
 
 
-F_DIVERGENCES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": _reverse_kl,
-    "forward_kl": _forward_kl,
-    "js_divergence": _js,
-    "alpha_divergence": _alpha,
+class _FDivergence(NamedTuple):
+    score: Callable[[Tensor, float], Tensor]  # of log-ratios and alpha
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
+
+
+F_DIVERGENCES: Mapping[str, _FDivergence] = {
+    "reverse_kl": _FDivergence(_reverse_kl),
+    "forward_kl": _FDivergence(_forward_kl),
+    "js_divergence": _FDivergence(_js),
+    "alpha_divergence": _FDivergence(_alpha, reads=("f_alpha_divergence_coef",)),
 }
 
 
@@ -60,4 +66,4 @@ def scores(logratios: Tensor, divergence: str, alpha: float) -> Tensor:
     >>> scores(torch.tensor([0.0, 2.0]).exp().log(), "forward_kl", 0.5)
     tensor([0.0000, 0.8647])
     """
-    return F_DIVERGENCES[divergence](logratios, alpha)
+    return F_DIVERGENCES[divergence].score(logratios, alpha)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
+from liger_chunked.losses.checks import refuse_unread
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.surrogates import SURROGATES, SurrogateSettings
@@ -72,8 +72,8 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         surrogate: a name above.
         reduction: "grpo", "bnpo", "dapo", "dr_grpo" or "luspo", see `LigerFusedLinearPolicyBase`.
         importance_level: "token", "sequence" or "trajectory", see `LigerFusedLinearPolicyBase`.
-        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go. Of `cispo`, `epsilon_high` is the largest
-            ratio itself, as in TRL: the papers use about 5.
+        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go; infinity is no bound. Of `cispo`,
+            `epsilon_high` is the largest ratio itself, as in TRL: the papers use about 5.
         delta: of `clip`, bounds the ratio where a negative advantage leaves it free, above `1 + epsilon_high`.
         max_completion_length: in tokens, of the reduction `dr_grpo`.
         use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.
@@ -134,11 +134,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             vespo_k_neg=vespo_k_neg,
             vespo_lambda_neg=vespo_lambda_neg,
         )
-        for field in dataclasses.fields(settings):
-            value = getattr(settings, field.name)
-            if value != field.default and field.name not in definition.reads:
-                readers = sorted(name for name, kind in SURROGATES.items() if field.name in kind.reads)
-                raise ValueError(f"{field.name}={value} is not read by surrogate {surrogate!r}, only by {readers}")
+        refuse_unread(settings, definition.reads, f"surrogate {surrogate!r}", SURROGATES)
         super().__init__(
             beta=beta,
             reduction=reduction,

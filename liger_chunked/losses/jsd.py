@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
 from liger_chunked.losses.distributions import jensen_shannon, kl
 from liger_chunked.types import Divergence
@@ -44,8 +45,7 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
 
     def __init__(self, *, beta: float = 0.5, **options: Unpack[DistillationOptionsDict]) -> None:
         super().__init__(**options)
-        if not 0.0 <= beta <= 1.0:
-            raise ValueError(f"beta must be in [0, 1], got {beta}")
+        check_finite("beta", beta, minimum=0, maximum=1)
         self.beta = beta
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
 from liger_chunked.losses.distributions import kl, log_mixture
-from liger_chunked.types import Divergence
+from liger_chunked.types import Divergence, check_number
 
 
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
@@ -46,6 +46,7 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
 
     def __init__(self, *, reverse: bool = False, skew: float = 0.0, **options: Unpack[DistillationOptionsDict]) -> None:
         super().__init__(**options)
+        check_number("skew", skew)
         if not 0.0 <= skew < 1.0:
             raise ValueError(f"skew must be in [0, 1), got {skew}")
         self.reverse = reverse

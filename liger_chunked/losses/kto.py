@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference_point import ReferencePoint
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 from liger_chunked.types import Examples, LogitOptionsDict
@@ -42,7 +43,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, a negative weight.
+        ValueError: an unknown loss type, a weight that is negative or not finite.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])
@@ -65,9 +66,8 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         super().__init__(beta=beta, average_log_prob=average_log_prob, use_ref_model=use_ref_model, **options)
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
-        for name, side_weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
-            if not side_weight >= 0:
-                raise ValueError(f"{name} must not be negative, got {side_weight}")
+        check_finite("desirable_weight", desirable_weight, minimum=0)
+        check_finite("undesirable_weight", undesirable_weight, minimum=0)
         self.loss_type = loss_type
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -23,11 +22,11 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
+from liger_chunked.losses.checks import check_finite, check_scope, checked_items
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
-from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings, checked_items
+from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
-from liger_chunked.losses.sequences import check_scope
 from liger_chunked.losses.surrogates import Clipped
 from liger_chunked.types import (
     Head,
@@ -37,6 +36,7 @@ from liger_chunked.types import (
     Rollouts,
     TokenStats,
     accumulation_dtype,
+    check_number,
 )
 
 
@@ -137,6 +137,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
             raise ValueError(
                 f"unknown importance_level {importance_level!r}, expected one of {list(IMPORTANCE_LEVELS)}"
             )
+        check_number("max_completion_length", max_completion_length, whole=True, optional=True)
         if REDUCTIONS[reduction].needs_length:
             if max_completion_length is None or max_completion_length < 1:
                 raise ValueError(
@@ -148,12 +149,9 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
                 f"max_completion_length={max_completion_length} is not read by reduction {reduction!r}, "
                 f"only by {readers}"
             )
-        if not beta >= 0:
-            raise ValueError(f"beta must not be negative, got {beta}")
-        if not math.isfinite(entropy_coef):
-            raise ValueError(f"entropy_coef must be finite, got {entropy_coef}")
-        if not 0.0 <= top_entropy_quantile <= 1.0:
-            raise ValueError(f"top_entropy_quantile must be in [0, 1], got {top_entropy_quantile}")
+        check_finite("beta", beta, minimum=0)
+        check_finite("entropy_coef", entropy_coef)
+        check_finite("top_entropy_quantile", top_entropy_quantile, minimum=0, maximum=1)
         self.beta = beta
         self.reduction = reduction
         self.importance_level = importance_level

@@ -25,8 +25,9 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
+from liger_chunked.losses.checks import check_finite, check_scope
 from liger_chunked.losses.reference import reference_logps
-from liger_chunked.losses.sequences import check_beta, check_scope, sequence_logps, share_of_mean
+from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -119,8 +120,9 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term.
-        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch.
+        alpha: weight of the NLL term, finite; without that term, only the default, or 0, which says the same.
+        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch; None:
+            where `alpha` is not 0.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: what a token counts in these sums, in [0, 1], that comes later in its sequence than the other sequence
             of the pair is long (LD-DPO); None for 1. Lengths stay as they are.
@@ -147,7 +149,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         *,
         beta: float = 0.1,
         alpha: float = 1.0,
-        compute_nll_loss: bool = False,
+        compute_nll_loss: bool | None = False,
         average_log_prob: bool = False,
         ld_alpha: float | None = None,
         reward_shape: Callable[[Tensor], Tensor] | None = None,
@@ -155,9 +157,11 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        check_beta(beta)
-        if ld_alpha is not None and not 0.0 <= ld_alpha <= 1.0:
-            raise ValueError(f"ld_alpha must be in [0, 1] or None, got {ld_alpha}")
+        check_finite("beta", beta, minimum=0)
+        check_finite("alpha", alpha)
+        if compute_nll_loss is not None and not compute_nll_loss and alpha not in (0.0, 1.0):
+            raise ValueError(f"alpha={alpha} weighs the NLL term, but compute_nll_loss is False")
+        check_finite("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
         self.beta = beta
         self.alpha = alpha
         self.compute_nll_loss = compute_nll_loss
@@ -166,6 +170,15 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
         self.options = LogitOptions.of(type(self).__name__, options)
+
+    @property
+    def compute_nll_loss(self) -> bool:
+        """Whether the NLL is a term of the loss; None, which may be set too, asks `alpha`, whatever it is by then."""
+        return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
+
+    @compute_nll_loss.setter
+    def compute_nll_loss(self, value: bool | None) -> None:
+        self._compute_nll_loss = value
 
     @property
     def _whole_batch(self) -> bool:

@@ -6,25 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-
-def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """The number of tokens to divide by; as a tensor, () on the device of `like`.
-
-    In a tensor, less than 1 counts as 1: to look at it would mean to wait for the device.
-
-    Raises:
-        ValueError: a number that is not positive, a tensor of several.
-    """
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
-        return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
-    if not num_items > 0:
-        raise ValueError(f"num_items must be positive, got {num_items}")
-    return num_items
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import Head, LogitOptions
@@ -45,8 +45,7 @@ def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
     if isinstance(value, Tensor) or isinstance(value, bool) or not isinstance(value, (int, float)):
         got = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a float or a floating-point scalar tensor, got {got}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    check_finite(name, value)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,23 +24,3 @@ def share_of_mean(losses: Tensor, n: int) -> Tensor:
     """What some of `n` losses add to their mean: `losses.sum() / n`."""
     # Of all of them in one launch.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n
-
-
-def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """`scope` is a class attribute that anyone may misspell.
-
-    Raises:
-        ValueError: it is none of `known`.
-    """
-    if scope not in known:
-        raise ValueError(f"{loss}.scope must be one of {known}, got {scope!r}")
-
-
-def check_beta(beta: float) -> None:
-    """What scales rewards is a number that is not negative; losses that divide by it say so themselves.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not (beta >= 0 and math.isfinite(beta)):
-        raise ValueError(f"beta must be finite and not negative, got {beta}")

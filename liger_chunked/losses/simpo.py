@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.margin import hinge, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.types import LogitOptionsDict, Pairs
@@ -30,7 +31,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards.
         gamma: the margin that the chosen reward should have over the rejected one.
-        alpha: weight of the NLL term.
+        alpha: weight of the NLL term; refused without it.
         compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps` above; refused with "hinge".
         loss_type: a name above.
@@ -69,8 +70,8 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
         )
         if loss_type not in _LOSS_TYPES:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {_LOSS_TYPES}")
-        if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        check_finite("gamma", gamma)
+        check_finite("label_smoothing", label_smoothing, minimum=0, maximum=1)
         if label_smoothing and loss_type == "hinge":
             raise ValueError(f"label_smoothing={label_smoothing} is not read by loss_type 'hinge', only by 'sigmoid'")
         self.gamma = gamma

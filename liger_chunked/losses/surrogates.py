@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_chunked.types import Rollouts
+from liger_chunked.losses.checks import check_finite, check_positive
+from liger_chunked.types import Rollouts, check_number
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,16 @@ class SurrogateSettings:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("epsilon_low", "epsilon_high", "vespo_k_pos", "vespo_k_neg"):
+        for name in ("epsilon_low", "epsilon_high"):
             value = getattr(self, name)
-            if not value >= 0:
+            check_number(name, value)
+            if not value >= 0:  # infinity is no bound
                 raise ValueError(f"{name} must not be negative, got {value}")
-        for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("vespo_k_pos", "vespo_k_neg"):
+            check_finite(name, getattr(self, name), minimum=0)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            check_positive(name, getattr(self, name))
+        check_positive("delta", self.delta, optional=True)
 
 
 class Clipped(NamedTuple):

@@ -25,9 +25,10 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference import reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import check_beta, sequence_logps, share_of_mean
+from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -113,7 +114,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         super().__init__()
-        check_beta(beta)
+        check_finite("beta", beta, minimum=0)
         self.beta = beta
         self.average_log_prob = average_log_prob
         self.use_ref_model = use_ref_model

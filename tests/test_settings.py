@@ -1,0 +1,289 @@
+"""Settings of the losses: changed after construction, left unread, or no finite numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from table import SMALL, Batch, evaluate, examples, pairs, rollouts, students
+
+from liger_chunked import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+)
+from liger_chunked.losses import cpo, dpo, kto
+from liger_chunked.losses.surrogates import SurrogateSettings
+
+# Changed after construction
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], Batch]]] = {
+    **{
+        f"dpo-{name}": (
+            partial(
+                LigerFusedLinearDPOLoss, loss_type=name, label_smoothing=0.1 if "label_smoothing" in kind.reads else 0.0
+            ),
+            lambda: pairs(SMALL, seed=0),
+        )
+        for name, kind in dpo.LOSS_TYPES.items()
+    },
+    **{
+        f"cpo-{name}": (partial(LigerFusedLinearCPOLoss, loss_type=name), lambda: pairs(SMALL, seed=0, ref=None))
+        for name in cpo.LOSS_TYPES
+    },
+    "cpo-alphapo": (partial(LigerFusedLinearCPOLoss, alpha_param=0.25), lambda: pairs(SMALL, seed=0, ref=None)),
+    "simpo": (LigerFusedLinearSimPOLoss, lambda: pairs(SMALL, seed=0, ref=None)),
+    "orpo": (LigerFusedLinearORPOLoss, lambda: pairs(SMALL, seed=0, ref=None)),
+    **{
+        f"kto-{name}": (
+            partial(LigerFusedLinearKTOLoss, loss_type=name),
+            lambda point=point: examples(SMALL, seed=0) | ({"kl": 1.0} if point == "kl" else {}),
+        )
+        for name, point in kto.LOSS_TYPES.items()
+    },
+    "bco": (LigerFusedLinearBCOLoss, lambda: examples(SMALL, seed=0) | {"delta": 0.1}),
+    "grpo": (LigerFusedLinearGRPOLoss, lambda: rollouts(SMALL, seed=0, ref="tokens")),
+    "jsd": (LigerFusedLinearJSDLoss, lambda: students(SMALL, seed=0)),
+}
+WITH_ALPHA = [
+    *((case, partial(LOSSES[case][0], compute_nll_loss=True)) for case in ("dpo-sigmoid", "dpo-ipo", "simpo")),
+    *((case, LOSSES[case][0]) for case in LOSSES if case.startswith("cpo-")),
+]
+
+
+def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
+    """In loss, gradients, metrics and what `repr` says."""
+    one, other = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (changed, fresh))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    for metric, expected in zip(changed(**batch)[1], fresh(**batch)[1], strict=True):
+        assert metric is expected is None or torch.equal(metric, expected)
+    assert repr(changed) == repr(fresh)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_beta_set_after_construction(case):
+    make, sample = LOSSES[case]
+    batch, loss = sample(), make(beta=0.1)
+    before = loss(**batch)[0]
+    loss.beta = 0.7
+    assert_equal(loss, make(beta=0.7), batch)
+    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # which reads none
+
+
+@pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
+@pytest.mark.parametrize(("case", "make"), WITH_ALPHA, ids=lambda x: x if isinstance(x, str) else "")
+def test_alpha_set_after_construction(case, make, alpha):
+    batch, loss = LOSSES[case][1](), make(alpha=alpha[0])
+    before = loss(**batch)[0]
+    loss.alpha = alpha[1]
+    assert_equal(loss, make(alpha=alpha[1]), batch)
+    assert not torch.equal(before, loss(**batch)[0])
+
+
+def test_the_nll_term_of_cpo_follows_alpha():
+    loss = LigerFusedLinearCPOLoss(alpha=0.0)
+    batch = pairs(SMALL, seed=0, ref=None)
+    assert not loss.compute_nll_loss
+    with pytest.raises(ValueError, match="nll_target is for the NLL term, but compute_nll_loss is False"):
+        loss(**batch, nll_target=batch["target"])
+    loss.alpha = 0.5
+    assert loss.compute_nll_loss
+    loss(**batch, nll_target=batch["target"])
+    loss.compute_nll_loss = False
+    assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
+
+
+# Left unread
+
+SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmoid_norm'\]"
+UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dpo-tau": (
+        lambda: LigerFusedLinearDPOLoss(discopop_tau=9),
+        r"discopop_tau=9 is not read by loss_type 'sigmoid', only by \['discopop'\]",
+    ),
+    "dpo-tau-of-several": (
+        lambda: LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], discopop_tau=9),
+        "discopop_tau=9 is not read by loss_type 'sigmoid', 'sft', only by",
+    ),
+    "dpo-smoothing-of-a-callable": (
+        lambda: LigerFusedLinearDPOLoss(loss_type=first_logp, label_smoothing=0.1),
+        "label_smoothing=0.1 is not read by loss_type 'first_logp', only by",
+    ),
+    "dpo-coefficient": (
+        lambda: LigerFusedLinearDPOLoss(f_alpha_divergence_coef=3),
+        r"f_alpha_divergence_coef=3 is not read by f_divergence_type 'reverse_kl', only by \['alpha_divergence'\]",
+    ),
+    "dpo-coefficient-of-a-reward": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="apo_zero", f_alpha_divergence_coef=3),
+        f"f_alpha_divergence_coef=3 is not read by loss_type 'apo_zero', only by {SCORED}",
+    ),
+    "dpo-divergence-of-sft": (
+        lambda: LigerFusedLinearDPOLoss(loss_type="sft", f_divergence_type="forward_kl"),
+        f"f_divergence_type='forward_kl' is not read by loss_type 'sft', only by {SCORED}",
+    ),
+    "dpo-alpha": (
+        lambda: LigerFusedLinearDPOLoss(alpha=9),
+        "alpha=9 weighs the NLL term, but compute_nll_loss is False",
+    ),
+    "simpo-alpha": (
+        lambda: LigerFusedLinearSimPOLoss(alpha=0.5),
+        "alpha=0.5 weighs the NLL term, but compute_nll_loss is False",
+    ),
+    "cpo-gamma": (
+        lambda: LigerFusedLinearCPOLoss(simpo_gamma=9),
+        r"simpo_gamma=9 is not read by loss_type 'sigmoid', only by \['simpo'\]",
+    ),
+    "grpo-delta": (
+        lambda: LigerFusedLinearGRPOLoss(delta=3, surrogate="sapo"),
+        r"delta=3 is not read by surrogate 'sapo', only by \['clip'\]",
+    ),
+}
+
+
+def first_logp(pairs):
+    return -pairs.logps[:, 0]
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_setting_that_nothing_reads(case):
+    call, message = UNREAD[case]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+def test_a_setting_that_one_of_several_loss_types_reads():
+    LigerFusedLinearDPOLoss(loss_type=["sft", "discopop"], discopop_tau=0.3, f_divergence_type="js_divergence")
+    LigerFusedLinearDPOLoss(loss_type=[first_logp, "robust"], label_smoothing=0.1)
+    LigerFusedLinearSimPOLoss(alpha=0.0)  # no NLL, as asked
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        (LigerFusedLinearDPOLoss, dpo.DPOSettings),
+        (LigerFusedLinearCPOLoss, cpo.CPOSettings),
+        (LigerFusedLinearGRPOLoss, SurrogateSettings),
+    ],
+)
+def test_defaults_are_those_of_the_constructor(loss, settings):
+    """By which a setting counts as given."""
+    parameters = inspect.signature(loss).parameters
+    assert {field.name: field.default for field in fields(settings)} == {
+        field.name: parameters[field.name].default for field in fields(settings)
+    }
+
+
+# Numbers
+
+NAN, INF = float("nan"), float("inf")
+# Every numeric setting of a loss, what else it reads, and what it must be.
+NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
+    (LigerFusedLinearDPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearDPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),
+    (LigerFusedLinearDPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearDPOLoss, "discopop_tau", {"loss_type": "discopop"}, "finite and positive"),
+    (LigerFusedLinearDPOLoss, "f_alpha_divergence_coef", {"f_divergence_type": "alpha_divergence"}, "finite"),
+    (LigerFusedLinearDPOLoss, "ld_alpha", {}, r"in \[0, 1\] or None"),
+    (LigerFusedLinearCPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearCPOLoss, "alpha", {}, "finite"),
+    (LigerFusedLinearCPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearCPOLoss, "simpo_gamma", {"loss_type": "simpo"}, "finite"),
+    (LigerFusedLinearCPOLoss, "alpha_param", {}, "finite"),
+    (LigerFusedLinearSimPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearSimPOLoss, "gamma", {}, "finite"),
+    (LigerFusedLinearSimPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),
+    (LigerFusedLinearSimPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearORPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "desirable_weight", {}, "finite and not negative"),
+    (LigerFusedLinearKTOLoss, "undesirable_weight", {}, "finite and not negative"),
+    (LigerFusedLinearBCOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "beta", {}, "finite and not negative"),
+    (LigerFusedLinearGRPOLoss, "entropy_coef", {}, "finite"),
+    (LigerFusedLinearGRPOLoss, "top_entropy_quantile", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearGRPOLoss, "delta", {}, "finite and positive or None"),
+    *(
+        (LigerFusedLinearGRPOLoss, f"sapo_temperature_{side}", {"surrogate": "sapo"}, "finite and positive")
+        for side in ("pos", "neg")
+    ),
+    *(
+        (LigerFusedLinearGRPOLoss, f"vespo_{name}", {"surrogate": "vespo"}, expected)
+        for side in ("pos", "neg")
+        for name, expected in ((f"k_{side}", "finite and not negative"), (f"lambda_{side}", "finite and positive"))
+    ),
+    (LigerFusedLinearCrossEntropyLoss, "label_smoothing", {}, r"in \[0, 1\]"),
+    (LigerFusedLinearCrossEntropyLoss, "lse_square_scale", {}, "finite and not negative"),
+    (LigerFusedLinearCrossEntropyLoss, "focal_gamma", {}, "finite and not negative"),
+    (LigerFusedLinearCrossEntropyLoss, "entropy_weight", {}, "finite"),
+    (LigerFusedLinearKLDivLoss, "skew", {}, r"in \[0, 1\)"),
+    (LigerFusedLinearJSDLoss, "beta", {}, r"in \[0, 1\]"),
+    *(
+        (loss, f"weight_{term}_loss", {}, "finite and not negative")
+        for loss in (LigerFusedLinearJSDLoss, LigerFusedLinearTVDLoss, LigerFusedLinearCosineSimilarityLoss)
+        for term in ("hard", "soft")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "settings", "expected"), NUMBERS, ids=[f"{loss.__name__}-{name}" for loss, name, *_ in NUMBERS]
+)
+def test_a_setting_is_a_finite_number(loss, name, settings, expected):
+    for value in (NAN, INF, -INF):
+        with pytest.raises(ValueError, match=f"^{name} must be {expected}, got {value}$"):
+            loss(**settings, **{name: value})
+    with pytest.raises(TypeError, match=f"^{name} must be a number( or None)?, got '0.1', a str$"):
+        loss(**settings, **{name: "0.1"})
+
+
+def test_every_number_is_checked():
+    """A float among the arguments of a constructor that the list does not know is one that nobody checks."""
+    checked = {(loss, name) for loss, name, *_ in NUMBERS}
+    for loss in {loss for loss, _ in checked}:
+        for name, parameter in inspect.signature(loss).parameters.items():
+            if str(parameter.annotation) in ("float", "float | None") and not name.startswith("epsilon"):
+                assert (loss, name) in checked, (loss.__name__, name)
+
+
+@pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high"])
+def test_epsilons(name):
+    for value in (NAN, -INF, -0.1):
+        with pytest.raises(ValueError, match=f"^{name} must not be negative, got {value}$"):
+            LigerFusedLinearGRPOLoss(**{name: value})
+    with pytest.raises(TypeError, match=f"^{name} must be a number, got None, a NoneType$"):
+        LigerFusedLinearGRPOLoss(**{name: None})
+
+
+def test_an_infinite_epsilon_is_no_bound():
+    batch = rollouts(SMALL, seed=0)
+    free = LigerFusedLinearGRPOLoss(epsilon_low=INF, epsilon_high=INF)
+    ours, plain = (
+        evaluate(lambda batch, loss=loss: loss(**batch)[0], batch)
+        for loss in (free, LigerFusedLinearGRPOLoss(surrogate="reinforce"))
+    )
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert free(**batch)[1].clip_ratio == 0
+
+
+def test_numbers_of_a_call_and_of_lists():
+    with pytest.raises(ValueError, match=r"^loss_weights\[1\] must be finite, got nan$"):
+        LigerFusedLinearDPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, NAN])
+    with pytest.raises(TypeError, match=r"^max_completion_length must be an int or None, got 8.5, a float$"):
+        LigerFusedLinearGRPOLoss(reduction="dr_grpo", max_completion_length=8.5)
+    for num_items in (NAN, INF, -1):
+        with pytest.raises(ValueError, match=f"^num_items must be finite and positive, got {num_items}$"):
+            LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)
