@@ -4,7 +4,7 @@ losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; 
            cosine.py
 bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
 formulas   margin.py, probability.py, f_divergence.py, distributions.py, surrogates.py, importance.py, reductions.py
-inputs     sequences.py, rollouts.py, reference.py (the reference model), reference_point.py (KTO's and BCO's), checks.py
+inputs     sequences.py, rollouts.py, reference.py (the reference model), reference_point.py (of KTO and BCO), checks.py
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
