@@ -233,6 +233,10 @@ CASES = {
         lambda: WrongShape()(**pairs(SMALL, seed=0, ref=None)),
         r"preference_loss must return one value for each of 3 pairs, got \(3, 2\)",
     ),
+    "no-tensor-from-a-callable": (
+        lambda: dpo({"loss_type": lambda pairs: 1.0}),
+        r"loss_type <function .*lambda.* must return one value for each of 3 pairs, got a float",
+    ),
     "wrong-shape-from-a-callable": (
         lambda: dpo({"loss_type": ["sigmoid", lambda pairs: pairs.logps.mean()]}),
         r"loss_type <function .*lambda.* must return one value for each of 3 pairs, got \(\)",

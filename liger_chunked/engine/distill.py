@@ -287,10 +287,9 @@ def _gradients(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tens
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
     """What `function` makes of (n, V) logits, which must be (n,) and depend on the student's."""
     divergence = function(student, teacher)
-    if divergence.shape != student.shape[:1]:
-        raise ValueError(
-            f"divergence must return one value for each of {student.shape[0]} tokens, got {tuple(divergence.shape)}"
-        )
+    if not isinstance(divergence, Tensor) or divergence.shape != student.shape[:1]:
+        got = tuple(divergence.shape) if isinstance(divergence, Tensor) else f"a {type(divergence).__name__}"
+        raise ValueError(f"divergence must return one value for each of {student.shape[0]} tokens, got {got}")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:
         raise ValueError(
             "divergence has no gradient: it does not depend on the student's logits, or is detached from them"

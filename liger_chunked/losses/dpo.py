@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
+from liger_chunked.losses.checks import check_finite, check_positive, check_values, refuse_unread
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -343,11 +343,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         if not callable(kind):
             return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
         loss = kind(pairs)
-        if loss.shape != pairs.logps.shape[:1]:  # a sum would broadcast it
-            raise ValueError(
-                f"loss_type {kind} must return one value for each of {pairs.logps.shape[0]} pairs, "
-                f"got {tuple(loss.shape)}"
-            )
+        check_values(f"loss_type {kind}", loss, pairs.logps.shape[:1], "pairs")  # a sum would broadcast it
         return loss
 
     def _shown_names(self) -> list[str]:

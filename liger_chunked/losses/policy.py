@@ -25,7 +25,7 @@ from liger_chunked.engine import (
 from liger_chunked.losses.checks import check_finite, check_scope, checked_items
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
-from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.surrogates import Clipped
 from liger_chunked.types import (
@@ -266,16 +266,13 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = reference_logps(
-            type(self).__name__,
-            True if self.beta else None,
+            Reference(ref_input, ref_weight, ref_bias, ref_logps),
             weight,
             target,
             layout,
             self.options,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            ref_logps,
+            loss=type(self).__name__,
+            required=True if self.beta else None,
         )
         batch = self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
         # The bonus is a mean over the accumulated batch: this much of it is here.
@@ -301,10 +298,11 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
     ) -> Tensor:
         cost = self.policy_loss(rollouts)
         mask = rollouts.mask
-        if cost.shape not in (mask.shape, (mask.shape[0], 1)):
+        if not isinstance(cost, Tensor) or cost.shape not in (mask.shape, (mask.shape[0], 1)):
+            got = tuple(cost.shape) if isinstance(cost, Tensor) else f"a {type(cost).__name__}"
             raise ValueError(
                 f"policy_loss must return {tuple(mask.shape)}, one value a token, or {(mask.shape[0], 1)}, "
-                f"one a sequence, got {tuple(cost.shape)}"
+                f"one a sequence, got {got}"
             )
         acting = mask if self.top_entropy_quantile == 1 else _high_entropy(rollouts, self.top_entropy_quantile)
         if rollouts.importance_weights is not None and not self.weighs:

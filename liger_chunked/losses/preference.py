@@ -25,8 +25,8 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_scope
-from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.checks import check_finite, check_scope, check_values
+from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
@@ -253,7 +253,8 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         target = target.long()
         union = target if nll_target is None else self._union(target, nll_target, input)
         layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
-        batch = self._batch(weight, target, nll_target, layout, (ref_input, ref_weight, ref_bias, ref_logps))
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+        batch = self._batch(weight, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # for the metrics, of the sequences of each pack, by its first pair
 
@@ -268,11 +269,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(logps, stats, index)
             losses = self.preference_loss(pairs)
-            if losses.shape != pairs.logps.shape[:1]:
-                raise ValueError(
-                    f"preference_loss must return one value for each of {pairs.logps.shape[0]} pairs, "
-                    f"got {tuple(losses.shape)}"
-                )
+            check_values("preference_loss", losses, pairs.logps.shape[:1], "pairs")
             if batch.has_tokens is not None:
                 losses = torch.where(along(batch.has_tokens, index), losses, 0.0)
             loss = share_of_mean(losses, n_pairs)
@@ -308,7 +305,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
-        reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        reference: Reference,
     ) -> _Batch:
         mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
         assert lengths is not None and layout.group_lengths is not None
@@ -343,11 +340,17 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
         target: Tensor,
         layout: Layout,
         sequences: _Sequences,
-        reference: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        reference: Reference,
     ) -> Tensor:
         """(n, 2) those of the sequences, in float64, zeros without a reference."""
         ref_logps = reference_logps(
-            type(self).__name__, self.use_ref_model, weight, target, layout, self.options, *reference
+            reference,
+            weight,
+            target,
+            layout,
+            self.options,
+            loss=type(self).__name__,
+            required=self.use_ref_model,
         )
         if ref_logps is None:
             return torch.zeros((), dtype=torch.float64, device=target.device).expand(sequences.lengths.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,23 +11,38 @@ from liger_chunked.engine import Layout, check_projection, token_stats
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
+class Reference(NamedTuple):
+    """A reference model as a caller gives it: by its hidden states and head, or by log-probabilities; or not at all."""
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    logps: Tensor | None
+
+
 def reference_logps(
-    loss: str,
-    use_ref_model: bool | None,
+    reference: Reference,
     weight: Tensor,
     target: Tensor,
     layout: Layout,
     options: LogitOptions,
-    ref_input: Tensor | None,
-    ref_weight: Tensor | None,
-    ref_bias: Tensor | None,
-    ref_logps: Tensor | None,
+    *,
+    loss: str,
+    required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
     """The reference's log-probabilities, detached, or None where there is no reference.
 
-    From hidden states it takes one GEMM over the valid tokens, within the logits budget. Messages call the arguments
-    `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
+    From hidden states it takes one GEMM over the valid tokens, within the logits budget.
+
+    Args:
+        reference: as given.
+        weight: (V, H) of the policy's head, for its vocabulary and precision.
+        target: (n, T), in `layout`.
+        options: transform, budget, and which tokens are ignored.
+        loss: its name, for messages.
+        required: True: a reference is; False: one is refused; None: used if given.
+        infix: messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
 
     Returns:
         The dense layout, one value a token and zero at those without a target, or one value a sequence where
@@ -35,6 +52,7 @@ def reference_logps(
         ValueError: a reference that is missing, incomplete, given twice, refused, or does not fit.
         TypeError: dtypes that do not fit.
     """
+    ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
     states = {input_name: ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
     given = [name for name, value in states.items() if value is not None]
@@ -44,10 +62,10 @@ def reference_logps(
         raise ValueError(
             f"a reference needs {input_name} and ref_weight (or {logps_name}), got only {', '.join(given)}"
         )
-    if use_ref_model is False and (given or ref_logps is not None):
+    if required is False and (given or ref_logps is not None):
         refused = ", ".join(given or [logps_name])
         raise ValueError(f"{loss} with use_ref_model=False takes no reference, got {refused}")
-    if use_ref_model and not given and ref_logps is None:
+    if required and not given and ref_logps is None:
         raise ValueError(f"{loss} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:

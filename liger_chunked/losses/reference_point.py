@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
 from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.sequences import sequence_logps
 from liger_chunked.types import Head, LogitOptions
 
@@ -90,9 +90,11 @@ def mismatched_kl(
     target = kl_target.long()
     layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
     lengths = layout.divisors[:, 0]
-    ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
+    if ref_kl_input is None:
+        ref_head = (None, None)
+    given_reference = Reference(ref_kl_input, *ref_head, ref_kl_logps)
     reference = reference_logps(
-        loss, True, head.weight, target, layout, options, ref_kl_input, ref_weight, ref_bias, ref_kl_logps, infix="kl_"
+        given_reference, head.weight, target, layout, options, loss=loss, required=True, infix="kl_"
     )
     assert reference is not None
     reference = reference.squeeze(1)
@@ -106,6 +108,7 @@ def mismatched_kl(
 
 def reference_point(
     kind: ReferencePoint | None,
+    *,
     loss: str,
     head: Head,
     ref_head: tuple[Tensor | None, Tensor | None],

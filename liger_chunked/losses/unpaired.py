@@ -25,8 +25,8 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import reference_logps
+from liger_chunked.losses.checks import check_finite, check_values
+from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
@@ -203,26 +203,23 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
             example_weights,
             reference_point(
                 self.reference_point,
-                type(self).__name__,
-                head,
-                (ref_weight, ref_bias),
-                kl,
-                delta,
-                Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
-                self.options,
-                self.average_log_prob,
+                loss=type(self).__name__,
+                head=head,
+                ref_head=(ref_weight, ref_bias),
+                kl=kl,
+                delta=delta,
+                mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
+                options=self.options,
+                average_log_prob=self.average_log_prob,
             ),
             reference_logps(
-                type(self).__name__,
-                self.use_ref_model,
+                Reference(ref_input, ref_weight, ref_bias, ref_logps),
                 weight,
                 target,
                 layout,
                 self.options,
-                ref_input,
-                ref_weight,
-                ref_bias,
-                ref_logps,
+                loss=type(self).__name__,
+                required=self.use_ref_model,
             ),
         )
         n = max(1, target.shape[0])
@@ -231,11 +228,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
             losses = self.preference_loss(examples)
-            if losses.shape != examples.logps.shape:
-                raise ValueError(
-                    f"preference_loss must return one value for each of {examples.logps.shape[0]} sequences, "
-                    f"got {tuple(losses.shape)}"
-                )
+            check_values("preference_loss", losses, examples.logps.shape, "sequences")
             if some_are_empty:
                 losses = torch.where(along(batch.tokens, index) > 0, losses, 0.0)
             if batch.weights is not None:
