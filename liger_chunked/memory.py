@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import Group, Layout, Teacher, TopK, linear_token_stats
+from liger_chunked.engine import Group, Layout, StatsLoss, Teacher, TopK, linear_token_stats
 from liger_chunked.engine.distill import Route
 from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import Needs
@@ -27,7 +27,6 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-_FUSED = (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase, *_PREFERENCE)
 # Of Hopper, which estimates on a machine without a GPU are most often for.
 _HOPPER = (9, 0)
 
@@ -134,7 +133,7 @@ def estimate_memory(
         if isinstance(loss, LigerFusedLinearDistillationBase):
             route = _route(loss, own.head, layout, teacher, top_k)
             rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
-        elif isinstance(loss, _FUSED) and not _per_token(loss):
+        elif isinstance(loss, StatsLoss) and not _per_token(loss):
             plan = Plan.of(
                 own.head,
                 layout,
@@ -171,12 +170,13 @@ def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
     """What the loss cannot split, and its options; checks that it takes this reference and this teacher."""
-    if isinstance(loss, (LigerFusedLinearDistillationBase, *_FUSED)):
+    if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
         name, group, options = "linear_token_stats", "token", LogitOptions()
     else:
-        expected = ", ".join(base.__name__ for base in (LigerFusedLinearDistillationBase, *_FUSED))
+        bases = (LigerFusedLinearDistillationBase, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearPolicyBase)
+        expected = ", ".join(base.__name__ for base in (*bases, *_PREFERENCE))
         described = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
         raise TypeError(f"loss must be linear_token_stats or an instance of {expected}, got {described}")
     if ref_hidden_size is not None:

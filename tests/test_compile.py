@@ -22,7 +22,7 @@ from liger_chunked import (
     LigerFusedLinearUnpairedPreferenceBase,
     linear_token_stats,
 )
-from liger_chunked.engine import FusedLoss, passes
+from liger_chunked.engine import FusedLoss, StatsLoss, passes
 
 pytestmark = [
     pytest.mark.ordinary_memory,  # the compiler's own memory is not ours to poison
@@ -71,7 +71,7 @@ def test_as_eager(row, device, monkeypatch):
     batch = moved(row.sample(SMALL, seed=0), device=device)
     exact = evaluate(row.ours, batch, upstream=0.7)
     seen: list = []
-    bases = [loss for loss in FusedLoss.__subclasses__() if "forward" in vars(loss)]
+    bases = [loss for base in (FusedLoss, StatsLoss) for loss in base.__subclasses__() if "forward" in vars(loss)]
     for loss in bases:
         monkeypatch.setattr(loss, "forward", checked(loss.forward, seen))
     monkeypatch.setattr(table, "linear_token_stats", checked(linear_token_stats, seen))

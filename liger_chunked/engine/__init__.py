@@ -4,6 +4,7 @@ schedule.py   which tokens take part, in which order, in which packs and tiles
 passes.py     a pack through the head: statistics, and back
 epilogue.py   the same without ever reading logits back, where a loss lets it
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
+loss.py       what it asks of such a loss
 distill.py    the same for a student and its teacher, whose logits a loss compares
 stats.py      the statistics alone, differentiable: `linear_token_stats`
 compile.py    all of these as one operation of a graph, for torch.compile
@@ -15,6 +16,7 @@ from liger_chunked.engine.checks import check_projection, check_target, check_to
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
+from liger_chunked.engine.loss import StatsLoss
 from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 
@@ -26,6 +28,7 @@ __all__ = [
     "Layout",
     "Like",
     "Returns",
+    "StatsLoss",
     "Teacher",
     "TopK",
     "along",

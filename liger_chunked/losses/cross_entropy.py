@@ -11,14 +11,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
-    FusedLoss,
     Group,
     Layout,
     Like,
     Returns,
+    StatsLoss,
     check_projection,
     check_target,
-    fused_loss,
     lay_out,
     loss_and,
     one_operation,
@@ -85,7 +84,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights
 
 
-class LigerFusedLinearCrossEntropyLoss(FusedLoss):
+class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
 
     Equal to
@@ -131,7 +130,6 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
 
     ce_weight: Tensor | None
     _group: ClassVar[Group] = "token"
-    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -322,17 +320,7 @@ class LigerFusedLinearCrossEntropyLoss(FusedLoss):
             regularizer = definition.regularizer(stats)
             return loss if regularizer is None else loss + _weighed(regularizer, w).sum(dtype=torch.float64) / per_token
 
-        loss, stats = fused_loss(
-            head,
-            input,
-            layout,
-            objective,
-            outputs=self._outputs,
-            differentiates=self._differentiates,
-            options=self.options,
-            whole_batch=self._whole_batch,
-            class_weight=self._smoothing_weight(definition),
-        )
+        loss, stats = self._fuse(head, input, layout, objective, self._smoothing_weight(definition))
         z_loss = None
         if self.lse_square_scale:
             z_loss = _weighed(definition.z_loss(stats), weights).where(layout.mask, 0).sum() / per_token

@@ -11,13 +11,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
-    FusedLoss,
     Group,
     Like,
     Returns,
+    StatsLoss,
     check_projection,
     check_target,
-    fused_loss,
     lay_out,
     loss_and,
     one_operation,
@@ -56,7 +55,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-class LigerFusedLinearPolicyBase(FusedLoss, ABC):
+class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     """A policy loss: what a token costs, by a subclass, and all that surrounds it, by this base.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
@@ -281,16 +280,7 @@ class LigerFusedLinearPolicyBase(FusedLoss, ABC):
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             return self._objective(batch, batch.rollouts(stats, index), index, share)
 
-        loss, stats = fused_loss(
-            head,
-            input,
-            layout,
-            objective,
-            outputs=self._outputs,
-            differentiates=self._differentiates,
-            options=self.options,
-            whole_batch=self._whole_batch,
-        )
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch.rollouts(stats, slice(None)))
 
     def _objective(

@@ -12,15 +12,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
-    FusedLoss,
     Group,
     Layout,
     Like,
     Returns,
+    StatsLoss,
     along,
     check_projection,
     check_target,
-    fused_loss,
     lay_out,
     loss_and,
     one_operation,
@@ -105,7 +104,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
-class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
+class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if asked for.
 
     A subclass says what a pair costs, and nothing else:
@@ -275,16 +274,7 @@ class LigerFusedLinearPreferenceBase(FusedLoss, ABC):
             loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
-        loss, stats = fused_loss(
-            head,
-            input,
-            layout,
-            objective,
-            outputs=self._outputs,
-            differentiates=self._differentiates,
-            options=self.options,
-            whole_batch=self._whole_batch,
-        )
+        loss, stats = self._fuse(head, input, layout, objective)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 

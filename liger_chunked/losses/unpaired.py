@@ -12,15 +12,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.engine import (
-    FusedLoss,
     Group,
     Layout,
     Like,
     Returns,
+    StatsLoss,
     along,
     check_projection,
     check_target,
-    fused_loss,
     lay_out,
     loss_and,
     one_operation,
@@ -73,7 +72,7 @@ class _Batch:
         )
 
 
-class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
+class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean over the sequences of `preference_loss`.
 
     A subclass says what a sequence costs, and nothing else:
@@ -103,7 +102,6 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
     reference_point: ReferencePoint | None = None
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
-    _whole_batch: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -235,16 +233,7 @@ class LigerFusedLinearUnpairedPreferenceBase(FusedLoss, ABC):
                 losses = losses * along(batch.weights, index)
             return share_of_mean(losses, n)
 
-        loss, stats = fused_loss(
-            head,
-            input,
-            layout,
-            objective,
-            outputs=self._outputs,
-            differentiates=self._differentiates,
-            options=self.options,
-            whole_batch=self._whole_batch,
-        )
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch, stats)
 
     def _batch(
