@@ -39,11 +39,18 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss = self.loss_override
-        point = None if loss is None else loss.reference_point
-        if point == "delta" or (point == "kl" and not self.calculate_KL):
-            remedy = "estimates none" if point == "delta" else "needs KTOConfig(loss_type='kto') for it"
+        if loss is not None and loss.reference_point == "kl" and not self.calculate_KL:
             raise ValueError(
-                f"{type(loss).__name__} asks for the reference point {point!r}; {type(self).__name__} {remedy}"
+                f"{type(loss).__name__} asks for the reference point 'kl'; {type(self).__name__} needs "
+                "KTOConfig(loss_type='kto') for it"
+            )
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.reference_point == "delta":
+            raise ValueError(
+                f"{type(loss).__name__} asks for the reference point 'delta'; {cls.__name__} estimates none"
             )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
