@@ -310,10 +310,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
             raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
         if s.f_divergence_type != "reverse_kl":
-            readers = sorted(name for name, kind in LOSS_TYPES.items() if kind.any_divergence)
-            if not set(self.loss_types) <= set(readers):
+            fitting = {name for name, kind in LOSS_TYPES.items() if kind.any_divergence}
+            if not set(self.loss_types) <= fitting:
+                readers = sorted(name for name, kind in LOSS_TYPES.items() if "f_divergence_type" in kind.reads)
                 raise ValueError(
-                    f"f_divergence_type={s.f_divergence_type!r} needs loss types among {readers}, got {self.loss_types}"
+                    f"f_divergence_type={s.f_divergence_type!r} needs loss types among {readers}, "
+                    f"got {self._shown_names()}"
                 )
         if self.use_weighting and not all(LOSS_TYPES[name].weighable for name in names):
             unweighable = sorted(name for name, kind in LOSS_TYPES.items() if not kind.weighable)
