@@ -263,7 +263,8 @@ def served(change: dict) -> bool:
         "differentiates": ("logps", "lse"),
         "packs": [schedule.tiles(3, 16, 64)] * 2,
     }
-    return epilogue.serves(**(arguments | change))
+    arguments |= change
+    return epilogue.serves(**arguments, dtype=arguments["head"].weight.dtype)
 
 
 REFUSED = {
@@ -311,6 +312,23 @@ def test_the_automatic_budget_of_a_narrow_head(change, tokens, monkeypatch):
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
     estimate = estimate_memory(arguments.pop("loss"), **arguments)
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_narrow_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
+    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
+    plan = fused.Plan.of(
+        Head(weight if transposed else weight.contiguous()),
+        schedule.lay_out_every(8192, torch.device("cpu")),
+        torch.bfloat16,
+        outputs=("logps",),
+        differentiates=("logps",),
+        options=LogitOptions(),
+        whole_batch=False,
+        wide_tiles=True,
+    )
+    assert len(plan.packs) == (1 if transposed else 2)
 
 
 def test_small_packs_are_left_to_the_logits(monkeypatch):

@@ -264,7 +264,7 @@ def cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
 
 def assert_same(values: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, same in expected.items():
-        # Matrix products in another layout add up in another order.
+        # Matrix products in another layout add up in another order; in bfloat16 a logit is then rounded up, or down.
         half = any(x.dtype == torch.bfloat16 for x in expected.values())
         rtol, atol = (2**-6, 2**-6) if half else (1e-5, 2e-6)
         torch.testing.assert_close(values[name], same, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")

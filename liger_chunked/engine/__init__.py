@@ -12,7 +12,7 @@ rehearsal.py  their steps on tensors without storage, which is what `estimate_me
 checks.py     what is asked of inputs
 """
 
-from liger_chunked.engine.checks import check_projection, check_target, check_top_k
+from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
 from liger_chunked.engine.fused import fused_loss
@@ -35,6 +35,7 @@ __all__ = [
     "check_projection",
     "check_target",
     "check_top_k",
+    "check_values",
     "distillation_loss",
     "fused_loss",
     "lay_out",

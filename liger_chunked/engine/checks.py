@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,23 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
                 f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
                 f"trained, {described(leaf)}: it would not be; freeze or detach it"
             )
+
+
+def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
+    """What a loss of somebody's own returns.
+
+    Args:
+        name: of its method.
+        values: what it returned.
+        shape: (n,).
+        of: what there are n of.
+
+    Raises:
+        ValueError: no tensor of that shape.
+    """
+    if not isinstance(values, Tensor) or values.shape != shape:
+        got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:

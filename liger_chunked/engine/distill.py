@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.engine.checks import check_graph, compute_dtype
+from liger_chunked.engine.checks import check_graph, check_values, compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, packs, pieces
@@ -287,9 +287,7 @@ def _gradients(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tens
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
     """What `function` makes of (n, V) logits, which must be (n,) and depend on the student's."""
     divergence = function(student, teacher)
-    if not isinstance(divergence, Tensor) or divergence.shape != student.shape[:1]:
-        got = tuple(divergence.shape) if isinstance(divergence, Tensor) else f"a {type(divergence).__name__}"
-        raise ValueError(f"divergence must return one value for each of {student.shape[0]} tokens, got {got}")
+    check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:
         raise ValueError(
             "divergence has no gradient: it does not depend on the student's logits, or is detached from them"

@@ -60,7 +60,7 @@ def _fits_descriptor(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % _DESCRIPTOR_BYTES == 0
 
 
-def suits(
+def serves(
     head: Head,
     dtype: torch.dtype,
     options: LogitOptions,
@@ -69,10 +69,10 @@ def suits(
     differentiates: tuple[str, ...],
     packs: list[list[Tile]],
 ) -> bool:
-    """Whether `EpiloguePass` computes what a step asks for, and gains.
+    """Whether `EpiloguePass` can take the place of `HeadPass` in a step, on a device with the tiles for it, and gains.
 
     Args:
-        head: for its shapes.
+        head: for its shapes and its layout.
         dtype: of its products.
         options, class_weight, outputs: of the step.
         differentiates: the statistics that the gradient of its loss reaches.
@@ -91,25 +91,8 @@ def suits(
         and hidden_size <= _WIDEST
         and max(map(largest, packs)) * hidden_size >= _SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
+        and _fits_descriptor(head.weight)
     )
-
-
-def serves(
-    head: Head,
-    options: LogitOptions,
-    class_weight: Tensor | None,
-    outputs: tuple[str, ...],
-    differentiates: tuple[str, ...],
-    packs: list[list[Tile]],
-) -> bool:
-    """Whether `EpiloguePass` can take the place of `HeadPass` in a step, on a device with the tiles for it, and gains.
-
-    Args:
-        head: in the dtype of its products.
-        options, class_weight, outputs, differentiates, packs: see `suits`.
-    """
-    weight = head.weight
-    return suits(head, weight.dtype, options, class_weight, outputs, differentiates, packs) and _fits_descriptor(weight)
 
 
 @dataclass
@@ -125,7 +108,7 @@ class EpiloguePass:
     so that neither direction ever reads logits: `HeadPass` goes over them twice, to reduce them and to overwrite them
     with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
 
-    When. `suits` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
+    When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
     loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 2048, above which the product,
     slower than cuBLAS's, costs more than the passes it saves. And dW accumulates in float32, as it does over several
     packs, or is not asked for: a dW that is written once, in bfloat16, has no place to add the target's part to.

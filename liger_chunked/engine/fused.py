@@ -88,9 +88,10 @@ class Plan:
             return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
 
         chosen = cut(layout.n_valid)
+        # All logits at once, where packs that never read any are faster.
         if len(chosen[0]) == 1 and wide_tiles and hidden_size <= epilogue.NARROW:
             several = cut(0)
-            if len(several[0]) > 1 and epilogue.suits(
+            if len(several[0]) > 1 and epilogue.serves(
                 head, dtype, options, class_weight, outputs, differentiates, several[1]
             ):
                 chosen = several
@@ -123,7 +124,9 @@ class Plan:
         if (
             self.wide_tiles
             and (grads is None or grads.accumulates)
-            and epilogue.serves(head, self.options, self.class_weight, self.outputs, differentiates, self.tiles)
+            and epilogue.serves(
+                head, self.dtype, self.options, self.class_weight, self.outputs, differentiates, self.tiles
+            )
         ):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
         head_pass.reserve(max(largest(t) for t in self.tiles))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_chunked.engine.distill import ByAutograd, DistillationPlan, Route
+from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
 from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, row_blocks, tiles
@@ -157,9 +158,20 @@ def _numbers(layout: Layout) -> Tensor:
     return torch.empty(layout.mask.numel(), _NUMBERS, dtype=torch.float32, device="meta")
 
 
-def _cotangents(partial: PartialStats) -> LogitsCotangents:
-    """Gradients by the log-probabilities: by another statistic, they would be as large."""
-    return LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
+def _backward(
+    head_pass: HeadPass | EpiloguePass,
+    x: Tensor,
+    target: Tensor,
+    cut: list[Tile],
+    partial: PartialStats,
+    grads: _Gradients,
+    pack_rows: slice,
+) -> None:
+    """From gradients by the log-probabilities, which a step holds to the end: by another statistic, they would be as
+    large.
+    """
+    cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
+    head_pass.backward(x, target, cut, cotangents, grads, pack_rows)
 
 
 def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
@@ -177,8 +189,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
         partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
         all_stats.append(stats)
         if grads is not None and pack_tiles:
-            cotangents = _cotangents(partial)
-            head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
+            _backward(head_pass, x, target, pack_tiles, partial, grads, pack.rows)
     head_pass.release()
     if grads is not None:
         gradients = grads.finish()
@@ -197,8 +208,8 @@ def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, optio
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, row_blocks(cut))
         if cut:
-            x, cotangents = projection.rows(ledger, layout, every), _cotangents(partial)
-            head_pass.backward(x, layout.target, cut, cotangents, grads, every)
+            x = projection.rows(ledger, layout, every)
+            _backward(head_pass, x, layout.target, cut, partial, grads, every)
             del x
         head_pass.release()
         del numbers, partial

@@ -77,23 +77,6 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
             raise ValueError(f"{field.name}={value!r} is not read by {by}, only by {readers}")
 
 
-def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """What a loss of somebody's own returns.
-
-    Args:
-        name: of its method.
-        values: what it returned.
-        shape: (n,).
-        of: what there are n of.
-
-    Raises:
-        ValueError: no tensor of that shape.
-    """
-    if not isinstance(values, Tensor) or values.shape != shape:
-        got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
-
-
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
     """`scope` is a class attribute that anyone may misspell.
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite, check_positive, check_values, refuse_unread
+from liger_chunked.engine import check_values
+from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase

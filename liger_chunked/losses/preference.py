@@ -20,11 +20,12 @@ from liger_chunked.engine import (
     along,
     check_projection,
     check_target,
+    check_values,
     lay_out,
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_scope, check_values
+from liger_chunked.losses.checks import check_finite, check_scope
 from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (

@@ -90,11 +90,16 @@ def mismatched_kl(
     target = kl_target.long()
     layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
     lengths = layout.divisors[:, 0]
-    if ref_kl_input is None:
-        ref_head = (None, None)
-    given_reference = Reference(ref_kl_input, *ref_head, ref_kl_logps)
+    ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
     reference = reference_logps(
-        given_reference, head.weight, target, layout, options, loss=loss, required=True, infix="kl_"
+        Reference(ref_kl_input, ref_weight, ref_bias, ref_kl_logps),
+        head.weight,
+        target,
+        layout,
+        options,
+        loss=loss,
+        required=True,
+        infix="kl_",
     )
     assert reference is not None
     reference = reference.squeeze(1)

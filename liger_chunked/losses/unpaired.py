@@ -20,11 +20,12 @@ from liger_chunked.engine import (
     along,
     check_projection,
     check_target,
+    check_values,
     lay_out,
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_values
+from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference import Reference, reference_logps
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
