@@ -292,7 +292,8 @@ def test_serves_not(change):
 QWEN = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 2048)}
 AUTOMATIC = {
     "two packs": ({}, 4096),
-    "a wider head": ({"hidden_size": 1536}, 8192),
+    "a wider head": ({"hidden_size": 2048}, 4096),
+    "one too wide": ({"hidden_size": 2560}, 8192),
     "small work": ({"vocab_size": 32000}, 8192),
     "one chunk in any case": ({"shape": (2, 2048)}, 4096),
     "a device without the tiles": ({"capability": (8, 0)}, 8192),
@@ -306,7 +307,7 @@ AUTOMATIC = {
 
 
 @pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
-def test_the_automatic_budget_of_a_narrow_head(change, tokens, monkeypatch):
+def test_the_automatic_budget(change, tokens, monkeypatch):
     """Two packs by the epilogue, where a step could be one chunk of logits."""
     monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
@@ -315,7 +316,7 @@ def test_the_automatic_budget_of_a_narrow_head(change, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_narrow_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
+def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
     monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = fused.Plan.of(

@@ -79,7 +79,7 @@ class Plan:
         wide_tiles: bool,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        vocab_size, hidden_size = head.weight.shape
+        vocab_size = head.weight.shape[0]
         differentiates = tuple(name for name in differentiates if name in outputs)
 
         def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
@@ -88,8 +88,8 @@ class Plan:
             return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
 
         chosen = cut(layout.n_valid)
-        # All logits at once, where packs that never read any are faster.
-        if len(chosen[0]) == 1 and wide_tiles and hidden_size <= epilogue.NARROW:
+        # All logits at once, where packs that never read any take less memory and no more time.
+        if len(chosen[0]) == 1 and wide_tiles:
             several = cut(0)
             if len(several[0]) > 1 and epilogue.serves(
                 head, dtype, options, class_weight, outputs, differentiates, several[1]

@@ -111,12 +111,11 @@ class Gradients(Protocol):
     @property
     def accumulates(self) -> bool: ...
 
-    @property
-    def wants_weight(self) -> bool: ...
-
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None: ...
+
+    def open_weight(self) -> bool: ...
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
 
@@ -310,6 +309,10 @@ class HeadGradients:
             return along(self._input, pack_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
+    def open_weight(self) -> bool:
+        """Make room for dW before its first product is enqueued; whether it is wanted."""
+        return self._weight_gradient() is not None
+
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
         """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
         weight = self._weight_gradient()
@@ -321,11 +324,7 @@ class HeadGradients:
     @property
     def accumulates(self) -> bool:
         """Whether more may be added to dW after a product: it is held in float32, or not asked for."""
-        return not self.wants_weight or self._weight_dtype == self._wide
-
-    @property
-    def wants_weight(self) -> bool:
-        return self._given_weight is not None
+        return self._given_weight is None or self._weight_dtype == self._wide
 
     def _weight_gradient(self) -> Tensor | None:
         """dW, if it is wanted, which is created for the first product: a teacher's logits may be gone by then."""

@@ -115,16 +115,16 @@ class _Gradients:
     def accumulates(self) -> bool:
         return self._head.accumulates
 
-    @property
-    def wants_weight(self) -> bool:
-        return self._head.wants_weight
-
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._head.normalize(gradients)
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
         with self._ledger.part("input_grad"):
             return self._input.open_input(x, pack_rows, one_slice)
+
+    def open_weight(self) -> bool:
+        with self._ledger.part("weight_grad"):
+            return self._head.open_weight()
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
         with self._ledger.part("weight_grad"):
