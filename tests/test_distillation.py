@@ -153,6 +153,56 @@ def test_excluded_columns(loss, device):
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-7)
 
 
+def _one_hot(column: int) -> Tensor:
+    x = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
+    x[:, column] = 300.0
+    return x
+
+
+_NORMAL = torch.randn(2, 2, 3000, generator=torch.Generator().manual_seed(1))
+ROWS_OF_16_BITS = {
+    "independent": tuple(_NORMAL),
+    "peaked": tuple(12 * _NORMAL),
+    "near": (3 * _NORMAL[0], 3.03 * _NORMAL[0]),
+    "certain": (_one_hot(3), _one_hot(7)),
+    "large": tuple(1e4 + 100 * _NORMAL),
+    "holes": tuple(_NORMAL.masked_fill(_NORMAL.abs() < 0.3, -math.inf)),
+}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("rows", ROWS_OF_16_BITS.values(), ids=ROWS_OF_16_BITS)
+def test_jsd_of_16_bit_logits(rows, beta, device):
+    """Their sweep has a way of its own to the mixture."""
+    z, t = (x.bfloat16().to(device) for x in rows)
+    loss = LigerFusedLinearJSDLoss(beta=beta)
+    value, gradient = by_kernels(loss, z, t)
+    exact, exact_gradient = by_autograd(loss, z.double().clamp(min=-1e5), t.double().clamp(min=-1e5))
+    assert torch.allclose(value.double(), exact, rtol=1e-5, atol=5e-7)
+    assert torch.allclose(gradient.double(), exact_gradient, rtol=2**-7, atol=5e-7)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@by_loss
+def test_nan_makes_the_divergence_of_its_row_nan(loss, dtype, device):
+    for side in range(2):
+        rows = _NORMAL.to(device, dtype, copy=True)
+        rows[side, 0, 5] = math.nan
+        value, gradient = by_kernels(loss, *rows)
+        assert value.isnan().tolist() == [True, False]
+        assert not gradient[1].isnan().any()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_jsd_of_equal_rows_is_zero(dtype, device):
+    z = 5 * _NORMAL[0].to(device, dtype)
+    value, gradient = by_kernels(LigerFusedLinearJSDLoss(), z, z.clone())
+    assert value.tolist() == [0.0, 0.0] and not gradient.any()
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6])
 def test_jsd_near_its_ends_keeps_its_precision(beta, device):

@@ -7,7 +7,8 @@
         aside.join()
         ...                     after both
 
-Tensors are made outside of `stream()`: the memory of those that are made in it belongs to the other stream.
+Tensors that outlive the block are made outside of `stream()`: the memory of those that are made in it belongs to the
+other stream.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Aside:
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
+        self._forked = False
 
     def __enter__(self) -> Aside:
         return self
@@ -45,10 +47,12 @@ class Aside:
         """What is enqueued inside waits for what the current stream was given until now."""
         if self._other is None:
             return nullcontext()
+        self._forked = True
         self._other.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._other)
 
     def join(self) -> None:
         """What the current stream is given from now on waits for the other."""
-        if self._other is not None:
+        if self._other is not None and self._forked:
+            self._forked = False
             torch.cuda.current_stream().wait_stream(self._other)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -47,6 +48,9 @@ _WIDEST = 2048
 # more to do a pack: two packs of 2048 x 1024 over 32000 classes took 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of
 # 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and 3.75.
 _SMALLEST = 1 << 37
+# Tokens of the smallest pack for which a step that could be one chunk of logits is cut: with fewer, a product of dW is
+# bound by its own output.
+_FEWEST_TOKENS = 3072
 # What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
 # has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
@@ -93,6 +97,18 @@ def serves(
     )
 
 
+def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
+    """Whether these packs by the epilogue take less memory than one chunk of their logits, and about as long.
+
+    A chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW, packs of at most n hold 2 n V of exponentials and
+    4 V H of dW in float32. Cross entropy over 151936 classes on an H200, in packs and in one chunk: 8192 x 1536 took
+    18.77 and 19.23 ms, 2126 and 2843 MiB; 8192 x 2048 24.23 and 24.95 ms, 2440 and 3000 MiB; 6144 x 1536 14.68 and
+    14.64 ms, 1817 and 2244 MiB.
+    """
+    tokens = [sum(tile.rows.stop - tile.rows.start for tile in tiles) for tiles in packs]
+    return len(packs) > 1 and min(tokens) >= _FEWEST_TOKENS and sum(tokens) - max(tokens) > hidden_size
+
+
 @dataclass
 class EpiloguePass:
     """The head of one step, and the one buffer that every pack's exponentials are written to.
@@ -113,7 +129,8 @@ class EpiloguePass:
 
     dX has few tiles, and either product leaves some of a GPU idle in its last wave, which the other may take. Of 151936
     classes 8192 x 1536 took 19.25 ms with one after the other, 18.77 beside one another; 8192 x 896 12.64 and 12.08.
-    Products of H = 4096, or written in bfloat16, gained nothing.
+    Products of H = 4096, or written in bfloat16, gained nothing. cuBLAS keeps a workspace for each stream, on Hopper
+    32 MiB from the first step on, which is not in the table above.
 
     Bytes, of a pack of n tokens, beside the gradients of the step:
 
@@ -121,7 +138,7 @@ class EpiloguePass:
         statistics   sample    2048 n        at most: 512 logits a row, float32, to take the centre from
                      parts     n V / 64      a float32 sum for each 256 columns; twice as much with an entropy
         backward     s x       2 n H         in the place of dX, where there is one
-                     E W       4 n H         after dW, while dX is formed; at most 32 MiB
+                     E W       4 n H         while dX is formed; at most 32 MiB
 
     Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 8 + 9 MiB
     or else 14 MiB beside it.
@@ -199,7 +216,7 @@ class EpiloguePass:
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         with Aside(x.device) as aside:
             if scaled is not None:
-                with aside.stream():
+                with aside.stream() if dx is not None else nullcontext():
                     grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
                     grads.add_targets(target, scales.target, x)
             if dx is not None:

@@ -79,7 +79,7 @@ class Plan:
         wide_tiles: bool,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        vocab_size = head.weight.shape[0]
+        vocab_size, hidden_size = head.weight.shape
         differentiates = tuple(name for name in differentiates if name in outputs)
 
         def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
@@ -88,10 +88,9 @@ class Plan:
             return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
 
         chosen = cut(layout.n_valid)
-        # All logits at once, where packs that never read any take less memory and no more time.
         if len(chosen[0]) == 1 and wide_tiles:
             several = cut(0)
-            if len(several[0]) > 1 and epilogue.serves(
+            if epilogue.instead_of_one_chunk(several[1], hidden_size) and epilogue.serves(
                 head, dtype, options, class_weight, outputs, differentiates, several[1]
             ):
                 chosen = several

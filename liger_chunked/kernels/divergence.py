@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, log, reciprocal, row_blocks, tl, transform_block
+from liger_chunked.kernels.backend import exp, jit, log, log2, reciprocal, row_blocks, tl, transform_block
 from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_transform, products, sums, widened
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
@@ -72,9 +72,12 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     same), exact both near p = q and for a beta next to 0 or 1.
     """
     # Of what has no probability in float64 either, the logarithm is a number: LOG_ZERO.
-    gap = tl.maximum(log_q, -1e4) - tl.maximum(log_p, -1e4)
+    # A NaN stays one: the hardware's maximum is that of the other number.
+    log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
-        gap = tl.minimum(gap, 87.0)  # float32 holds exp(87), and next to it p counts for nothing
+        # float32 holds exp(87), and next to it p counts for nothing.
+        gap = tl.minimum(gap, 87.0, propagate_nan=tl.PropagateNan.ALL)
         log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
     else:
@@ -90,12 +93,33 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 
 @jit
+def _bits(z, centre, log_sum, inv_temperature):
+    """`log2 p`, and -120 for a p that is less: a number that counts for nothing, and that 2**120 makes 1."""
+    z = z - centre
+    if inv_temperature is not None:
+        z = z * inv_temperature
+    log_p = z * 1.4426950408889634 - log_sum * 1.4426950408889634
+    return tl.maximum(log_p, -120.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def _compare_block(
     z, t, centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, on_ratio_sum,
     inv_temperature, teacher_inv_temperature, beta, one_minus_beta, even,
     KIND: tl.constexpr, RATIO: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     """Add a block of both rows to what each lane knows; -inf adds nothing."""
+    if KIND == "mixture" and CENTRAL:
+        # `log_ratios` in bits, with q from p and their ratio: three special operations an element, not four.
+        log_p = _bits(z, centre, log_sum, inv_temperature)
+        gap = _bits(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
+        p, ratio = tl.exp2(log_p), tl.exp2(gap)
+        m_over_p = log2(one_minus_beta + beta * ratio)
+        on_p -= p * m_over_p
+        on_q += p * ratio * (gap - m_over_p)
+        if RATIO:
+            on_ratio_sum += p * tl.exp2(gap - m_over_p)
+        return on_p, on_q, on_ratio_sum
     p, log_p = softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE)
     q, log_q = softmax_block(t, teacher_centre, teacher_sum_exp, teacher_log_sum, teacher_inv_temperature, PRECISE)
     if KIND == "mixture":
@@ -162,10 +186,11 @@ def _second_sweep_kernel(
         slope += tl.sum(on_p, axis=0)
         tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
+        unit = 0.6931471805599453 if CENTRAL else 1.0  # bits
         if on_teacher is not None:
-            divergence += on_teacher * tl.sum(on_q, axis=0)
+            divergence += on_teacher * unit * tl.sum(on_q, axis=0)
         if on_student is not None:
-            on_p_sum = on_student * tl.sum(on_p, axis=0)
+            on_p_sum = on_student * unit * tl.sum(on_p, axis=0)
             divergence += on_p_sum
             slope += on_p_sum
         if on_ratio is not None:

@@ -1,0 +1,152 @@
+"""A pack's dW beside its dX: what waits for what."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import wraps
+
+import pytest
+import torch
+
+from liger_chunked import LigerFusedLinearCrossEntropyLoss
+from liger_chunked.engine import epilogue, fused, passes
+from liger_chunked.engine.aside import Aside
+from liger_chunked.engine.passes import HeadGradients
+from liger_chunked.kernels import backend
+
+TOKENS, HIDDEN, VOCAB = 16, 72, 603
+BUDGET = 8 * VOCAB * 2  # two packs
+
+
+class Recorded:
+    """Streams that say what they are given, on a CPU."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Recorded) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The order of what the current stream and the other one are given."""
+    if device == "cuda":
+        pytest.skip("recorded on a CPU")
+    entries: list[str] = []
+    current, other = Recorded("current", entries), Recorded("other", entries)
+    stack = [current]
+
+    @contextmanager
+    def stream(chosen: Recorded):
+        stack.append(chosen)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def begin(self: Aside, device: torch.device) -> None:
+        self._other, self._forked = other, False
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stack[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Aside, "__init__", begin)
+
+    def watch(module: object, name: str, label: str) -> None:
+        function = getattr(module, name)
+
+        @wraps(function)
+        def watched(*args, **kwargs):
+            entries.append(f"{stack[-1].name}: {label}")
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(passes, "accumulate", "dW")
+    watch(passes, "add_target_rows_", "targets of dW")
+    watch(epilogue, "accumulate", "product of dX")
+    watch(epilogue, "add_target_rows_of_weight", "write dX")
+    watch(epilogue, "scale_rows", "scale")
+    watch(epilogue, "project_exp", "exponentials")
+    return entries
+
+
+def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def made(rows: int, grad: bool) -> torch.Tensor:
+        return torch.randn(rows, HIDDEN, generator=generator).to(device, torch.bfloat16).requires_grad_(grad)
+
+    w, x = made(VOCAB, weight), made(TOKENS, input)
+    target = torch.randint(VOCAB, (TOKENS,), generator=generator).to(device)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET)(w, x, target)
+    return torch.autograd.grad(loss, [p for p in (w, x) if p.requires_grad])
+
+
+@pytest.fixture(autouse=True)
+def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu" and not backend.INTERPRETED:
+        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
+    if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
+        pytest.skip("no tensor memory accelerator")
+    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    if device == "cpu":
+        monkeypatch.setattr(fused, "has_wide_tiles", lambda _: True)
+
+
+FORK, JOIN = "other waits for current", "current waits for other"
+SAMPLE = "current: product of dX"  # of the sample's logits, which `accumulate` forms too
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
+    monkeypatch.setattr(epilogue, "_PRODUCT", 8 * HIDDEN // blocks)
+    step(device)
+    pack = [
+        SAMPLE, "current: exponentials", "current: scale", FORK, "other: dW", "other: targets of dW",
+        "current: product of dX", JOIN, "current: write dX",
+    ]  # fmt: skip
+    assert log == 2 * (pack + (blocks - 1) * ["current: product of dX", "current: write dX"])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("trainable", ["weight", "input"])
+def test_one_gradient_stays_on_its_stream(trainable, device, log):
+    step(device, **{"weight": False, "input": False, trainable: True})
+    assert not any("other" in entry for entry in log)
+
+
+@pytest.mark.triton
+def test_a_failure_joins(device, log, monkeypatch):
+    """Memory that is freed on the way out may be given to others."""
+
+    def fail(*_args, **_kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(epilogue, "add_target_rows_of_weight", fail)  # after a join
+    with pytest.raises(torch.OutOfMemoryError):
+        step(device)
+    assert log.count(FORK) == log.count(JOIN) == 1
+    log.clear()
+    monkeypatch.setattr(HeadGradients, "add_targets", fail)  # before one
+    with pytest.raises(torch.OutOfMemoryError):
+        step(device)
+    assert log[-1] == JOIN
+
+
+@pytest.mark.triton
+def test_a_late_dw(device, monkeypatch):
+    """The next pack's exponentials, dX in the place of its factor, and what comes after wait for it."""
+    if device == "cpu":
+        pytest.skip("a CPU has one stream")
+    in_time = step(device)
+    add = HeadGradients.add
+
+    def late(*args, **kwargs):
+        torch.cuda._sleep(100_000_000)
+        add(*args, **kwargs)
+
+    monkeypatch.setattr(HeadGradients, "add", late)
+    for expected, got in zip(in_time, step(device), strict=True):
+        assert torch.equal(expected, got)
