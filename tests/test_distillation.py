@@ -179,7 +179,9 @@ def test_jsd_of_16_bit_logits(rows, beta, device):
     loss = LigerFusedLinearJSDLoss(beta=beta)
     value, gradient = by_kernels(loss, z, t)
     exact, exact_gradient = by_autograd(loss, z.double().clamp(min=-1e5), t.double().clamp(min=-1e5))
-    assert torch.allclose(value.double(), exact, rtol=1e-5, atol=5e-7)
+    # The hardware's logarithm is off by 2**-22 of itself, and cancels the gap between log p and log q.
+    gap = (z.double().log_softmax(1) - t.double().log_softmax(1)).abs().nan_to_num(0.0, posinf=0.0).max() / math.log(2)
+    assert torch.allclose(value.double(), exact, rtol=0, atol=2**-22 * min(120.0, float(gap)) + 5e-7)
     assert torch.allclose(gradient.double(), exact_gradient, rtol=2**-7, atol=5e-7)
 
 

@@ -48,9 +48,10 @@ _WIDEST = 2048
 # more to do a pack: two packs of 2048 x 1024 over 32000 classes took 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of
 # 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and 3.75.
 _SMALLEST = 1 << 37
-# Tokens of the smallest pack for which a step that could be one chunk of logits is cut: with fewer, a product of dW is
-# bound by its own output.
-_FEWEST_TOKENS = 3072
+# The smallest packs for which a step is cut that could be one chunk of logits: so many tokens, and multiplications of a
+# product. See `instead_of_one_chunk`.
+_FEWEST_TOKENS = 3584
+_LARGE = 1 << 39
 # What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
 # has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
@@ -101,12 +102,26 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     """Whether these packs by the epilogue take less memory than one chunk of their logits, and about as long.
 
     A chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW, packs of at most n hold 2 n V of exponentials and
-    4 V H of dW in float32. Cross entropy over 151936 classes on an H200, in packs and in one chunk: 8192 x 1536 took
-    18.77 and 19.23 ms, 2126 and 2843 MiB; 8192 x 2048 24.23 and 24.95 ms, 2440 and 3000 MiB; 6144 x 1536 14.68 and
-    14.64 ms, 1817 and 2244 MiB.
+    4 V H of dW in float32: less where n + H < N. Cross entropy on an H200, in packs and in one chunk:
+
+        tokens x hidden x classes       ms                        MiB
+        8192 x 896 x 151936             1.129, 1.171 of floor     1739, 2648
+        8192 x 1536 x 151936            18.77, 19.23              2126, 2843     and 19.07, 18.91 in another run
+        8192 x 2048 x 151936            24.23, 24.95              2440, 3000
+        8192 x 2048 x 128256            20.31, 20.89              2068, 2538
+        6144 x 1536 x 151936            14.68, 14.64              1817, 2244
+        6144 x 2048 x 128256            16.55, 16.00              1802, 2030
+        32768 x 2048 x 32000            22.62, 20.62              644, 2255
+        8192 x 2048 x 32000             6.05, 5.38                548, 657
+
+    A pack has a quarter of a millisecond of small kernels, and dW to read and to write.
     """
-    tokens = [sum(tile.rows.stop - tile.rows.start for tile in tiles) for tiles in packs]
-    return len(packs) > 1 and min(tokens) >= _FEWEST_TOKENS and sum(tokens) - max(tokens) > hidden_size
+    large = all(tiles and largest(tiles) * hidden_size >= _LARGE for tiles in packs)
+    return len(packs) > 1 and large and min(map(_tokens, packs)) >= _FEWEST_TOKENS
+
+
+def _tokens(tiles: list[Tile]) -> int:
+    return max(tile.rows.stop for tile in tiles)
 
 
 @dataclass
