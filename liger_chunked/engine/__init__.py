@@ -6,6 +6,9 @@ epilogue.py   the same without ever reading logits back, where a loss lets it
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
 loss.py       what it asks of such a loss
 distill.py    the same for a student and its teacher, whose logits a loss compares
+routes.py     how their logits become a divergence: by kernels, or by autograd
+top_k.py      a third way, from a teacher's largest log-probabilities
+aside.py      work on a second stream
 stats.py      the statistics alone, differentiable: `linear_token_stats`
 compile.py    all of these as one operation of a graph, for torch.compile
 rehearsal.py  their steps on tensors without storage, which is what `estimate_memory` adds up
@@ -14,11 +17,13 @@ checks.py     what is asked of inputs
 
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
-from liger_chunked.engine.distill import ByAutograd, ClosedForm, Teacher, TopK, distillation_loss
+from liger_chunked.engine.distill import Teacher, distillation_loss
 from liger_chunked.engine.fused import fused_loss
 from liger_chunked.engine.loss import StatsLoss
+from liger_chunked.engine.routes import ByAutograd, ClosedForm
 from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.stats import linear_token_stats, token_stats
+from liger_chunked.engine.top_k import TopK
 
 __all__ = [
     "ByAutograd",

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine.distill import ByAutograd, DistillationPlan, Route
+from liger_chunked.engine.distill import DistillationPlan
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
+from liger_chunked.engine.routes import ByAutograd, Route
 from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate

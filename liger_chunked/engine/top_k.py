@@ -1,0 +1,147 @@
+"""A divergence from a teacher's largest log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.routes import (
+    DivergenceFunction,
+    Measured,
+    measured_by,
+    tempered,
+    transformed,
+    vector_jacobian,
+)
+from liger_chunked.kernels import tail_grad_, tail_stats
+from liger_chunked.types import LogitOptions, accumulation_dtype
+
+# The least probability of a tail that the teacher's top-k leaves; TRL has the same.
+LEAST_LEFT = 1e-7
+
+
+@dataclass(frozen=True)
+class TopK:
+    """From the teacher's largest log-probabilities: a divergence over k + 1 bins, the last of them all that is left.
+
+    The student's bins are its logits at the k tokens and the logsumexp of the others, which a sweep over logits with
+    holes in the place of the k finds without cancellation. Everything else is autograd on k + 2 numbers a token.
+    """
+
+    function: DivergenceFunction
+    options: LogitOptions
+    logps: Tensor  # (n_valid, k) in nats, -inf for an entry that is not there
+    ids: Tensor  # (n_valid, k) int64, distinct in a row but for entries that are not there
+
+    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
+        return student.itemsize
+
+    def measure(
+        self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
+    ) -> Measured:
+        wide = accumulation_dtype(student.dtype)
+        columns = _Columns.of(self.ids[rows], self.logps[rows], target)
+        raw = student.gather(1, columns.index).to(wide)
+        student.scatter_(1, columns.index, -torch.inf)
+        stats = tail_stats(student, self.options, hard=target is not None)
+        hard = None if stats.hard_sum_exp is None else stats.hard_sum_exp.log()
+        leaves = [raw, stats.log_sum] if hard is None else [raw, stats.log_sum, hard]
+        leaves = [leaf.detach().requires_grad_(with_gradient) for leaf in leaves]
+        with torch.set_grad_enabled(with_gradient):
+            z, tail, hard_tail = columns.centred(leaves, stats.centre, self.options)
+            student_bins = columns.bins(tempered(z, self.options), tail)
+            teacher_bins = columns.teacher_bins(self.logps[rows].to(wide), student_bins)
+            divergence = measured_by(self.function, student_bins, teacher_bins)
+            logps = None if target is None else columns.log_prob_of_target(z, hard_tail)
+
+        def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
+            outputs = {divergence: g_divergence}
+            if logps is not None and g_logps is not None:
+                outputs[logps] = g_logps
+            g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
+            dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
+            # Over the holes, formed before any rounding.
+            return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
+
+        return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of each row that stand on their own: the teacher's k tokens, then the target's where there is one.
+
+    An entry that is not there repeats the row's first that is, and the target may repeat one of the k.
+    """
+
+    index: Tensor  # (n, k or k + 1)
+    present: Tensor  # (n, k)
+    first: Tensor  # (n, 1) the first entry that is there
+    is_target: Tensor | None  # (n, k) entries that are there and are the target
+
+    @classmethod
+    def of(cls, ids: Tensor, logps: Tensor, target: Tensor | None) -> _Columns:
+        present = logps > -torch.inf
+        first = present.int().argmax(1, keepdim=True)
+        index = torch.where(present, ids, ids.gather(1, first))
+        if target is None:
+            return cls(index, present, first, None)
+        return cls(torch.cat([index, target[:, None]], 1), present, first, present & (index == target[:, None]))
+
+    def centred(
+        self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The columns' logits (n, k or k + 1) and the tail's logsumexps, at the temperature and at 1 (None without
+        target), relative to the row's largest; the columns' before the temperature.
+        """
+        z = transformed(leaves[0], options)
+        largest = torch.maximum(z.detach().amax(1), tail_centre)
+        shift = torch.where(tail_centre == -torch.inf, 0.0, tail_centre - largest)
+        tail = leaves[1] + tempered(shift, options)
+        hard_tail = leaves[2] + shift if len(leaves) > 2 else tail
+        return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
+
+    def bins(self, z: Tensor, tail: Tensor) -> Tensor:
+        """(n, k + 1) logits of the student's bins, -inf at entries that are not there."""
+        k = self.present.shape[1]
+        if self.is_target is not None:
+            # A target outside the k was taken from the tail, and goes back.
+            tail = _log_add(tail, z[:, k].masked_fill(self.is_target.any(1), -torch.inf))
+        return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
+
+    def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
+        """(n, k + 1) log-probabilities of the teacher's bins; where the k are the whole vocabulary, nothing is left.
+
+        Elsewhere something is, though the k may add up to 1 in their own precision: a student's tail would be
+        infinitely far from nothing.
+        """
+        left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
+        nothing = student_bins.detach()[:, -1:] == -torch.inf
+        return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
+
+    def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
+        """(n,) at the temperature that `z` and `tail` have."""
+        assert tail is not None
+        return z[:, -1] - self.bins(z, tail).logsumexp(1)
+
+    def joined(self, gradient: Tensor) -> Tensor:
+        """The gradient by each column, (n, k or k + 1), to one by each token: repetitions all get their sum."""
+        k = self.present.shape[1]
+        entries = gradient[:, :k]
+        position = torch.arange(k, device=gradient.device)
+        if self.is_target is None:
+            return entries.gather(1, torch.where(self.present, position, self.first))
+        of_target = gradient[:, k:]
+        entries = entries + torch.where(self.is_target, of_target, 0.0)
+        repeated = torch.where(self.is_target, entries, 0.0).sum(1, keepdim=True)
+        of_target = torch.where(self.is_target.any(1, keepdim=True), repeated, of_target)
+        entries = entries.gather(1, torch.where(self.present, position, self.first))
+        return torch.cat([entries, of_target], 1)
+
+
+def _log_add(a: Tensor, b: Tensor) -> Tensor:
+    """`logaddexp` whose gradient is a number where both are -inf."""
+    both = torch.stack([a, b])
+    nothing = (both == -torch.inf).all(0)
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 0.0, both).logsumexp(0))
