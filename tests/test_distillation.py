@@ -170,19 +170,30 @@ ROWS_OF_16_BITS = {
 }
 
 
+MIXTURES = {
+    "jsd-0.05": LigerFusedLinearJSDLoss(beta=0.05),
+    "jsd": LigerFusedLinearJSDLoss(),
+    "jsd-0.95": LigerFusedLinearJSDLoss(beta=0.95),
+    "kl-skew": LigerFusedLinearKLDivLoss(skew=0.3),
+    "kl-skew-reverse": LigerFusedLinearKLDivLoss(skew=0.1, reverse=True),
+}
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize(("dtype", "temperature"), [("bfloat16", 1.0), ("bfloat16", 0.6), ("float16", 3.0)])
+@pytest.mark.parametrize("loss", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize("rows", ROWS_OF_16_BITS.values(), ids=ROWS_OF_16_BITS)
-def test_jsd_of_16_bit_logits(rows, beta, device):
-    """Their sweep has a way of its own to the mixture."""
-    z, t = (x.bfloat16().to(device) for x in rows)
-    loss = LigerFusedLinearJSDLoss(beta=beta)
-    value, gradient = by_kernels(loss, z, t)
-    exact, exact_gradient = by_autograd(loss, z.double().clamp(min=-1e5), t.double().clamp(min=-1e5))
+def test_mixtures_of_16_bit_logits(rows, loss, dtype, temperature, device):
+    """Their second sweep has a way of its own to the mixture."""
+    z, t = (x.to(device, getattr(torch, dtype)) for x in rows)
+    value, gradient = by_kernels(loss, z, t, temperature=temperature)
+    exact_z, exact_t = (x.double().clamp(min=-1e5) / temperature for x in (z, t))
+    exact, exact_gradient = by_autograd(loss, exact_z, exact_t)
     # The hardware's logarithm is off by 2**-22 of itself, and cancels the gap between log p and log q.
-    gap = (z.double().log_softmax(1) - t.double().log_softmax(1)).abs().nan_to_num(0.0, posinf=0.0).max() / math.log(2)
-    assert torch.allclose(value.double(), exact, rtol=0, atol=2**-22 * min(120.0, float(gap)) + 5e-7)
-    assert torch.allclose(gradient.double(), exact_gradient, rtol=2**-7, atol=5e-7)
+    gap = (exact_z.log_softmax(1) - exact_t.log_softmax(1)).abs().max() / math.log(2)
+    bound = 2**-22 * min(120.0, float(gap)) + 1e-6
+    assert torch.allclose(value.double(), exact, rtol=0, atol=bound)
+    assert torch.allclose(gradient.double(), exact_gradient / temperature, rtol=2**-7, atol=bound)
 
 
 @pytest.mark.triton

@@ -295,12 +295,9 @@ AUTOMATIC = {
     "two packs": ({}, 4096),
     "a wider head": ({"hidden_size": 2048}, 4096),
     "one too wide": ({"hidden_size": 2560}, 8192),
-    "packs that are small": ({"shape": (5000,)}, 5000),
+    "packs that are small": ({"shape": (6144,)}, 6144),
+    "the smallest packs": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
     "a pack of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
-    "no less memory": (
-        {"hidden_size": 2048, "shape": (2, 4096), "loss": LigerFusedLinearKTOLoss(), "valid": 4097},
-        4097,
-    ),
     "small work": ({"vocab_size": 32000}, 8192),
     "many of them": ({"vocab_size": 32000, "hidden_size": 2048, "shape": (8, 4096)}, 32768),
     "one chunk in any case": ({"shape": (2, 2048)}, 4096),
@@ -321,6 +318,17 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
     estimate = estimate_memory(arguments.pop("loss"), **arguments)
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
+
+
+def test_every_pack_in_the_place_of_one_chunk_is_large():
+    def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
+        packs = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
+        return epilogue.instead_of_one_chunk(packs, hidden_size=1024)
+
+    assert several(4096, 4096) and several(3584, 4096, 4096)
+    assert not several(8192)
+    assert not several(4096, 3456) and not several(4096, 4096, 1)
+    assert several(4096, 4096, vocab_size=1 << 17) and not several(4096, 4096, vocab_size=(1 << 17) - 1)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

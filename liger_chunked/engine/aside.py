@@ -22,7 +22,7 @@ import torch
 
 @functools.cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority: what is given to it first is also served first.
+    # Of high priority: its blocks go to a multiprocessor that is free before those of the current stream do.
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -104,17 +104,18 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     A chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW, packs of at most n hold 2 n V of exponentials and
     4 V H of dW in float32: less where n + H < N. Cross entropy on an H200, in packs and in one chunk:
 
-        tokens x hidden x classes       ms                        MiB
-        8192 x 896 x 151936             1.129, 1.171 of floor     1739, 2648
-        8192 x 1536 x 151936            18.77, 19.23              2126, 2843     and 19.07, 18.91 in another run
-        8192 x 2048 x 151936            24.23, 24.95              2440, 3000
-        8192 x 2048 x 128256            20.31, 20.89              2068, 2538
-        6144 x 1536 x 151936            14.68, 14.64              1817, 2244
-        6144 x 2048 x 128256            16.55, 16.00              1802, 2030
-        32768 x 2048 x 32000            22.62, 20.62              644, 2255
-        8192 x 2048 x 32000             6.05, 5.38                548, 657
+        tokens x hidden x classes       ms                                MiB
+        8192 x 1536 x 151936            18.77, 19.23 and 19.07, 18.91     2126, 2843
+        8192 x 2048 x 151936            24.23, 24.95                      2425, 3000
+        8192 x 2048 x 128256            20.31, 20.89                      2052, 2537
+        6144 x 1536 x 151936            14.68, 14.64                      1817, 2244
+        6144 x 2048 x 128256            16.55, 16.00                      1802, 2030
+        32768 x 2048 x 32000            22.62, 20.62                      644, 2255
+        8192 x 2048 x 32000             6.05, 5.38                        548, 657
 
-    A pack has a quarter of a millisecond of small kernels, and dW to read and to write.
+    (No file was kept of these. 8192 x 896 x 151936 took 1.129 of its products' time in packs, in one chunk 1.171.) A
+    pack has a quarter of a millisecond of small kernels, and dW to read and to write. `serves` has to be asked too: it
+    is what keeps H below the tokens of a pack.
     """
     large = all(tiles and largest(tiles) * hidden_size >= _LARGE for tiles in packs)
     return len(packs) > 1 and large and min(map(_tokens, packs)) >= _FEWEST_TOKENS
@@ -145,7 +146,7 @@ class EpiloguePass:
     dX has few tiles, and either product leaves some of a GPU idle in its last wave, which the other may take. Of 151936
     classes 8192 x 1536 took 19.25 ms with one after the other, 18.77 beside one another; 8192 x 896 12.64 and 12.08.
     Products of H = 4096, or written in bfloat16, gained nothing. cuBLAS keeps a workspace for each stream, on Hopper
-    32 MiB from the first step on, which is not in the table above.
+    32 MiB from the first step on, which no estimate has.
 
     Bytes, of a pack of n tokens, beside the gradients of the step:
 

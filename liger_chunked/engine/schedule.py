@@ -242,9 +242,9 @@ def budget_elements(
     """How many logits may be alive at once.
 
     The automatic budget holds all of a step's logits where they take no more than `_ONE_CHUNK`: the weight gradient is
-    then one product and needs no accumulator. (Packs that never read logits do better: `Plan.of`.) Otherwise it holds
-    the logits of 2 H tokens, as many bytes in bfloat16 as the float32 accumulator [V, H], and of no fewer than
-    `_CHUNK_TOKENS`: below that the products of the weight gradient are bound by their own output.
+    then one product and needs no accumulator. (Large packs that never read logits take less memory: `Plan.of`.)
+    Otherwise it holds the logits of 2 H tokens, as many bytes in bfloat16 as the float32 accumulator [V, H], and of no
+    fewer than `_CHUNK_TOKENS`: below that the products of the weight gradient are bound by their own output.
 
     Args:
         options: with the caller's budget, if there is one.

@@ -68,7 +68,8 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """`log(p / m)` and `log(q / m)` of the mixture `m = one_minus_beta * p + beta * q`; exact zeros where p = q.
 
     CENTRAL, for logits of 16 bits and a beta away from 0 and 1, is off as the hardware's logarithm is: by 2**-22 of the
-    gap between `log p` and `log q`, or by 2**-22 where that is small. The other way is relative to whichever of p and q
+    gap between `log p` and `log q`, or by 2**-22 where that is small. (The second sweep of such logits has a way of its
+    own.) The other way is relative to whichever of p and q
     makes up more of m (`even` is the `log(q / p)` where they make up the same), exact both near p = q and for a beta
     next to 0 or 1.
     """
@@ -94,8 +95,12 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 
 @jit
-def _bits(z, centre, log_sum, inv_temperature):
-    """`log2 p`, and -120 for a p that is less: a number that counts for nothing, and that 2**120 makes 1."""
+def _log2_prob(z, centre, log_sum, inv_temperature):
+    """`log2 p`, but at least -120: such a p counts for nothing, and `p * (q / p)` is q still.
+
+    Where p counts in a sum over the vocabulary this is a number of 43 bits at most, and p off by 2e-6 of itself: a
+    thousandth of what the rounding of a logit of 16 bits makes of it.
+    """
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -112,8 +117,8 @@ def _compare_block(
     """Add a block of both rows to what each lane knows; -inf adds nothing."""
     if KIND == "mixture" and CENTRAL:
         # `log_ratios` in bits, with q from p and their ratio: three special operations an element, not four.
-        log_p = _bits(z, centre, log_sum, inv_temperature)
-        gap = _bits(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
+        log_p = _log2_prob(z, centre, log_sum, inv_temperature)
+        gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
         m_over_p = log2(one_minus_beta + beta * ratio)
         on_p -= p * m_over_p
@@ -124,7 +129,7 @@ def _compare_block(
     p, log_p = softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE)
     q, log_q = softmax_block(t, teacher_centre, teacher_sum_exp, teacher_log_sum, teacher_inv_temperature, PRECISE)
     if KIND == "mixture":
-        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL)
+        log_p_over_m, log_q_over_m = log_ratios(log_p, log_q, beta, one_minus_beta, even, False)
         on_p += p * log_p_over_m
         on_q += q * log_q_over_m
         if RATIO:
@@ -187,7 +192,7 @@ def _second_sweep_kernel(
         slope += tl.sum(on_p, axis=0)
         tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
-        unit = 0.6931471805599453 if CENTRAL else 1.0  # bits
+        unit = 0.6931471805599453 if CENTRAL else 1.0  # of these sums: bits or nats
         if on_teacher is not None:
             divergence += on_teacher * unit * tl.sum(on_q, axis=0)
         if on_student is not None:

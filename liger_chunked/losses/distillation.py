@@ -263,7 +263,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if teacher is None:
             assert teacher_logps is not None and teacher_ids is not None
             if not self.of_distributions:
-                raise ValueError(f"{type(self).__name__} needs the teacher's logits, got teacher_logps")
+                raise ValueError(
+                    f"{type(self).__name__} needs the teacher's logits, got teacher_logps; a divergence that depends "
+                    "on the softmax of its arguments alone says so by of_distributions = True"
+                )
             if self.teacher_options is not self.options:
                 raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
             logps, ids = _top_k(head, layout, teacher_logps, teacher_ids)
