@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +14,14 @@ from liger_chunked.kernels.checks import described
 from liger_chunked.types import Head
 
 
+@functools.cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def autocasts(device: str) -> bool:
     """Whether autocast is on for a type of device; some have none to ask about."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
@@ -25,13 +31,15 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         TypeError: floating tensors of different dtypes outside autocast.
     """
     device = input.device.type
-    dtypes = [x.dtype for x in (input, *head) if x is not None]
+    tensors = [x for x in (input, *head) if x is not None]
+    dtypes = {x.dtype for x in tensors}
     # As autocast itself does, float64 is left alone.
     if autocasts(device) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
-    if len(set(dtypes)) > 1:
+    if len(dtypes) > 1:
         names = (f"{prefix}{name}" for name in (input_name, "weight", "bias"))
-        listed = ", ".join(f"{name} {str(x).removeprefix('torch.')}" for name, x in zip(names, dtypes, strict=False))
+        given = (str(x.dtype).removeprefix("torch.") for x in tensors)
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, given, strict=False))
         raise TypeError(
             f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
         )

@@ -185,10 +185,20 @@ class RowTile(NamedTuple):
     num_warps: int
 
 
+def power_of_two(n: int) -> int:
+    """The least one that is not below `n`; what Triton has for it takes the host as long as a launch."""
+    return 1 << (n - 1).bit_length()
+
+
+def block_size(n: int, most: int) -> int:
+    """Of a loop over `n` elements, or of one block for all of them."""
+    return min(most, power_of_two(n))
+
+
 @functools.cache
 def row_tile(n_cols: int) -> RowTile:
     """Of a forward. Short rows share a program: each thread has 16 elements to load, until there are 16 warps."""
-    block = 1 << (n_cols - 1).bit_length()
+    block = power_of_two(n_cols)
     rows = max(1, 2048 // block)
     return RowTile(rows, block, num_warps=min(16, max(4, rows * block // 512)))
 
@@ -212,7 +222,7 @@ def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device)
     is 64 registers a thread for 16 warps to 4096 columns, which RMSNorm alone fits into: 103 us in the place of 108 at
     16384 x 4096, but 142 of LayerNorm for 105, and 143 of RMSNorm of a sum for 133.
     """
-    block = 1 << (n_cols - 1).bit_length()
+    block = power_of_two(n_cols)
     rows = max(1, 4096 // block)
     elements = rows * block
     tile = RowTile(rows, block, num_warps=4 if block <= 1024 else min(16, elements // 512))

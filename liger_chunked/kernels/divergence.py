@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, jit, log, log2, reciprocal, row_blocks, tl, transform_block
+from liger_chunked.kernels.backend import block_size, exp, jit, log, log2, reciprocal, row_blocks, tl, transform_block
 from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_transform, products, sums, widened
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
@@ -248,7 +248,7 @@ def _second_sweep_triton(
             **mixture_arguments(divergence, student.dtype),
             on_teacher=divergence.on_teacher or None,
             KIND=divergence.kind,
-            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
+            BLOCK=block_size(n_cols, 2048),
             PRECISE=student.dtype == torch.float32,
             num_warps=4,
         )

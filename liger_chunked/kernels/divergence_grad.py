@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import (
+    block_size,
     exp,
     grid_of_rows,
     grid_row,
@@ -121,7 +122,7 @@ def _divergence_grad_triton_(
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
-    block = min(2048, 1 << (n_cols - 1).bit_length())
+    block = block_size(n_cols, 2048)
     mixture = mixture_arguments(divergence or Divergence("tvd"), student.dtype)
     if n:
         _divergence_grad_kernel[grid_of_rows(n, -(-n_cols // block))](

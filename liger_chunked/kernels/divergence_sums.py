@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import (
     REACH,
+    block_size,
     exp,
     jit,
     row_blocks,
@@ -256,7 +257,7 @@ def _sums_triton(
             n_cols=n_cols,
             **pair_transform(options, teacher_options),
             KIND=kind,
-            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
+            BLOCK=block_size(n_cols, 2048),
             PRECISE=student.dtype == torch.float32,
             num_warps=4,
         )
@@ -351,7 +352,7 @@ def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_op
             **{f"{name}_ptr": value for name, value in found._asdict().items()},
             n_cols=n_cols,
             **{name: value for name, value in both.items() if "temperature" not in name},
-            BLOCK=min(2048, 1 << (n_cols - 1).bit_length()),
+            BLOCK=block_size(n_cols, 2048),
             num_warps=4,
         )
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import (
+    block_size,
     exp,
     grid_of_rows,
     grid_row,
@@ -107,7 +108,7 @@ def _logits_grad_triton_(
     vocab_start: int, class_weight: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
-    block = min(1024, 1 << (n_cols - 1).bit_length())
+    block = block_size(n_cols, 1024)
     if n and not logits.is_meta:
         strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options).values()
         _logits_grad_kernel(

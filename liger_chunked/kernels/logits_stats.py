@@ -17,6 +17,7 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import (
     REACH,
+    block_size,
     exp,
     jit,
     row_blocks,
@@ -208,7 +209,7 @@ def _logits_stats_triton(
     lse = buffer(whole and "lse" in outputs)
     if n and not logits.is_meta:
         # An index beside each maximum: half the block, for as many programs at a time.
-        block = min(1024 if wanted["argmax"] else 2048, 1 << (n_cols - 1).bit_length())
+        block = block_size(n_cols, 1024 if wanted["argmax"] else 2048)
         factors = transform_arguments(options).values()
         _logits_stats_kernel(
             (n, 1, 1),

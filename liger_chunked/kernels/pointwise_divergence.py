@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import exp, first_derivative, jit, operator, row_blocks, strided_rows, tl
+from liger_chunked.kernels.backend import block_size, exp, first_derivative, jit, operator, row_blocks, strided_rows, tl
 from liger_chunked.kernels.checks import check_floating, check_like, described
 from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
 from liger_chunked.kernels.launch import Kernel
@@ -94,7 +94,7 @@ def _grad_kernel(
 def _constants(kind: str, beta: float, x: Tensor) -> dict[str, Any]:
     mixture = mixture_arguments(Divergence("mixture", beta), x.dtype)
     names = ("beta", "one_minus_beta", "even", "CENTRAL")
-    block = min(_BLOCK, 1 << (x.shape[1] - 1).bit_length())
+    block = block_size(x.shape[1], _BLOCK)
     constants = {name: mixture[name] for name in names}
     return constants | {"KIND": kind, "BLOCK": block, "PRECISE": x.dtype == torch.float32, "num_warps": 4}
 

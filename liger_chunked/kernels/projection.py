@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import TensorDescriptor, factor, jit, processors, tl, triton
+from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl, triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.logits_stats import PartialStats
 
@@ -324,7 +324,7 @@ def project_exp(
         n_sample=sample.shape[1],
         scale=scale,
         SAMPLE=SAMPLE,
-        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+        BLOCK=block_size(hidden, 1024),
     )
     product = {
         "x_desc": TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),

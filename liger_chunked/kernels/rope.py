@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, tl, use_triton
+from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, power_of_two, tl, use_triton
 from liger_chunked.kernels.checks import check_floating, described
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype
@@ -108,16 +108,11 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def _power_of_two(n: int) -> int:
-    """The least one that is not below `n`."""
-    return 1 << (n - 1).bit_length()
-
-
 @functools.cache
 def _tiling(head_dim: int, rotary_dim: int) -> tuple[int, int, int]:
     """Heads of a tile, and its blocks of pairs and of columns that pass (none: 0)."""
-    half = _power_of_two(rotary_dim // 2)
-    rest = _power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
+    half = power_of_two(rotary_dim // 2)
+    rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
     # What passes takes registers too, and of a head it may be the most.
     return max(1, _PAIRS // max(half, rest // 2)), half, rest
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import tl, use_triton
+from liger_chunked.kernels.backend import block_size, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 
 _BLOCK = 4096
@@ -36,7 +36,7 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, n_cols, ignore_index, BLOC
 def _survey_triton(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     n_rows, n_cols = target.shape
     mask = torch.empty_like(target, dtype=torch.bool)
-    block = min(_BLOCK, 1 << (n_cols - 1).bit_length())
+    block = block_size(n_cols, _BLOCK)
     summary = torch.empty(3, n_rows, -(-n_cols // block), dtype=torch.int64, device=target.device)
     _survey_kernel((n_rows, summary.shape[2], 1), (target, mask, summary), (n_cols, ignore_index, block), num_warps=4)
     return mask, summary
@@ -113,7 +113,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
         summary_ptr=summary,
         n_rows=n,
         k=k,
-        BLOCK=min(_TOP_K_BLOCK, 1 << (k - 1).bit_length()),
+        BLOCK=block_size(k, _TOP_K_BLOCK),
     )
     return summary.amax(1)
 

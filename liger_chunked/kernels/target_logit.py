@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.kernels.backend import (
+    block_size,
     jit,
     row_blocks,
     tl,
     transform,
     transform_arguments,
     transform_block,
-    triton,
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
@@ -100,7 +100,7 @@ def _move_triton(
             hidden,
             *transform_arguments(options).values(),
             _FARTHEST,
-            min(1024, triton.next_power_of_2(hidden)),
+            block_size(hidden, 1024),
         ),
         num_warps=4,
     )

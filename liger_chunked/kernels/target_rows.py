@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import grid_of_rows, grid_row, tl, triton
+from liger_chunked.kernels.backend import block_size, grid_of_rows, grid_row, tl, triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
 
@@ -92,7 +92,7 @@ def scale_rows(
         target_ptr=scales.target,
         hidden=hidden,
         scale=scale,
-        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+        BLOCK=block_size(hidden, 1024),
     )
     return scales
 
@@ -139,7 +139,7 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
         out_ptr=out,
         out_stride=out.stride(0),
         hidden=hidden,
-        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+        BLOCK=block_size(hidden, 1024),
     )
 
 
@@ -245,7 +245,7 @@ def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> 
     found = _occurrences(target)
     if x.is_meta:
         return grad
-    block = min(_COLS, triton.next_power_of_2(hidden))
+    block = block_size(hidden, _COLS)
     _target_rows_kernel[grid_of_rows(n, triton.cdiv(hidden, block))](
         grad_ptr=grad,
         grad_stride=grad.stride(0),
