@@ -117,12 +117,9 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     pack has a quarter of a millisecond of small kernels, and dW to read and to write. `serves` has to be asked too: it
     is what keeps H below the tokens of a pack.
     """
-    large = all(tiles and largest(tiles) * hidden_size >= _LARGE for tiles in packs)
-    return len(packs) > 1 and large and min(map(_tokens, packs)) >= _FEWEST_TOKENS
-
-
-def _tokens(tiles: list[Tile]) -> int:
-    return max(tile.rows.stop for tile in tiles)
+    return len(packs) > 1 and all(
+        largest(tiles) * hidden_size >= _LARGE and tiles[-1].rows.stop >= _FEWEST_TOKENS for tiles in packs
+    )
 
 
 @dataclass

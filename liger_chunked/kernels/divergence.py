@@ -69,9 +69,8 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
     CENTRAL, for logits of 16 bits and a beta away from 0 and 1, is off as the hardware's logarithm is: by 2**-22 of the
     gap between `log p` and `log q`, or by 2**-22 where that is small. (The second sweep of such logits has a way of its
-    own.) The other way is relative to whichever of p and q
-    makes up more of m (`even` is the `log(q / p)` where they make up the same), exact both near p = q and for a beta
-    next to 0 or 1.
+    own.) The other way is relative to whichever of p and q makes up more of m (`even` is the `log(q / p)` where they
+    make up the same), exact both near p = q and for a beta next to 0 or 1.
     """
     # Of what has no probability in float64 either, the logarithm is a number: LOG_ZERO.
     # A NaN stays one: the hardware's maximum is that of the other number.
