@@ -17,6 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from liger_chunked.engine import fused
 from liger_chunked.kernels import backend
 
 
@@ -81,3 +82,13 @@ def path(device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     yield expected
     row = request.node.callspec.params.get("row")
     assert ran == ({expected} if row is None or row.kernels else set())
+
+
+@pytest.fixture
+def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that the epilogue serves go by it, on a device that has one or in the interpreter."""
+    if device == "cpu" and not backend.INTERPRETED:
+        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
+    if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
+        pytest.skip("no tensor memory accelerator")
+    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.engine import epilogue, fused, passes
+from liger_chunked.engine import epilogue, passes
 from liger_chunked.engine.aside import Aside
 from liger_chunked.engine.passes import HeadGradients
-from liger_chunked.kernels import backend
 
 TOKENS, HIDDEN, VOCAB = 16, 72, 603
 BUDGET = 8 * VOCAB * 2  # two packs
@@ -84,14 +83,9 @@ def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Te
 
 
 @pytest.fixture(autouse=True)
-def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu" and not backend.INTERPRETED:
-        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
-    if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
-        pytest.skip("no tensor memory accelerator")
+def small_packs(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go by the epilogue too."""
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
-    if device == "cpu":
-        monkeypatch.setattr(fused, "has_wide_tiles", lambda _: True)
 
 
 FORK, JOIN = "other waits for current", "current waits for other"

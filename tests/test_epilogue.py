@@ -46,12 +46,8 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each pack that went by the epilogue, on a device that has one or in the interpreter."""
-    if device == "cpu" and not backend.INTERPRETED:
-        pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
-    if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
-        pytest.skip("no tensor memory accelerator")
+def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each pack that went by the epilogue."""
     rows = []
     statistics = EpiloguePass.statistics
 
@@ -59,7 +55,6 @@ def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(x.shape[0])
         return statistics(self, x, *args)
 
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
     monkeypatch.setattr(EpiloguePass, "statistics", watch)
     return rows
 
