@@ -397,7 +397,7 @@ class MemoryEstimate:
     - `input_grad`: that of the hidden states, and what it is put together from
     - `hidden`: copies of the hidden states of tokens that have a target
     - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps, and what stands
-      beside exponentials (`EpiloguePass`): a sample of the logits with partial sums, or a product in float32
+      beside exponentials (`EpiloguePass`): partial sums, or a product in float32
     """
 
     logits: int = 0

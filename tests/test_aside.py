@@ -89,7 +89,6 @@ def small_packs(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FORK, JOIN = "other waits for current", "current waits for other"
-SAMPLE = "current: product of dX"  # of the sample's logits, which `accumulate` forms too
 
 
 @pytest.mark.triton
@@ -98,7 +97,7 @@ def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
     monkeypatch.setattr(epilogue, "_PRODUCT", 8 * HIDDEN // blocks)
     step(device)
     pack = [
-        SAMPLE, "current: exponentials", "current: scale", FORK, "other: dW", "other: targets of dW",
+        "current: exponentials", "current: scale", FORK, "other: dW", "other: targets of dW",
         "current: product of dX", JOIN, "current: write dX",
     ]  # fmt: skip
     assert log == 2 * (pack + (blocks - 1) * ["current: product of dX", "current: write dX"])

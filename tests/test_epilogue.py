@@ -27,7 +27,7 @@ from liger_chunked.engine import epilogue, fused, schedule
 from liger_chunked.engine import passes as engine_passes
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp, projection, target_rows
-from liger_chunked.kernels.projection import SAMPLE, Tiling
+from liger_chunked.kernels.projection import Tiling
 from liger_chunked.types import Head
 
 OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
@@ -89,7 +89,7 @@ def certain(batch: Batch) -> Batch:
 
 
 def lost(batch: Batch) -> Batch:
-    """Logits hundreds above those of the sampled columns, which are the even ones, and of the targets."""
+    """Logits hundreds above those of the targets."""
     batch["weight"][[1, 301, 601]] *= 100
     batch["target"] = batch["target"] // 2 * 2
     return batch
@@ -332,7 +332,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = fused.Plan.of(
         Head(weight if transposed else weight.contiguous()),
-        schedule.lay_out_every(8192, torch.device("cpu")),
+        schedule.lay_out_every(8192),
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),
@@ -381,7 +381,10 @@ class NotLaunched:
     """A kernel that does nothing: on a GPU, too, none allocates anything."""
 
     def __getitem__(self, grid):
-        return lambda **arguments: None
+        return self
+
+    def __call__(self, *arguments, **named):
+        pass
 
 
 @pytest.fixture
@@ -406,7 +409,7 @@ class Sizes(NamedTuple):
     vocab: int
 
 
-# What holds the peak beside the exponentials: the sample and the partial sums where H is small, or else a product.
+# What holds the peak beside the exponentials: the partial sums where H is small, or else a product.
 SIZES = {"sums": Sizes(2048, 512, 64, 40013), "products": Sizes(2048, 512, 1536, 10007)}
 TRAINABLE = {
     "all": {},
@@ -465,7 +468,7 @@ def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
     project_exp = epilogue.project_exp
 
     def watch(*args):
-        written.append(args[5])
+        written.append(args[4])
         return project_exp(*args)
 
     monkeypatch.setattr(epilogue, "project_exp", watch)
@@ -482,10 +485,9 @@ def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
 
 def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
     vocab = weight.shape[0]
-    sample = x.float() @ weight[:: -(-vocab // SAMPLE)].float().t()
     out = x.new_empty(x.shape[0], -(-vocab // 8) * 8)[:, :vocab]
     weight_sum = weight.sum(0, dtype=torch.float32)
-    return project_exp(x, weight, target, sample, weight_sum, out, scale, OUTPUTS, **kwargs)
+    return project_exp(x, weight, target, weight_sum, out, scale, OUTPUTS, **kwargs)
 
 
 def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
@@ -533,7 +535,7 @@ def test_rescue(device, passes):
     ours = project(x, weight, target, 1.0)
     assert_matches_formulas(ours, x, weight, target, 1.0)
     z = x.double() @ weight.double().t()
-    centre = torch.maximum(z[:, ::2].amax(1), z.gather(1, target[:, None])[:, 0])
+    centre = z.gather(1, target[:, None])[:, 0]
     above = z.amax(1) - centre
     assert (above > 200).sum() > 8 and (above < 40).sum() > 64
     expected = torch.where(above > 60, z.amax(1), torch.where(above < 40, centre, ours.stats.max.double()))

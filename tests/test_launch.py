@@ -30,7 +30,7 @@ class Recorder:
         self.received: tuple[Any, ...] = ()
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        def jitted(*arguments: Any, num_warps: int) -> Recorder:
+        def jitted(*arguments: Any, num_warps: int, num_stages: int | None = None) -> Recorder:
             self.launched.append("jitted")
             self.received = (*grid, *arguments)
             return self
@@ -89,6 +89,32 @@ def test_a_remembered_launch_gets_addresses(kernel: launch.Kernel) -> None:
     assert kernel.kernel.received == (4, 1, 1, X, None, Y, *CALL["numbers"])
     kernel(**{**CALL, "grid": (5, 2, 1)})
     assert kernel.kernel.received == (5, 2, 1, X.data_ptr(), None, Y.data_ptr(), *CALL["numbers"])
+
+
+class Descriptor(NamedTuple):
+    """What a launch asks of a descriptor."""
+
+    base: Tensor
+    block_shape: list[int]
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "num_stages", "remembered"),
+    [
+        (16, torch.float32, 3, True),
+        (8, torch.float32, 3, False),
+        (16, torch.half, 3, False),
+        (16, torch.float32, 4, False),
+    ],
+)
+def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered) -> None:
+    """They are remembered by what Triton compiles for, and handed over as they are."""
+    kernel = launch.Kernel(lambda x_desc, y_ptr, n, out_desc: None)
+    first, second = Descriptor(X, [16, 16]), Descriptor(torch.zeros(16, dtype=dtype), [16, block])
+    kernel[(4,)](x_desc=first, y_ptr=Y, n=32, out_desc=None, num_stages=3)
+    kernel[(5,)](x_desc=second, y_ptr=Y, n=32, out_desc=None, num_stages=num_stages)
+    assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
+    assert kernel.kernel.received == (5, 1, 1, second, Y.data_ptr() if remembered else Y, 32, None)
 
 
 def test_hooks_see_every_launch(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,14 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
     Raises:
         TypeError: floating tensors of different dtypes outside autocast.
     """
-    device = input.device.type
+    device, dtype = input.device.type, input.dtype
+    autocast = autocasts(device)
+    if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
+        return dtype
     tensors = [x for x in (input, *head) if x is not None]
     dtypes = {x.dtype for x in tensors}
     # As autocast itself does, float64 is left alone.
-    if autocasts(device) and torch.float64 not in dtypes:
+    if autocast and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
     if len(dtypes) > 1:
         names = (f"{prefix}{name}" for name in (input_name, "weight", "bias"))
@@ -43,7 +46,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         raise TypeError(
             f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
         )
-    return input.dtype
+    return dtype
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:

@@ -112,37 +112,42 @@ class _Step:
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         student_pass = self._reserved(head, plan.largest_pack)
-        teacher_pass = self._teacher_pass(plan.largest_block)
-        grads = None
-        if any(needs):
-            grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
-
-        loss = torch.zeros((), dtype=torch.float64, device=input.device)  # shares are added before they are rounded
+        teacher_pass: HeadPass | None = None
+        grads: HeadGradients | None = None
+        loss: Tensor | None = None
         divergences, log_probs = [], []
-        with gemms(input.device, *(p.head.weight.dtype for p in (student_pass, teacher_pass) if p is not None)):
+        with gemms(input.device, *(dtype for dtype in (self.dtype, self.teacher_dtype) if dtype is not None)):
             for pack in plan.packs:
                 x = layout.input_rows(flat, pack.rows).to(self.dtype)
-                for share, divergence, logps in self._chunk(x, pack, student_pass, teacher_pass, grads):
-                    loss += share
+                logits = student_pass.project(x, _whole(x, student_pass))
+                if loss is None:
+                    # Not before a GPU has the first product to work on: it waits for the host until then.
+                    teacher_pass = self._teacher_pass(plan.largest_block)
+                    if any(needs):
+                        grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
+                for share, divergence, logps in self._chunk(logits, pack, teacher_pass, grads):
+                    # Shares are added before they are rounded.
+                    loss = share.double() if loss is None else loss + share
                     divergences.append(divergence)
                     log_probs.append(logps)
+                if grads is not None and x.shape[0]:
+                    student_pass.backward_from(x, logits, grads, pack.rows)
+                del logits  # a view of the buffer, which is given back before gradients are rounded
         student_pass.release()
+        assert loss is not None  # even an empty batch is a pack
         joined = torch.cat([x for x in log_probs if x is not None]) if self.has_target else None
         loss = loss.to(accumulation_dtype(self.dtype))
         return loss, (torch.cat(divergences), joined), (None, None, None) if grads is None else grads.finish()
 
     def _chunk(
-        self, x: Tensor, pack: Pack, student_pass: HeadPass, teacher_pass: HeadPass | None, grads: HeadGradients | None
+        self, logits: Tensor, pack: Pack, teacher_pass: HeadPass | None, grads: HeadGradients | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """What `_measure` returns of each block of a chunk; its gradients go to `grads`."""
-        logits = student_pass.project(x, _whole(x, student_pass))
+        """What `_measure` returns of each block of a chunk, whose gradients overwrite its `logits`."""
         measured = []
         for block in self.plan.blocks(pack):
             measured.append(self._measure(along(logits, block.within), block.rows, teacher_pass, grads))
         if teacher_pass is not None and pack is self.plan.packs[-1]:
             teacher_pass.release()
-        if grads is not None and x.shape[0]:
-            student_pass.backward_from(x, logits, grads, pack.rows)
         return measured
 
     def _measure(

@@ -30,15 +30,11 @@ from liger_chunked.kernels import (
     project_exp,
     scale_rows,
 )
-from liger_chunked.kernels.projection import SAMPLE
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 # Descriptors want the rows of a tensor 16 bytes apart: so many elements of bfloat16.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# Columns of a sample come in eights: for 511 of them cuBLAS took 0.43 ms of 8192 tokens, with one of its oldest
-# kernels.
-_SAMPLE_ELEMENTS = 8
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
 # product slower than cuBLAS's and dX in float32, does. Steps of cross entropy on an H200: 32768 x 896 over 151936
 # classes from 51.1 to 47.4 ms, 65536 x 2048 from 194 to 185, but 16384 x 4096 over 128256 from 78.3 to 79.1. With an
@@ -126,9 +122,9 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
 class EpiloguePass:
     """The head of one step, and the one buffer that every pack's exponentials are written to.
 
-    With `z = scale x W^T` and a centre `c` near each row's maximum, the projection's epilogue turns a block of logits,
-    still in registers, into `E = exp(z - c)` and its share of each row's sums. As the gradient of a row by its logits
-    is `s E`, but for the target,
+    With `z = scale x W^T` and a centre `c` for each row, the projection's epilogue turns a block of logits, still in
+    registers, into `E = exp(z - c)` and its share of each row's sums. As the gradient of a row by its logits is `s E`,
+    but for the target,
 
         dW = E^T (s x),   dX = s (E W),   and at the target a x and a W[y]
 
@@ -148,13 +144,13 @@ class EpiloguePass:
     Bytes, of a pack of n tokens, beside the gradients of the step:
 
         E                      2 n V         the buffer, like that of the logits; none where no backward follows
-        statistics   sample    2048 n        at most: 512 logits a row, float32, to take the centre from
-                     parts     n V / 64      a float32 sum for each 256 columns; twice as much with an entropy
+        statistics   parts     n V / 32      a float32 sum for each block of columns, half as many bytes where H > 1536;
+                                             twice with an entropy
         backward     s x       2 n H         in the place of dX, where there is one
                      E W       4 n H         while dX is formed; at most 32 MiB
 
-    Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 8 + 9 MiB
-    or else 14 MiB beside it.
+    Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 19 MiB or
+    else 14 MiB beside it.
 
     The arguments and results of its methods are those of `HeadPass`; each pack is one tile.
 
@@ -194,15 +190,6 @@ class EpiloguePass:
         """(H,) float32, over the vocabulary: 2 V H bytes are read, once a step."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
-    def _sample(self, x: Tensor) -> Tensor:
-        """Logits (n, C) of at most `SAMPLE` columns all over the vocabulary, in float32 and before the scale."""
-        columns = self.head.weight[:: -(-self.vocab_size // SAMPLE)]
-        if columns.shape[0] > _SAMPLE_ELEMENTS:
-            columns = columns[: columns.shape[0] // _SAMPLE_ELEMENTS * _SAMPLE_ELEMENTS]
-        sample = x.new_empty(x.shape[0], columns.shape[0], dtype=torch.float32)
-        accumulate(sample, x, columns.t(), first=True)
-        return sample
-
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
@@ -211,7 +198,7 @@ class EpiloguePass:
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
         weight_sum = self._weight_sum if "mean_logits" in outputs else None
-        exponentials = project_exp(x, self.head.weight, target, self._sample(x), weight_sum, out, self._scale, outputs)
+        exponentials = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, outputs)
         self._held = exponentials if self.backward_follows else None
         return exponentials.stats, finish(exponentials.stats, target, self.vocab_size, outputs)
 

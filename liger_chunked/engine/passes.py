@@ -80,11 +80,12 @@ def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     allowed = [name for dtype, name in _SPLIT_SUMS.items() if dtype in dtypes and getattr(matmul, name)]
     autocast = autocasts(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     for name in allowed:
         setattr(matmul, name, False)
     try:
         with (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+            torch.cuda.device(device) if elsewhere else nullcontext(),
             torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
         ):
             yield

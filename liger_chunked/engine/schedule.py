@@ -227,13 +227,14 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     )
 
 
-def lay_out_every(n: int, device: torch.device) -> Layout:
+def lay_out_every(n: int) -> Layout:
     """The layout of `n` tokens without targets, all of which count: the host need not wait for the device.
 
-    Each stands with a target of 0 that nobody reads.
+    Its target and mask, which nobody reads, have no storage.
     """
-    every = torch.ones(n, dtype=torch.bool, device=device)
-    return Layout((n,), torch.zeros_like(every, dtype=torch.int64), None, None, every, lengths=None, group_lengths=None)
+    mask = torch.empty(n, dtype=torch.bool, device="meta")
+    target = torch.empty(n, dtype=torch.int64, device="meta")
+    return Layout((n,), target, None, None, mask, lengths=None, group_lengths=None)
 
 
 def budget_elements(

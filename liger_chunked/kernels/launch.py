@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import INTERPRETED, has_own_memory, jit
+from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
 
 try:
     from triton.knobs import runtime as hooks
@@ -55,6 +55,9 @@ class Kernel:
     are those of an earlier one, on tensors of the same dtypes and all aligned, takes the variant of that one. It is
     handed addresses: of a tensor Triton asks the address once more, and the driver whether a kernel can reach it.
 
+    Parameters named `*_desc` are descriptors of tensors, or None for an absent one; Triton compiles for the dtype and
+    the block of each.
+
     Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
     device. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`, may lie in memory by these strides,
     but for its last dimension; all others are without gaps or repetitions, as a kernel that is given no stride reads
@@ -68,10 +71,11 @@ class Kernel:
         self.variants: dict[Any, _Variant] = {}
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
-        self._numbers = [name for name in names if not name.endswith("_ptr")]
+        self._descriptors = [name for name in names if name.endswith("_desc")]
+        self._numbers = [name for name in names if not name.endswith(("_ptr", "_desc"))]
         strides = [name for name in self._numbers if name.endswith("_stride")]
         self._strided = [any(s.startswith(name.removesuffix("ptr")) for s in strides) for name in self._tensors]
-        given = self._tensors + self._numbers
+        given = self._given = self._tensors + self._numbers + self._descriptors
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
             tuple if given == names else operator.itemgetter(*map(given.index, names))
         )
@@ -80,28 +84,38 @@ class Kernel:
         x, y, z, *_ = (*grid, 1, 1)
         return functools.partial(self._launch_by_name, (x, y, z))
 
-    def _launch_by_name(self, grid: tuple[int, int, int], *, num_warps: int = 4, **arguments: Any) -> None:
+    def _launch_by_name(
+        self, grid: tuple[int, int, int], *, num_warps: int = 4, num_stages: int | None = None, **arguments: Any
+    ) -> None:
         try:
             tensors = tuple(map(arguments.pop, self._tensors))
             numbers = tuple(map(arguments.pop, self._numbers))
+            descriptors = tuple(map(arguments.pop, self._descriptors))
         except KeyError as missing:
-            raise TypeError(f"a launch takes {self._tensors + self._numbers}, not found: {missing}") from None
+            raise TypeError(f"a launch takes {self._given}, not found: {missing}") from None
         if arguments:
-            raise TypeError(f"a launch takes {self._tensors + self._numbers}, and not {list(arguments)}")
-        self(grid, tensors, numbers, num_warps)
+            raise TypeError(f"a launch takes {self._given}, and not {list(arguments)}")
+        self(grid, tensors, numbers, num_warps, num_stages, descriptors)
 
     def __call__(
-        self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], num_warps: int
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int | None = None,
+        descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """`triton.jit(function)[grid](*arguments, num_warps=num_warps)`."""
+        """`triton.jit(function)[grid](*arguments, num_warps=num_warps, num_stages=num_stages)`, the latter if given."""
+        call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(grid, tensors, numbers, num_warps)
+                self(*call)
             return
         # Hooks, a profiler's for one, want to be told of a launch, which is Triton's affair.
         if not _REMEMBERS or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            self._launch(grid, tensors, numbers, num_warps)
+            self._launch(*call)
             return
         bits = 0
         addresses: list[int | None] = []
@@ -111,7 +125,7 @@ class Kernel:
                 addresses.append(None)
                 dtypes.append(None)
             elif not (x.is_contiguous() or (strided and x.stride(-1) == 1)):
-                self._launch(grid, tensors, numbers, num_warps)
+                self._launch(*call)
                 return
             else:
                 address = x.data_ptr()
@@ -119,25 +133,34 @@ class Kernel:
                 addresses.append(address)
                 dtypes.append(x.dtype)
         if bits % 16:
-            self._launch(grid, tensors, numbers, num_warps)
+            self._launch(*call)
             return
-        key = (device, num_warps, numbers, *dtypes)
+        blocks = [None if x is None else (x.base.dtype, *x.block_shape) for x in descriptors]
+        key = (device, num_warps, num_stages, numbers, *dtypes, *blocks)
         variant = self.variants.get(key)
         if variant is None:
             if len(self.variants) >= _MOST_REMEMBERED:  # threads of autograd add to it too
                 self.variants.clear()
-            compiled = self._launch(grid, tensors, numbers, num_warps)
+            compiled = self._launch(*call)
             stream = driver.active.get_current_stream
             self.variants[key] = compiled.run, compiled.function, compiled.packed_metadata, stream
             return
         run, function, options, stream = variant
-        run(*grid, stream(device), function, options, None, None, None, *self._in_order((*addresses, *numbers)))
+        arguments = self._in_order((*addresses, *numbers, *descriptors))
+        run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch(
-        self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], num_warps: int
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int | None,
+        descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
         """As Triton does it; returns what it compiled the kernel to."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is not None and not _readable(x, strided):
                 raise ValueError(f"{name} lies in memory by strides {x.stride()} that the kernel is not told of")
-        return self.kernel[grid](*self._in_order((*tensors, *numbers)), num_warps=num_warps)
+        options = {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
+        return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)

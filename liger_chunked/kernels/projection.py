@@ -4,14 +4,14 @@
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
     rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
 
-A centre `c` near a row's maximum is as good as the maximum: bfloat16 has float32's exponents. It is the largest of the
-target's logit and of a sample of the vocabulary. A row that rises too far above it is rescued: two more launches, which
-return at once where there is no such row, find the row's maximum and write its tiles again. The target stands apart, so
-that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is a dot product of x with the sum of all
-weights: a sum of its own in the epilogue made the product a quarter slower.
+A centre `c` not far from a row's maximum is as good as the maximum, as bfloat16 has float32's exponents: the target's
+logit is one. A row that rises 44 nats above it is rescued: two more launches, which return at once where there is no
+such row, find the row's maximum and write its tiles again. The target stands apart, so that `1 - p_y = rest / sum` does
+not cancel. The mean of a row's logits is a dot product of x with the sum of all weights: a sum of its own in the
+epilogue made the product a quarter slower.
 
-FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 256) N of
-partial sums a statistic. 4096 x 151936 x 2048 is 2.55 TFLOP.
+FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 128) N of
+partial sums a statistic, or half of it at H > 1536. 4096 x 151936 x 2048 is 2.55 TFLOP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl, triton
+from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.logits_stats import PartialStats
 
@@ -29,28 +29,32 @@ LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
 # How large a sum of exponentials may be: its products with weights, and its inverse times a gradient, are still floats.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
-# Columns of the vocabulary that a centre is taken from.
-SAMPLE = 512
-# Row blocks of the product that share a column of weights while it is in the second-level cache.
-_GROUP = 16
 _REDUCED_ROWS = 32
 
 
 class Tiling(NamedTuple):
-    """How the product is cut: blocks of `rows` x `cols` x `inner`."""
+    """How the product is cut, and how it is launched.
+
+    - `rows`, `cols`, `inner`: of a block
+    - `group`: row blocks that share a column of weights while it is in the second-level cache
+    - `programs`: on a multiprocessor at a time
+    """
 
     rows: int = 128
     cols: int = 256
     inner: int = 64
     stages: int = 4
     num_warps: int = 8
+    group: int = 16
+    programs: int = 1
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """On an H200, over the time that cuBLAS takes for the logits: 1.11 at H = 896 (1.17 in four stages), 1.11 at
-        1536, 1.06 at 2048 (1.09 in three), 1.03 at 4096.
+        """On an H200, where one of two programs is in its epilogue the other multiplies: the product takes 1.02 of
+        cuBLAS's time for the logits at H = 896, 1.00 at 1280, 0.98 at 1536, for 1.11, 1.07 and 1.02 by larger blocks.
+        These are read less often from the second-level cache, which is what counts at 2048: 1.01, and 1.04 by two.
         """
-        return cls(stages=3) if hidden <= 1024 else cls()
+        return cls(cols=128, stages=3, num_warps=4, group=8, programs=2) if hidden <= 1536 else cls()
 
 
 class Exponentials(NamedTuple):
@@ -121,7 +125,7 @@ def _write_block(
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_rows
-    part = col_block * n_rows + rows  # there are 256 times fewer of them than logits: 32 bits are enough
+    part = col_block * n_rows + rows  # there are 128 times fewer of them than logits: 32 bits are enough
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
@@ -142,7 +146,7 @@ def _write_block(
         tl.store(moment_ptr + part, moment, mask=inside)
 
 
-@jit
+@Kernel
 def _project_kernel(
     x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_rows, n_cols, hidden, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
@@ -172,7 +176,7 @@ def _out_of_reach(sum_exp_ptr, rows, n_rows):
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
 
-@jit
+@Kernel
 def _rescue_kernel(
     x_desc, w_desc, exp_desc, target_ptr, centre_ptr, rest_ptr, moment_ptr, n_rows, n_cols, hidden, scale,
     sum_exp_ptr,
@@ -200,10 +204,10 @@ def _rescue_kernel(
 
 @Kernel
 def _centre_kernel(
-    x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, sample_ptr, target_ptr,
-    target_logit_ptr, sum_z_ptr, centre_ptr, hidden, n_sample, scale, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, sum_z_ptr, centre_ptr,
+    hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row: what dot products know of it, the target's logit and the sum of all, and the centre.
+    # One program per row: what dot products know of it, the target's logit, which is its centre, and the sum of all.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
@@ -218,11 +222,8 @@ def _centre_kernel(
     if sum_z_ptr is not None:
         tl.store(sum_z_ptr + row, tl.sum(sum_dot, axis=0) * scale)
     target_logit = tl.sum(dot, axis=0) * scale
-    sampled = tl.arange(0, SAMPLE)
-    sample = tl.load(sample_ptr + row * n_sample + sampled, mask=sampled < n_sample, other=0.0) * scale
-    highest = tl.max(tl.where(sampled < n_sample, sample, -float("inf")), axis=0)
     tl.store(target_logit_ptr + row, target_logit)
-    tl.store(centre_ptr + row, tl.maximum(highest, target_logit))
+    tl.store(centre_ptr + row, target_logit)
 
 
 @jit
@@ -265,7 +266,6 @@ def project_exp(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    sample: Tensor,
     weight_sum: Tensor | None,
     out: Tensor | None,
     scale: float,
@@ -278,7 +278,6 @@ def project_exp(
         x: (N, H) bfloat16, contiguous and aligned to 16 bytes, as `weight`; H a multiple of 8.
         weight: (V, H) bfloat16.
         target: (N,) int64 index into the vocabulary.
-        sample: (N, C) float32 `x @ weight.T` of at most `SAMPLE` columns, contiguous.
         weight_sum: (H,) float32 `weight.sum(0)`, which the mean of a row's logits is a dot product with; None unless
             that is asked for.
         out: (N, V) bfloat16, its rows a multiple of 8 elements apart; None: the statistics alone, and E is not written.
@@ -294,45 +293,34 @@ def project_exp(
     def buffer(*shape: int, wanted: bool = True) -> Tensor | None:
         return torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
 
-    moment = "entropy" in outputs
+    has_moment = "entropy" in outputs
     stats = PartialStats(
         max=buffer(n),  # type: ignore[arg-type]
         sum_exp=buffer(n),  # type: ignore[arg-type]
         target_logit=buffer(n),
-        sum_exp_z=buffer(n, wanted=moment),
+        sum_exp_z=buffer(n, wanted=has_moment),
         sum_z=buffer(n, wanted=weight_sum is not None),
     )
     result = Exponentials(out, rest=buffer(n), target_exp=buffer(n), stats=stats)  # type: ignore[arg-type]
-    parts = {
-        "rest": buffer(n_parts, n),
-        "moment": buffer(n_parts, n, wanted=moment),
-    }
+    parts, moments = buffer(n_parts, n), buffer(n_parts, n, wanted=has_moment)
     if x.is_meta:
         return result
-    _centre_kernel[(n,)](
-        x_ptr=x,
-        x_stride=x.stride(0),
-        w_ptr=weight,
-        w_stride=weight.stride(0),
-        weight_sum_ptr=weight_sum,
-        sample_ptr=sample,
-        target_ptr=target,
-        target_logit_ptr=stats.target_logit,
-        sum_z_ptr=stats.sum_z,
-        centre_ptr=stats.max,
-        hidden=hidden,
-        n_sample=sample.shape[1],
-        scale=scale,
-        SAMPLE=SAMPLE,
-        BLOCK=block_size(hidden, 1024),
+    _centre_kernel(
+        (n, 1, 1),
+        (x, weight, weight_sum, target, stats.target_logit, stats.sum_z, stats.max),
+        (x.stride(0), weight.stride(0), hidden, scale, block_size(hidden, 1024)),
+        num_warps=4,
     )
-    product = {
+    row_blocks = -(-n // tiling.rows)
+    programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
+    of_product = {
         "x_desc": TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
         "w_desc": TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
         "exp_desc": None if out is None else TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // 2]),
         "target_ptr": target,
         "centre_ptr": stats.max,
-        **{f"{name}_ptr": part for name, part in parts.items()},
+        "rest_ptr": parts,
+        "moment_ptr": moments,
         "n_rows": n,
         "n_cols": vocab_size,
         "hidden": hidden,
@@ -345,8 +333,9 @@ def project_exp(
     }
 
     def reduce(again: bool) -> None:
-        _reduce_kernel[(triton.cdiv(n, _REDUCED_ROWS),)](
-            **{f"{name}_part_ptr": part for name, part in parts.items()},
+        _reduce_kernel[(-(-n // _REDUCED_ROWS),)](
+            rest_part_ptr=parts,
+            moment_part_ptr=moments,
             centre_ptr=stats.max,
             target_logit_ptr=stats.target_logit,
             rest_ptr=result.rest,
@@ -360,13 +349,11 @@ def project_exp(
             AGAIN=again,
         )
 
-    row_blocks = triton.cdiv(n, tiling.rows)
-    programs = min(processors(x.device), row_blocks * n_parts)
-    _project_kernel[(programs,)](**product, GROUP=_GROUP, PROGRAMS=programs)
+    _project_kernel[(programs,)](**of_product, GROUP=tiling.group, PROGRAMS=programs)
     reduce(again=False)
     # One wave: there seldom is a row block in need of it.
     rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
-        _rescue_kernel[(row_blocks, rescuers)](**product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres)
+        _rescue_kernel[(row_blocks, rescuers)](**of_product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres)
     reduce(again=True)
     return result

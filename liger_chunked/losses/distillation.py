@@ -202,7 +202,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 )
         if target is None:
             if mask is None:
-                return lay_out_every(shape.numel(), input.device)
+                return lay_out_every(shape.numel())
             return lay_out(mask.long() - 1, self._group, -1, weight.shape[0])
         check_target(target, input)
         target = target.long()
