@@ -5,16 +5,16 @@
         for block in chunk:
             project the teacher                             logits of chunk and block are within the budget
             divergence and log-probability of every token   in one of three ways, see routes.py
-            loss, g = autograd over the objective, on these two numbers per token
             student logits -> gradient in place
         dX, dW
 
-Unlike the statistics of one head, these see whole rows of the vocabulary: the smallest chunk is one token.
+Unlike the statistics of one head, these see whole rows of the vocabulary: the smallest chunk is one token. The loss is
+a weighted sum of these two numbers per token, so that its gradient by them is known beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,13 +24,31 @@ from torch import Tensor
 from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.routes import Measured, Route
+from liger_chunked.engine.routes import Route
 from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, packs, pieces
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
-# The loss as a function of a block's divergences and log-probabilities of targets (None without), each (tokens,): the
-# block's share of a sum over tokens, a scalar.
-Objective = Callable[[Tensor, Tensor | None], Tensor]
+
+class Weights(NamedTuple):
+    """The loss: `divergence` times the sum of the tokens' divergences, plus `logps` times that of the targets'
+    log-probabilities, each a number or a tensor (); None for log-probabilities that take no part.
+    """
+
+    divergence: float | Tensor
+    logps: float | Tensor | None
+
+    def loss(self, divergences: Tensor, logps: Tensor | None) -> Tensor:
+        """Of all tokens, in float64."""
+        loss = self.divergence * divergences.sum(dtype=torch.float64)
+        if self.logps is None:
+            return loss
+        assert logps is not None
+        return loss + self.logps * logps.sum(dtype=torch.float64)
+
+    def gradients(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Of the loss by each of these numbers, of `n` tokens."""
+        given = {name: weight for name, weight in self._asdict().items() if weight is not None}
+        return {name: torch.empty(n, dtype=dtype, device=device).fill_(weight) for name, weight in given.items()}
 
 
 class Teacher(NamedTuple):
@@ -96,7 +114,7 @@ class _Step:
     """Everything of a step but the tensors that gradients are for."""
 
     plan: DistillationPlan
-    objective: Objective
+    weights: Weights
     route: Route
     teacher: Teacher | None
     options: LogitOptions
@@ -114,47 +132,43 @@ class _Step:
         student_pass = self._reserved(head, plan.largest_pack)
         teacher_pass: HeadPass | None = None
         grads: HeadGradients | None = None
-        loss: Tensor | None = None
-        divergences, log_probs = [], []
+        of_tokens: dict[str, Tensor] = {}
+        found: list[tuple[Tensor, Tensor | None]] = []
         with gemms(input.device, *(dtype for dtype in (self.dtype, self.teacher_dtype) if dtype is not None)):
             for pack in plan.packs:
                 x = layout.input_rows(flat, pack.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
-                if loss is None:
+                if not found:
                     # Not before a GPU has the first product to work on: it waits for the host until then.
                     teacher_pass = self._teacher_pass(plan.largest_block)
                     if any(needs):
                         grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
-                for share, divergence, logps in self._chunk(logits, pack, teacher_pass, grads):
-                    # Shares are added before they are rounded.
-                    loss = share.double() if loss is None else loss + share
-                    divergences.append(divergence)
-                    log_probs.append(logps)
+                        wide = accumulation_dtype(self.dtype)
+                        of_tokens = self.weights.gradients(plan.largest_block, wide, input.device)
+                for rows, within in plan.blocks(pack):
+                    found.append(self._measure(along(logits, within), rows, teacher_pass, grads, of_tokens))
+                if teacher_pass is not None and pack is plan.packs[-1]:
+                    teacher_pass.release()
                 if grads is not None and x.shape[0]:
                     student_pass.backward_from(x, logits, grads, pack.rows)
                 del logits  # a view of the buffer, which is given back before gradients are rounded
         student_pass.release()
-        assert loss is not None  # even an empty batch is a pack
-        joined = torch.cat([x for x in log_probs if x is not None]) if self.has_target else None
-        loss = loss.to(accumulation_dtype(self.dtype))
-        return loss, (torch.cat(divergences), joined), (None, None, None) if grads is None else grads.finish()
-
-    def _chunk(
-        self, logits: Tensor, pack: Pack, teacher_pass: HeadPass | None, grads: HeadGradients | None
-    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """What `_measure` returns of each block of a chunk, whose gradients overwrite its `logits`."""
-        measured = []
-        for block in self.plan.blocks(pack):
-            measured.append(self._measure(along(logits, block.within), block.rows, teacher_pass, grads))
-        if teacher_pass is not None and pack is self.plan.packs[-1]:
-            teacher_pass.release()
-        return measured
+        divergences, log_probs = map(_joined, zip(*found, strict=True))
+        assert divergences is not None  # even an empty batch is a block
+        loss = self.weights.loss(divergences, log_probs).to(accumulation_dtype(self.dtype))
+        return loss, (divergences, log_probs), (None, None, None) if grads is None else grads.finish()
 
     def _measure(
-        self, logits: Tensor, rows: slice, teacher_pass: HeadPass | None, grads: HeadGradients | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A block's share of the loss, its divergences and log-probabilities; with `grads` its gradient overwrites its
-        logits.
+        self,
+        logits: Tensor,
+        rows: slice,
+        teacher_pass: HeadPass | None,
+        grads: HeadGradients | None,
+        of_tokens: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """A block's divergences and log-probabilities; with `grads` its gradient overwrites its logits.
+
+        `of_tokens` are the gradients of the loss by these numbers, of as many tokens or more.
         """
         measured = self.route.measure(
             student=logits,
@@ -163,11 +177,12 @@ class _Step:
             rows=rows,
             with_gradient=grads is not None,
         )
-        share, gradients = self._differentiate(measured)
         if grads is not None and logits.shape[0]:
-            gradients = grads.normalize(gradients)
+            dtype = measured.divergence.dtype  # a function's own may be another
+            every = slice(0, logits.shape[0])
+            gradients = grads.normalize({name: along(g, every).to(dtype) for name, g in of_tokens.items()})
             measured.backward(gradients["divergence"], gradients.get("logps"))
-        return share, measured.divergence, measured.logps
+        return measured.divergence, measured.logps
 
     def _reserved(self, head: Head, rows: int) -> HeadPass:
         head_pass = HeadPass(head, self.options)
@@ -188,19 +203,13 @@ class _Step:
         x = self.plan.layout.input_rows(flat, rows).to(teacher_pass.head.weight.dtype)
         return teacher_pass.project(x, _whole(x, teacher_pass))
 
-    def _differentiate(self, measured: Measured) -> tuple[Tensor, dict[str, Tensor]]:
-        """A block's share of the loss, and its gradient by each number that the loss depends on."""
-        divergence = measured.divergence.detach().requires_grad_()
-        logps = None if measured.logps is None else measured.logps.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = self.objective(divergence, logps)
-        leaves = {"divergence": divergence} | ({} if logps is None else {"logps": logps})
-        gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
-        if loss.requires_grad:
-            with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        given = {name: g.contiguous() for name, g in zip(leaves, gradients, strict=True) if g is not None}
-        return loss.detach(), {"divergence": torch.zeros_like(measured.divergence), **given}
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all blocks, where each has one."""
+    given = [x for x in parts if x is not None]
+    if not given:
+        return None
+    return given[0] if len(given) == 1 else torch.cat(given)
 
 
 def _whole(x: Tensor, head_pass: HeadPass) -> Tile:
@@ -212,7 +221,7 @@ def distillation_loss(
     input: Tensor,
     teacher: Teacher | None,
     layout: Layout,
-    objective: Objective,
+    weights: Weights,
     route: Route,
     options: LogitOptions,
     has_target: bool,
@@ -224,7 +233,7 @@ def distillation_loss(
         input: (B, T, H) or (N, H), checked.
         teacher: its hidden states and head, cut to V rows; None where the route has its log-probabilities.
         layout: the tokens that count, each its own group, see `lay_out`.
-        objective: the loss, see `Objective`.
+        weights: the loss.
         route: how divergences are measured.
         options: the student's transform, and the budget of the logits of both.
         has_target: whether the layout's targets are tokens to take the log-probability of.
@@ -245,7 +254,7 @@ def distillation_loss(
             options,
             wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
         ),
-        objective=objective,
+        weights=weights,
         route=route,
         teacher=teacher,
         options=options,

@@ -20,6 +20,7 @@ from liger_chunked.engine import (
     Returns,
     Teacher,
     TopK,
+    Weights,
     check_projection,
     check_target,
     check_top_k,
@@ -174,15 +175,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
-
-        def objective(divergence: Tensor, logps: Tensor | None) -> Tensor:
-            loss = self.weight_soft_loss * (divergence.sum(dtype=torch.float64) / n_items)
-            if hard and logps is not None:
-                loss = loss + hard * (-logps.sum(dtype=torch.float64) / n_items)
-            return loss
-
+        weights = Weights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         loss, divergence, logps = distillation_loss(
-            head, input, teacher, layout, objective, route, self.options, has_target=target is not None
+            head, input, teacher, layout, weights, route, self.options, has_target=target is not None
         )
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
