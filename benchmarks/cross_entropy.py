@@ -107,7 +107,7 @@ def contenders(n: int, v: int) -> Contenders:
     return {
         "eager": lambda: eager_if_it_fits(n, v),
         "liger_chunked": ours,
-        "liger_chunked, 2048-token chunks": lambda: ours(logits_budget=2048 * v * torch.bfloat16.itemsize),
+        "liger_chunked, 1792-token chunks": lambda: ours(logits_budget=1792 * v * torch.bfloat16.itemsize),
         "liger_chunked.linear_token_stats, 256 MiB": ours_by_token_stats,
         "torch.compile": compiled(eager),
         "torch F.linear_cross_entropy": torch_fused,

@@ -39,7 +39,7 @@ LOOKS = {
     "liger_chunked": Look("liger_chunked", "#0072B2", "o"),
     "stock": Look("stock", "#555555", "s"),
     "liger-kernel layers": Look("stock, Liger's layers", "#D55E00", "^"),
-    "liger_chunked, 2048-token chunks": Look("2048-token chunks", "#0072B2", "o", filled=False),
+    "liger_chunked, 1792-token chunks": Look("1792-token chunks", "#0072B2", "o", filled=False),
     "liger_chunked.linear_token_stats, 256 MiB": Look("token stats", "#0072B2", "o", filled=False),
     "eager": Look("eager", "#555555", "s"),
     "torch.compile": Look("compile", "#B87D00", "D"),

@@ -36,10 +36,10 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
-# product slower than cuBLAS's and dX in float32, does. Steps of cross entropy on an H200: 32768 x 896 over 151936
-# classes from 51.1 to 47.4 ms, 65536 x 2048 from 194 to 185, but 16384 x 4096 over 128256 from 78.3 to 79.1. With an
-# entropy GRPO over 16384 x 2048 goes from 48.1 to 46.9.
-_WIDEST = 2048
+# product that may be slower than cuBLAS's and dX in float32, does. Steps of cross entropy on an H200, of 16384 tokens,
+# by logits and by the epilogue: over 151936 classes H = 1536 38.9 and 35.9 ms, 2048 48.9 and 46.2, 2560 60.3 and 57.8;
+# over 128256 classes 3072 60.6 and 59.9, 4096 79.5 and 78.5, but of 32768 tokens 156.8 and 156.2.
+_WIDEST = 3072
 # The smallest packs that gain, in multiplications of a product. Below, the host is what takes time, and it has 0.4 ms
 # more to do a pack: two packs of 2048 x 1024 over 32000 classes took 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of
 # 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and 3.75.
@@ -48,6 +48,8 @@ _SMALLEST = 1 << 37
 # product. See `instead_of_one_chunk`.
 _FEWEST_TOKENS = 3584
 _LARGE = 1 << 39
+# The widest hidden states for which that was measured.
+_WIDEST_CUT = 2048
 # What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
 # has not.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
@@ -110,11 +112,12 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
         8192 x 2048 x 32000             6.05, 5.38                        548, 657
 
     (No file was kept of these. 8192 x 896 x 151936 took 1.129 of its products' time in packs, in one chunk 1.171.) A
-    pack has a quarter of a millisecond of small kernels, and dW to read and to write. `serves` has to be asked too: it
-    is what keeps H below the tokens of a pack.
+    pack has a quarter of a millisecond of small kernels, and dW to read and to write. `serves` has to be asked too.
     """
-    return len(packs) > 1 and all(
-        largest(tiles) * hidden_size >= _LARGE and tiles[-1].rows.stop >= _FEWEST_TOKENS for tiles in packs
+    return (
+        len(packs) > 1
+        and hidden_size <= _WIDEST_CUT
+        and all(largest(tiles) * hidden_size >= _LARGE and tiles[-1].rows.stop >= _FEWEST_TOKENS for tiles in packs)
     )
 
 
@@ -132,8 +135,8 @@ class EpiloguePass:
     with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
 
     When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
-    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 2048, above which the product,
-    slower than cuBLAS's, costs more than the passes it saves. And dW accumulates in float32, as it does over several
+    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 3072, above which hardly anything
+    is left to gain. And dW accumulates in float32, as it does over several
     packs, or is not asked for: a dW that is written once, in bfloat16, has no place to add the target's part to.
 
     dX has few tiles, and either product leaves some of a GPU idle in its last wave, which the other may take. Of 151936

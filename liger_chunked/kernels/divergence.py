@@ -306,12 +306,12 @@ def log_probs_torch(
 
 def _normalised(sums: Sums) -> DivergenceStats:
     """What the first sweep alone tells."""
-    log_sum, logps = sums.sum_exp.log(), None
+    logps = None
     if sums.target_logit is not None:
-        hard_log_sum = log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
+        hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
         # In this order: the difference is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
-    return DivergenceStats(log_sum, sums.centre, sums.sum_exp, log_sum, sums.hard_sum_exp, logps)
+    return DivergenceStats(sums.log_sum, sums.centre, sums.sum_exp, sums.log_sum, sums.hard_sum_exp, logps)
 
 
 def _cosine_stats(
@@ -350,23 +350,20 @@ def divergence_stats(
         return _cosine_stats(student, teacher, target, options, teacher_options)
     hard = target is not None and options.temperature != 1.0
     found = sums(student, teacher, target, divergence.kind, options, teacher_options, hard)
-    assert found.teacher_sum_exp is not None
-    teacher_log_sum = found.teacher_sum_exp.log()
     stats = _normalised(found)._replace(
         teacher_centre=found.teacher_centre,
         teacher_sum_exp=found.teacher_sum_exp,
-        teacher_log_sum=teacher_log_sum,
+        teacher_log_sum=found.teacher_log_sum,
     )
     if divergence.kind in _TWO_SWEEPS:
         compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
         value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
         return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
-    assert found.moment is not None
-    if divergence.kind == "forward_kl":
-        # a = -q / p: the slope is -1 for every p.
-        return stats._replace(divergence=found.moment / found.teacher_sum_exp - teacher_log_sum + stats.log_sum)
-    value = found.moment / found.sum_exp - stats.log_sum + teacher_log_sum
-    return stats._replace(divergence=value, slope=value)
+    assert found.divergence is not None
+    # Of the forward one a = -q / p: the slope is -1 for every p.
+    return stats._replace(
+        divergence=found.divergence, slope=found.divergence if divergence.kind == "reverse_kl" else None
+    )
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:

@@ -36,13 +36,15 @@ class Sums(NamedTuple):
 
     centre: Tensor
     sum_exp: Tensor  # sum exp((z - centre) / T)
+    log_sum: Tensor  # its logarithm
     hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
     target_logit: Tensor | None = None
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
-    # With z and t relative to their centres, so that large logits do not cancel, and at the temperature: of the forward
-    # KL sum exp(t) (t - z), of the reverse sum exp(z) (z - t).
-    moment: Tensor | None = None
+    teacher_log_sum: Tensor | None = None
+    # The KL divergence asked for. From a moment of z and t relative to their centres, so that large logits do not
+    # cancel, and at the temperature: of the forward one sum exp(t) (t - z), of the reverse sum exp(z) (z - t).
+    divergence: Tensor | None = None
 
 
 class Products(NamedTuple):
@@ -118,7 +120,8 @@ def _out_of_reach(top, centre, inv_temperature):
 @Kernel
 def _sums_kernel(
     z_ptr, z_stride, t_ptr, t_stride, target_ptr,
-    centre_ptr, sum_exp_ptr, hard_sum_exp_ptr, target_logit_ptr, teacher_centre_ptr, teacher_sum_exp_ptr, moment_ptr,
+    centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, target_logit_ptr,
+    teacher_centre_ptr, teacher_sum_exp_ptr, teacher_log_sum_ptr, divergence_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +174,7 @@ def _sums_kernel(
             row_teacher_max = tl.max(teacher_top, axis=0)
             row_teacher_sum_exp = tl.sum(teacher_sum_exp, axis=0)
             sweep = sweep | _out_of_reach(row_teacher_max, teacher_centre, teacher_inv_temperature)
-        if moment_ptr is not None:
+        if divergence_ptr is not None:
             row_moment = tl.sum(moment, axis=0)
         if sweep:
             centre = tl.where(row_max == -float("inf"), centre, row_max)
@@ -179,13 +182,19 @@ def _sums_kernel(
 
     tl.store(centre_ptr + row, tl.where(row_max == -float("inf"), row_max, centre))
     tl.store(sum_exp_ptr + row, row_sum_exp)
+    log_sum = tl.log(row_sum_exp)
+    tl.store(log_sum_ptr + row, log_sum)
     if hard_sum_exp_ptr is not None:
         tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
     if teacher_sum_exp_ptr is not None:
         tl.store(teacher_centre_ptr + row, teacher_centre)
         tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
-    if moment_ptr is not None:
-        tl.store(moment_ptr + row, row_moment)
+        teacher_log_sum = tl.log(row_teacher_sum_exp)
+        tl.store(teacher_log_sum_ptr + row, teacher_log_sum)
+        if KIND == "forward_kl":
+            tl.store(divergence_ptr + row, row_moment / row_teacher_sum_exp - teacher_log_sum + log_sum)
+        if KIND == "reverse_kl":
+            tl.store(divergence_ptr + row, row_moment / row_sum_exp - log_sum + teacher_log_sum)
     if target_logit_ptr is not None:
         z = tl.load(z_ptr + tl.load(target_ptr + row)).to(tl.float32)
         tl.store(target_logit_ptr + row, transform_block(z, scale, softcap, None))
@@ -240,11 +249,13 @@ def _sums_triton(
     sums = Sums(
         centre=buffer(),  # type: ignore[arg-type]
         sum_exp=buffer(),  # type: ignore[arg-type]
+        log_sum=buffer(),  # type: ignore[arg-type]
         hard_sum_exp=buffer(hard),
         target_logit=buffer(target is not None),
         teacher_centre=buffer(teacher is not None),
         teacher_sum_exp=buffer(teacher is not None),
-        moment=buffer(kind in ("forward_kl", "reverse_kl")),
+        teacher_log_sum=buffer(teacher is not None),
+        divergence=buffer(kind in ("forward_kl", "reverse_kl")),
     )
     if n:
         _sums_kernel[(n,)](
@@ -297,14 +308,16 @@ def _sums_torch(
             part["hard_sum_exp"] = z.exp().sum(1)
         e = z.div_(options.temperature).exp()
         part["sum_exp"] = e.sum(1)
+        part["log_sum"] = log_sum = part["sum_exp"].log()
         if teacher is not None:
             part["teacher_centre"], t = centred_(widened(teacher[rows], teacher_options, dtype))
             teacher_e = t.div_(teacher_options.temperature).exp()
-            part["teacher_sum_exp"] = teacher_e.sum(1)
+            part["teacher_sum_exp"] = teacher_sum_exp = teacher_e.sum(1)
+            part["teacher_log_sum"] = teacher_log_sum = teacher_sum_exp.log()
             if kind == "forward_kl":
-                part["moment"] = _weighted(teacher_e, t - z)
+                part["divergence"] = _weighted(teacher_e, t - z) / teacher_sum_exp - teacher_log_sum + log_sum
             elif kind == "reverse_kl":
-                part["moment"] = _weighted(e, z - t)
+                part["divergence"] = _weighted(e, z - t) / part["sum_exp"] - log_sum + teacher_log_sum
         parts.append(part)
     return Sums(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
@@ -323,7 +336,8 @@ def sums(
     Args:
         student, teacher: (N, V) before the transform, rows contiguous; no teacher, no sums of it.
         target: (N,) int64, to read its logit; None without.
-        kind: "forward_kl", "reverse_kl": with the moment; "tail": entries of -inf before the transform are not there.
+        kind: "forward_kl", "reverse_kl": with that divergence; "tail": entries of -inf before the transform are not
+            there.
         options, teacher_options: the transform of each.
         hard: ask for the student's normaliser at temperature 1, too.
     """

@@ -21,6 +21,7 @@ from liger_chunked.engine import (
     Teacher,
     TopK,
     Weights,
+    along,
     check_projection,
     check_target,
     check_top_k,
@@ -244,7 +245,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"teacher_weight must have at least the {vocab_size} rows of weight {tuple(head.weight.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
-        cut = Head(weight.detach()[:vocab_size], None if bias is None else bias.detach()[:vocab_size])
+        shared = slice(0, vocab_size)
+        cut = Head(along(weight.detach(), shared), None if bias is None else along(bias.detach(), shared))
         return Teacher(cut, teacher_input.detach(), self.teacher_options)
 
     def _route(
