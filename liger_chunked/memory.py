@@ -94,7 +94,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(8, 0)))
     1763 MiB: logits 1187, weight_grad 519, input_grad 56
     >>> print(estimate_memory(LigerFusedLinearCrossEntropyLoss(), **batch, capability=(9, 0)))
-    1780 MiB: logits 1187, weight_grad 519, input_grad 56, other 18
+    1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
