@@ -412,6 +412,21 @@ def test_divergence_of_ones_own(budget):
         assert relative_error(ours[name], exact[name]) < 1e-12, name
 
 
+def test_a_divergence_of_fewer_bits_leaves_the_hard_loss_its_own():
+    """Its gradient, of 1e-8 a token, is none in float16."""
+
+    class Halved(SymmetricKL):
+        def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+            return super().divergence(student_logits, teacher_logits).half()
+
+    batch, settings = students(SMALL, seed=0), {"weight_soft_loss": 0.0, "weight_hard_loss": 1.0}
+    ours, exact = (
+        evaluate(lambda b, loss=loss: loss(**settings)(**b, num_items=1e8)[0], batch) for loss in (Halved, SymmetricKL)
+    )
+    for name in exact:
+        assert exact[name].any() and torch.equal(ours[name], exact[name]), name
+
+
 def test_divergence_of_ones_own_over_bins():
     batch = students(SMALL, seed=0)
     logps, ids = torch.randn(6, 7, 23, dtype=torch.float64).log_softmax(-1).topk(4)

@@ -15,6 +15,7 @@ from conftest import expects_triton
 from torch import Tensor
 
 import liger_chunked as lc
+from liger_chunked.engine.passes import gemms
 from liger_chunked.kernels import launch
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.partial_sums import sum_partials
@@ -33,6 +34,7 @@ class Recorder:
         def jitted(*arguments: Any, num_warps: int, num_stages: int | None = None) -> Recorder:
             self.launched.append("jitted")
             self.received = (*grid, *arguments)
+            self.num_stages = num_stages
             return self
 
         return jitted
@@ -112,6 +114,7 @@ def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered)
     kernel = launch.Kernel(lambda x_desc, y_ptr, n, out_desc: None)
     first, second = Descriptor(X, [16, 16]), Descriptor(torch.zeros(16, dtype=dtype), [16, block])
     kernel[(4,)](x_desc=first, y_ptr=Y, n=32, out_desc=None, num_stages=3)
+    assert kernel.kernel.num_stages == 3
     kernel[(5,)](x_desc=second, y_ptr=Y, n=32, out_desc=None, num_stages=num_stages)
     assert kernel.kernel.launched == ["jitted", "compiled" if remembered else "jitted"]
     assert kernel.kernel.received == (5, 1, 1, second, Y.data_ptr() if remembered else Y, 32, None)
@@ -150,6 +153,22 @@ def test_other_devices_are_not(kernel: launch.Kernel) -> None:
     for device in (0, 1, 1):
         kernel(**{**CALL, "tensors": (OnDevice(device), None, OnDevice(device))})
     assert kernel.kernel.launched == ["jitted", "jitted", "compiled"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_products_run_on_the_device_of_their_tensors(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    device = torch.device("cuda", index)
+    with gemms(device, torch.float32):
+        assert entered == ([device] if index else [])
 
 
 def test_runs_on_the_device_of_its_tensors(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

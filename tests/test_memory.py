@@ -54,12 +54,12 @@ MEASURED = [
     (3070, CrossEntropy(), LLAMA_TOKENS),
     (3070, CrossEntropy(logits_budget=1024 * MIB), LLAMA_TOKENS),  # logits and accumulator
     (3070, CrossEntropy(logits_budget=256 * MIB), LLAMA_TOKENS),  # the accumulator while it is rounded
-    (2126, CrossEntropy(), QWEN_TOKENS),
-    (1520, CrossEntropy(logits_budget=2048 * QWEN * 2), QWEN_TOKENS),
-    (1781, CrossEntropy(), SMALL_TOKENS),
-    (1178, CrossEntropy(logits_budget=2048 * QWEN * 2), SMALL_TOKENS),
-    (2650, CrossEntropy(), MANY_TOKENS),
-    (2054, CrossEntropy(logits_budget=2048 * QWEN * 2), MANY_TOKENS),
+    (2125, CrossEntropy(), QWEN_TOKENS),
+    (1406, CrossEntropy(logits_budget=1792 * QWEN * 2), QWEN_TOKENS),
+    (1782, CrossEntropy(), SMALL_TOKENS),
+    (1103, CrossEntropy(logits_budget=1792 * QWEN * 2), SMALL_TOKENS),
+    (2648, CrossEntropy(), MANY_TOKENS),
+    (2039, CrossEntropy(logits_budget=1792 * QWEN * 2), MANY_TOKENS),
     (1446, linear_token_stats, LLAMA_TOKENS | STATS_BUDGET),
     (755, linear_token_stats, QWEN_TOKENS | STATS_BUDGET),
     (684, linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
@@ -72,7 +72,7 @@ MEASURED = [
     (3262, LigerFusedLinearSimPOLoss(), PAIRS),
     (3262, LigerFusedLinearKTOLoss(), PAIRS),
     (2992, LigerFusedLinearJSDLoss(), STUDENT),
-    (2467, LigerFusedLinearGRPOLoss(), ROLLOUTS),
+    (2457, LigerFusedLinearGRPOLoss(), ROLLOUTS),
     # Over logits, which the epilogue's path has replaced.
     (2843, CrossEntropy(), QWEN_TOKENS | OVER_LOGITS),
     (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),

@@ -17,7 +17,7 @@ checks.py     what is asked of inputs
 
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
-from liger_chunked.engine.distill import Teacher, Weights, distillation_loss
+from liger_chunked.engine.distill import LossWeights, Teacher, distillation_loss
 from liger_chunked.engine.fused import fused_loss
 from liger_chunked.engine.loss import StatsLoss
 from liger_chunked.engine.routes import ByAutograd, ClosedForm
@@ -32,11 +32,11 @@ __all__ = [
     "Group",
     "Layout",
     "Like",
+    "LossWeights",
     "Returns",
     "StatsLoss",
     "Teacher",
     "TopK",
-    "Weights",
     "along",
     "check_projection",
     "check_target",

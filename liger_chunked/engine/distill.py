@@ -29,7 +29,7 @@ from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budg
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
-class Weights(NamedTuple):
+class LossWeights(NamedTuple):
     """The loss: `divergence` times the sum of the tokens' divergences, plus `logps` times that of the targets'
     log-probabilities, each a number or a tensor (); None for log-probabilities that take no part.
     """
@@ -114,7 +114,7 @@ class _Step:
     """Everything of a step but the tensors that gradients are for."""
 
     plan: DistillationPlan
-    weights: Weights
+    weights: LossWeights
     route: Route
     teacher: Teacher | None
     options: LogitOptions
@@ -178,9 +178,10 @@ class _Step:
             with_gradient=grads is not None,
         )
         if grads is not None and logits.shape[0]:
-            dtype = measured.divergence.dtype  # a function's own may be another
             every = slice(0, logits.shape[0])
-            gradients = grads.normalize({name: along(g, every).to(dtype) for name, g in of_tokens.items()})
+            # In the dtype of each number: a function's own may be another.
+            given = {name: along(g, every).to(getattr(measured, name).dtype) for name, g in of_tokens.items()}
+            gradients = grads.normalize(given)
             measured.backward(gradients["divergence"], gradients.get("logps"))
         return measured.divergence, measured.logps
 
@@ -221,7 +222,7 @@ def distillation_loss(
     input: Tensor,
     teacher: Teacher | None,
     layout: Layout,
-    weights: Weights,
+    weights: LossWeights,
     route: Route,
     options: LogitOptions,
     has_target: bool,

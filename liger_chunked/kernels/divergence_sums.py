@@ -16,6 +16,7 @@ from liger_chunked.kernels.backend import (
     block_size,
     exp,
     jit,
+    reciprocal,
     row_blocks,
     tl,
     transform,
@@ -192,9 +193,9 @@ def _sums_kernel(
         teacher_log_sum = tl.log(row_teacher_sum_exp)
         tl.store(teacher_log_sum_ptr + row, teacher_log_sum)
         if KIND == "forward_kl":
-            tl.store(divergence_ptr + row, row_moment / row_teacher_sum_exp - teacher_log_sum + log_sum)
+            tl.store(divergence_ptr + row, row_moment * reciprocal(row_teacher_sum_exp) - teacher_log_sum + log_sum)
         if KIND == "reverse_kl":
-            tl.store(divergence_ptr + row, row_moment / row_sum_exp - log_sum + teacher_log_sum)
+            tl.store(divergence_ptr + row, row_moment * reciprocal(row_sum_exp) - log_sum + teacher_log_sum)
     if target_logit_ptr is not None:
         z = tl.load(z_ptr + tl.load(target_ptr + row)).to(tl.float32)
         tl.store(target_logit_ptr + row, transform_block(z, scale, softcap, None))

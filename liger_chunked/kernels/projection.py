@@ -6,7 +6,8 @@
 
 A centre `c` not far from a row's maximum is as good as the maximum, as bfloat16 has float32's exponents: the target's
 logit is one. A row that rises 44 nats above it is rescued: two more launches, which return at once where there is no
-such row, find the row's maximum and write its tiles again. The target stands apart, so that `1 - p_y = rest / sum` does
+such row, find the row's maximum and write its tiles again: two products more of its block of rows, which a target of
+such a probability should not be so common as to make felt. The target stands apart, so that `1 - p_y = rest / sum` does
 not cancel. The mean of a row's logits is a dot product of x with the sum of all weights: a sum of its own in the
 epilogue made the product a quarter slower.
 
@@ -51,8 +52,9 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, hidden: int) -> Tiling:
         """On an H200, where one of two programs is in its epilogue the other multiplies: the product takes 1.02 of
-        cuBLAS's time for the logits at H = 896, 1.00 at 1280, 0.98 at 1536, for 1.11, 1.07 and 1.02 by larger blocks.
-        These are read less often from the second-level cache, which is what counts at 2048: 1.01, and 1.04 by two.
+        cuBLAS's time for the logits at H = 896, for 1.11 by larger blocks, 1.00 for 1.07 at 1280, and 0.98 for 1.02 or
+        1.06 for 1.10, in two runs, at 1536. Larger blocks are read less often from the second-level cache, which is
+        what counts at 2048: 1.01, and 1.04 by two programs.
         """
         return cls(cols=128, stages=3, num_warps=4, group=8, programs=2) if hidden <= 1536 else cls()
 

@@ -17,10 +17,10 @@ from liger_chunked.engine import (
     Group,
     Layout,
     Like,
+    LossWeights,
     Returns,
     Teacher,
     TopK,
-    Weights,
     along,
     check_projection,
     check_target,
@@ -176,7 +176,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
-        weights = Weights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
+        weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
         loss, divergence, logps = distillation_loss(
             head, input, teacher, layout, weights, route, self.options, has_target=target is not None
         )
@@ -185,7 +185,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """The tokens that count; without a target each stands with a target of 0 that nobody reads."""
+        """The tokens that count; without a target they have targets that nobody reads."""
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
