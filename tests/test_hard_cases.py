@@ -520,3 +520,9 @@ def test_micro_batches_with_num_items_add_up_to_the_batch():
         for part in (slice(0, 1), slice(1, 5), slice(5, 6))
     )
     torch.testing.assert_close(total, whole["loss"], rtol=EXACT, atol=0)
+
+
+def test_argmax_of_no_tokens_is_an_index(device):
+    target = torch.full((3,), -100, device=device)
+    head, input = torch.randn(7, 4, device=device), torch.randn(3, 4, device=device)
+    assert linear_token_stats(head, input, target, outputs=("argmax",)).argmax.dtype == torch.int64
