@@ -69,6 +69,7 @@ def test_offset_logits(loss, offset, device):
     z, t = ((64 * torch.randn(2, 3, 300, generator=generator)).round() / 64).to(device)
     value, gradient = by_kernels(loss, z, t)
     shifted, shifted_gradient = by_kernels(loss, z + offset, t - offset)
+    # The same differences from the centre, in float32: no more than a few roundings of their sums.
     assert torch.allclose(shifted, value, rtol=1e-6, atol=0)
     assert torch.allclose(shifted_gradient, gradient, rtol=1e-5, atol=1e-9)
 
@@ -92,6 +93,7 @@ def test_disjoint_student_and_teacher(loss, gap, device):
     value, gradient = by_kernels(loss, z, t)
     exact, exact_gradient = by_autograd(loss, z.double(), t.double())
     assert torch.isfinite(value).all() and torch.isfinite(gradient).all()
+    # A few operations of the hardware's on top of one another, each off by 2**-22, about 0 where the rows are equal.
     assert torch.allclose(value.double(), exact, rtol=1e-5, atol=1e-7)
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-5, atol=1e-7)
 
@@ -104,6 +106,7 @@ def test_excluded_columns(loss, device):
     z[:, :4], t[:, 2:6] = -math.inf, -math.inf
     value, gradient = by_kernels(loss, z, t)
     exact, exact_gradient = by_autograd(loss, z.double().clamp(min=-1e3), t.double().clamp(min=-1e3))
+    # As above; of a gradient more, a difference of logarithms that cancel.
     assert torch.allclose(value.double(), exact, rtol=1e-5, atol=1e-7)
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-7)
 

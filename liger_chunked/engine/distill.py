@@ -140,11 +140,12 @@ class _Step:
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
                     # Not before a GPU has the first product to work on: it waits for the host until then.
-                    teacher_pass = self._teacher_pass(plan.largest_block)
+                    largest_block = plan.largest_block
+                    teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
                         grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
                         wide = accumulation_dtype(self.dtype)
-                        of_tokens = self.weights.gradients(plan.largest_block, wide, input.device)
+                        of_tokens = self.weights.gradients(largest_block, wide, input.device)
                 for rows, within in plan.blocks(pack):
                     found.append(self._measure(along(logits, within), rows, teacher_pass, grads, of_tokens))
                 if teacher_pass is not None and pack is plan.packs[-1]:

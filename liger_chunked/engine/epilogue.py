@@ -40,9 +40,10 @@ _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # by logits and by the epilogue: over 151936 classes H = 1536 38.9 and 35.9 ms, 2048 48.9 and 46.2, 2560 60.3 and 57.8;
 # over 128256 classes 3072 60.6 and 59.9, 4096 79.5 and 78.5, but of 32768 tokens 156.8 and 156.2.
 _WIDEST = 3072
-# The smallest packs that gain, in multiplications of a product. Below, the host is what takes time, and it has 0.4 ms
-# more to do a pack: two packs of 2048 x 1024 over 32000 classes took 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of
-# 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and 3.75.
+# The smallest packs that gain, in multiplications of a product. Below, the host is what takes time, and it had 0.4 ms
+# more to do a pack (before launches with descriptors were remembered): two packs of 2048 x 1024 over 32000 classes took
+# 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and
+# 3.75.
 _SMALLEST = 1 << 37
 # The smallest packs for which a step is cut that could be one chunk of logits: so many tokens, and multiplications of a
 # product. See `instead_of_one_chunk`.
@@ -111,8 +112,9 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
         32768 x 2048 x 32000            22.62, 20.62                      644, 2255
         8192 x 2048 x 32000             6.05, 5.38                        548, 657
 
-    (No file was kept of these. 8192 x 896 x 151936 took 1.129 of its products' time in packs, in one chunk 1.171.) A
-    pack has a quarter of a millisecond of small kernels, and dW to read and to write. `serves` has to be asked too.
+    (No file was kept of these; packs took larger blocks of the product then, and more of the host. 8192 x 896 x 151936
+    took 1.129 of its products' time in packs, in one chunk 1.171.) A pack has a quarter of a millisecond of small
+    kernels, and dW to read and to write. `serves` has to be asked too.
     """
     return (
         len(packs) > 1

@@ -311,7 +311,17 @@ def _normalised(sums: Sums) -> DivergenceStats:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
         # In this order: the difference is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
-    return DivergenceStats(sums.log_sum, sums.centre, sums.sum_exp, sums.log_sum, sums.hard_sum_exp, logps)
+    return DivergenceStats(
+        divergence=sums.log_sum if sums.divergence is None else sums.divergence,
+        centre=sums.centre,
+        sum_exp=sums.sum_exp,
+        log_sum=sums.log_sum,
+        hard_sum_exp=sums.hard_sum_exp,
+        logps=logps,
+        teacher_centre=sums.teacher_centre,
+        teacher_sum_exp=sums.teacher_sum_exp,
+        teacher_log_sum=sums.teacher_log_sum,
+    )
 
 
 def _cosine_stats(
@@ -349,21 +359,13 @@ def divergence_stats(
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options)
     hard = target is not None and options.temperature != 1.0
-    found = sums(student, teacher, target, divergence.kind, options, teacher_options, hard)
-    stats = _normalised(found)._replace(
-        teacher_centre=found.teacher_centre,
-        teacher_sum_exp=found.teacher_sum_exp,
-        teacher_log_sum=found.teacher_log_sum,
-    )
+    stats = _normalised(sums(student, teacher, target, divergence.kind, options, teacher_options, hard))
     if divergence.kind in _TWO_SWEEPS:
         compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
         value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
         return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
-    assert found.divergence is not None
-    # Of the forward one a = -q / p: the slope is -1 for every p.
-    return stats._replace(
-        divergence=found.divergence, slope=found.divergence if divergence.kind == "reverse_kl" else None
-    )
+    # Of the forward KL a = -q / p: the slope is -1 for every p.
+    return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import block_size, grid_of_rows, grid_row, tl, triton
+from liger_chunked.kernels.backend import block_size, grid_of_rows, grid_row, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
 
@@ -220,7 +220,7 @@ def _occurrences(target: Tensor) -> _Occurrences:
         return _Occurrences(order.int(), start, torch.where(is_first, length, 0))
     found = _Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in _Occurrences._fields))
     if not target.is_meta:
-        _order_kernel[(triton.cdiv(n, _RANKED),)](
+        _order_kernel[(-(-n // _RANKED),)](
             target_ptr=target,
             order_ptr=found.order,
             start_ptr=found.start,
@@ -246,7 +246,7 @@ def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> 
     if x.is_meta:
         return grad
     block = block_size(hidden, _COLS)
-    _target_rows_kernel[grid_of_rows(n, triton.cdiv(hidden, block))](
+    _target_rows_kernel[grid_of_rows(n, -(-hidden // block))](
         grad_ptr=grad,
         grad_stride=grad.stride(0),
         x_ptr=x,

@@ -1,0 +1,115 @@
+"""The kernels of a step by the epilogue: the product with its exponentials, and the targets' part of dW."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from table import moved
+from test_epilogue import OUTPUTS, lost, tokens
+from torch import Tensor
+
+from liger_chunked import TokenStats
+from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp, target_rows
+from liger_chunked.kernels.projection import Tiling
+
+
+def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
+    vocab = weight.shape[0]
+    out = x.new_empty(x.shape[0], -(-vocab // 8) * 8)[:, :vocab]
+    weight_sum = weight.sum(0, dtype=torch.float32)
+    return project_exp(x, weight, target, weight_sum, out, scale, OUTPUTS, **kwargs)
+
+
+def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
+    z = scale * x.double() @ weight.double().t()
+    log_p = z.log_softmax(-1)
+    exact = TokenStats(
+        logps=log_p.gather(1, target[:, None])[:, 0],
+        lse=z.logsumexp(-1),
+        entropy=-(log_p.exp() * log_p).sum(-1),
+        mean_logits=z.mean(-1),
+    )
+    stats = finish(ours.stats, target, weight.shape[0], OUTPUTS)
+    for name in OUTPUTS:
+        # Sums in float32 of logits that are themselves sums in float32.
+        torch.testing.assert_close(getattr(stats, name).double(), getattr(exact, name), rtol=1e-5, atol=2e-5, msg=name)
+    e = (z - ours.stats.max.double()[:, None]).exp().scatter(1, target[:, None], 0)
+    ulp = 2**-7 if backend.INTERPRETED else 2**-8
+    torch.testing.assert_close(ours.values.double(), e, rtol=1.01 * ulp, atol=1e-30)
+    torch.testing.assert_close(ours.rest.double(), e.sum(1), rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tiling", [Tiling.of(896), Tiling.of(2048)])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "vocab"),
+    [
+        (1, 8, 1),  # a vocabulary of one
+        (3, 8, 257),  # one column in the second block
+        (129, 72, 511),  # one row in the second block
+    ],
+)
+def test_projection(rows, hidden, vocab, tiling, device, by_epilogue):
+    batch = moved(tokens(8, rows, vocab), torch.bfloat16, device)
+    x, weight = batch["input"][:, :hidden].contiguous(), batch["weight"][:, :hidden].contiguous()
+    ours = project(x, weight, batch["target"], 1.3, tiling=tiling)
+    assert_matches_formulas(ours, x, weight, batch["target"], 1.3)
+
+
+@pytest.mark.triton
+def test_rescue(device, by_epilogue):
+    """Only the rows that need it move their centres."""
+    batch = moved(lost(tokens(9, 130)), torch.bfloat16, device)
+    x, weight, target = batch["input"], batch["weight"], batch["target"]
+    x[64:] *= 1e-3
+    ours = project(x, weight, target, 1.0)
+    assert_matches_formulas(ours, x, weight, target, 1.0)
+    z = x.double() @ weight.double().t()
+    centre = z.gather(1, target[:, None])[:, 0]
+    above = z.amax(1) - centre
+    assert (above > 200).sum() > 8 and (above < 40).sum() > 64
+    expected = torch.where(above > 60, z.amax(1), torch.where(above < 40, centre, ours.stats.max.double()))
+    torch.testing.assert_close(ours.stats.max.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_weights_that_are_not_finite(value, device, by_epilogue):
+    """No number where eager code gives none, and nowhere else."""
+    batch = moved(tokens(10, 4, 40), torch.bfloat16, device)
+    x, weight, target = batch["input"], batch["weight"], batch["target"]
+    weight[3, 5] = value
+    stats = finish(project(x, weight, target, 1.0).stats, target, 40, OUTPUTS)
+    z = (x @ weight.t()).float()
+    log_p = z.log_softmax(-1)
+    # What has no probability has no part in an entropy.
+    exact = TokenStats(
+        logps=log_p.gather(1, target[:, None])[:, 0],
+        lse=z.logsumexp(-1),
+        entropy=-(log_p.exp() * torch.where(log_p == -math.inf, 0.0, log_p)).sum(-1),
+        mean_logits=z.mean(-1),
+    )
+    for name in OUTPUTS:
+        ours, expected = getattr(stats, name), getattr(exact, name)
+        finite = expected.isfinite()
+        assert torch.equal(ours.isfinite(), finite), name
+        torch.testing.assert_close(ours[finite], expected[finite], rtol=0.05, atol=0.05, msg=name)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("by_torch", [False, True], ids=["compared", "sorted"])
+@pytest.mark.parametrize("targets", [1, 2, 5, 64])
+def test_target_rows(targets, by_torch, device, by_epilogue, monkeypatch):
+    if by_torch:
+        monkeypatch.setattr(target_rows, "_MOST_COMPARED", 0)
+    generator = torch.Generator().manual_seed(0)
+    n, hidden = 300, 520
+    assert n > target_rows._COMPARED and hidden > target_rows._COLS  # a ragged last block of either
+    x = torch.randn(n, hidden, generator=generator).bfloat16().to(device)
+    scale, grad = (torch.randn(*s, generator=generator).to(device) for s in ((n,), (64, hidden)))
+    target = torch.randint(targets, (n,), generator=generator).to(device)
+    expected = grad.double().index_add_(0, target, scale.double()[:, None] * x.double())
+    # Near 0, where dozens of terms of about 1 cancel, the roundings of their sum.
+    torch.testing.assert_close(add_target_rows_(grad, target, scale, x).double(), expected, rtol=1e-5, atol=1e-5)
