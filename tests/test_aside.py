@@ -66,6 +66,7 @@ def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     watch(epilogue, "accumulate", "product of dX")
     watch(epilogue, "add_target_rows_of_weight", "write dX")
     watch(epilogue, "scale_rows", "scale")
+    watch(epilogue, "occurrences", "order of targets")
     watch(epilogue, "project_exp", "exponentials")
     return entries
 
@@ -97,7 +98,8 @@ def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
     monkeypatch.setattr(epilogue, "_PRODUCT", 8 * HIDDEN // blocks)
     step(device)
     pack = [
-        "current: exponentials", "current: scale", FORK, "other: dW", "other: targets of dW",
+        "current: exponentials", "current: scale", FORK, "other: dW",
+        "current: order of targets", FORK, "other: targets of dW",
         "current: product of dX", JOIN, "current: write dX",
     ]  # fmt: skip
     assert log == 2 * (pack + (blocks - 1) * ["current: product of dX", "current: write dX"])
@@ -120,7 +122,7 @@ def test_a_failure_joins(device, log, monkeypatch):
     monkeypatch.setattr(epilogue, "add_target_rows_of_weight", fail)  # after a join
     with pytest.raises(torch.OutOfMemoryError):
         step(device)
-    assert log.count(FORK) == log.count(JOIN) == 1
+    assert log.count(FORK) == 2 and log.count(JOIN) == 1
     log.clear()
     monkeypatch.setattr(HeadGradients, "add_targets", fail)  # before one
     with pytest.raises(torch.OutOfMemoryError):

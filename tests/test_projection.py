@@ -11,7 +11,7 @@ from test_epilogue import OUTPUTS, lost, tokens
 from torch import Tensor
 
 from liger_chunked import TokenStats
-from liger_chunked.kernels import add_target_rows_, backend, finish, project_exp, target_rows
+from liger_chunked.kernels import add_target_rows_, backend, occurrences, project_exp, target_rows
 from liger_chunked.kernels.projection import Tiling
 
 
@@ -22,7 +22,7 @@ def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
     return project_exp(x, weight, target, weight_sum, out, scale, OUTPUTS, **kwargs)
 
 
-def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
+def assert_matches_formulas(ours, stats, x: Tensor, weight: Tensor, target: Tensor, scale: float) -> None:
     z = scale * x.double() @ weight.double().t()
     log_p = z.log_softmax(-1)
     exact = TokenStats(
@@ -31,11 +31,10 @@ def assert_matches_formulas(ours, x: Tensor, weight: Tensor, target: Tensor, sca
         entropy=-(log_p.exp() * log_p).sum(-1),
         mean_logits=z.mean(-1),
     )
-    stats = finish(ours.stats, target, weight.shape[0], OUTPUTS)
     for name in OUTPUTS:
         # Sums in float32 of logits that are themselves sums in float32.
         torch.testing.assert_close(getattr(stats, name).double(), getattr(exact, name), rtol=1e-5, atol=2e-5, msg=name)
-    e = (z - ours.stats.max.double()[:, None]).exp().scatter(1, target[:, None], 0)
+    e = (z - ours.centre.double()[:, None]).exp().scatter(1, target[:, None], 0)
     ulp = 2**-7 if backend.INTERPRETED else 2**-8
     torch.testing.assert_close(ours.values.double(), e, rtol=1.01 * ulp, atol=1e-30)
     torch.testing.assert_close(ours.rest.double(), e.sum(1), rtol=1e-4, atol=1e-30)
@@ -55,7 +54,7 @@ def test_projection(rows, hidden, vocab, tiling, device, by_epilogue):
     batch = moved(tokens(8, rows, vocab), torch.bfloat16, device)
     x, weight = batch["input"][:, :hidden].contiguous(), batch["weight"][:, :hidden].contiguous()
     ours = project(x, weight, batch["target"], 1.3, tiling=tiling)
-    assert_matches_formulas(ours, x, weight, batch["target"], 1.3)
+    assert_matches_formulas(*ours, x, weight, batch["target"], 1.3)
 
 
 @pytest.mark.triton
@@ -64,14 +63,14 @@ def test_rescue(device, by_epilogue):
     batch = moved(lost(tokens(9, 130)), torch.bfloat16, device)
     x, weight, target = batch["input"], batch["weight"], batch["target"]
     x[64:] *= 1e-3
-    ours = project(x, weight, target, 1.0)
-    assert_matches_formulas(ours, x, weight, target, 1.0)
+    ours, stats = project(x, weight, target, 1.0)
+    assert_matches_formulas(ours, stats, x, weight, target, 1.0)
     z = x.double() @ weight.double().t()
     centre = z.gather(1, target[:, None])[:, 0]
     above = z.amax(1) - centre
     assert (above > 200).sum() > 8 and (above < 40).sum() > 64
-    expected = torch.where(above > 60, z.amax(1), torch.where(above < 40, centre, ours.stats.max.double()))
-    torch.testing.assert_close(ours.stats.max.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = torch.where(above > 60, z.amax(1), torch.where(above < 40, centre, ours.centre.double()))
+    torch.testing.assert_close(ours.centre.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.triton
@@ -81,7 +80,7 @@ def test_weights_that_are_not_finite(value, device, by_epilogue):
     batch = moved(tokens(10, 4, 40), torch.bfloat16, device)
     x, weight, target = batch["input"], batch["weight"], batch["target"]
     weight[3, 5] = value
-    stats = finish(project(x, weight, target, 1.0).stats, target, 40, OUTPUTS)
+    _, stats = project(x, weight, target, 1.0)
     z = (x @ weight.t()).float()
     log_p = z.log_softmax(-1)
     # What has no probability has no part in an entropy.
@@ -112,4 +111,5 @@ def test_target_rows(targets, by_torch, device, by_epilogue, monkeypatch):
     target = torch.randint(targets, (n,), generator=generator).to(device)
     expected = grad.double().index_add_(0, target, scale.double()[:, None] * x.double())
     # Near 0, where dozens of terms of about 1 cancel, the roundings of their sum.
-    torch.testing.assert_close(add_target_rows_(grad, target, scale, x).double(), expected, rtol=1e-5, atol=1e-5)
+    ours = add_target_rows_(grad, target, occurrences(target), scale, x)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)

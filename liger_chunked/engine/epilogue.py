@@ -26,7 +26,7 @@ from liger_chunked.kernels import (
     PartialStats,
     RowScales,
     add_target_rows_of_weight,
-    finish,
+    occurrences,
     project_exp,
     scale_rows,
 )
@@ -203,9 +203,9 @@ class EpiloguePass:
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
         weight_sum = self._weight_sum if "mean_logits" in outputs else None
-        exponentials = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, outputs)
+        exponentials, stats = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, outputs)
         self._held = exponentials if self.backward_follows else None
-        return exponentials.stats, finish(exponentials.stats, target, self.vocab_size, outputs)
+        return PartialStats(exponentials.centre, exponentials.sum_exp), stats
 
     def backward(
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
@@ -221,9 +221,13 @@ class EpiloguePass:
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         with Aside(x.device) as aside:
             if scaled is not None:
-                with aside.stream() if dx is not None else nullcontext():
+                beside = aside.stream if dx is not None else nullcontext
+                with beside():
                     grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
-                    grads.add_targets(target, scales.target, x)
+                # A small kernel before dX: the first wave is then of dW, and what comes after dW is beside dX too.
+                found = occurrences(target)
+                with beside():
+                    grads.add_targets(target, found, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
         grads.close_pack(dx, pack_rows)

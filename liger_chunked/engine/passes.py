@@ -19,6 +19,7 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
 from liger_chunked.kernels import (
     LogitsCotangents,
+    Occurrences,
     PartialStats,
     add_target_rows_,
     finish,
@@ -120,7 +121,7 @@ class Gradients(Protocol):
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
 
-    def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None: ...
+    def add_targets(self, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> None: ...
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None: ...
 
@@ -333,10 +334,13 @@ class HeadGradients:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
 
-    def add_targets(self, target: Tensor, scale: Tensor, x: Tensor) -> None:
-        """`dW[target[n]] += scale[n] * x[n]`, where dW accumulates in float32 and has its pack's product."""
+    def add_targets(self, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> None:
+        """`dW[target[n]] += scale[n] * x[n]`, where dW accumulates in float32 and has its pack's product.
+
+        `found` are the occurrences of `target`.
+        """
         if self._weight is not None:
-            add_target_rows_(self._weight, target, scale, x)
+            add_target_rows_(self._weight, target, found, scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
         """Put a pack's dX in place; from here on tiles add to what is there."""

@@ -28,12 +28,20 @@ from liger_chunked.kernels.rope import liger_rotary_pos_emb
 from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
-from liger_chunked.kernels.target_rows import RowScales, add_target_rows_, add_target_rows_of_weight, scale_rows
+from liger_chunked.kernels.target_rows import (
+    Occurrences,
+    RowScales,
+    add_target_rows_,
+    add_target_rows_of_weight,
+    occurrences,
+    scale_rows,
+)
 
 __all__ = [
     "DivergenceStats",
     "Exponentials",
     "LogitsCotangents",
+    "Occurrences",
     "PartialStats",
     "RowScales",
     "add_target_rows_",
@@ -56,6 +64,7 @@ __all__ = [
     "logits_grad_",
     "logits_stats",
     "merge",
+    "occurrences",
     "project_exp",
     "row_stats",
     "scale_",

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.logits_stats import PartialStats
+from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
 # How large a sum of exponentials may be: its products with weights, and its inverse times a gradient, are still floats.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
-_REDUCED_ROWS = 32
+_REDUCED_ROWS, _REDUCED_PARTS = 16, 256  # of the partial sums that a program has in hand
 
 
 class Tiling(NamedTuple):
@@ -63,10 +63,11 @@ class Tiling(NamedTuple):
 class Exponentials(NamedTuple):
     """A pack's softmax before its normalization; `values` (N, V) bfloat16, the others (N,) float32."""
 
-    values: Tensor | None  # exp(z - centre), 0 at the target until the way back; None where they were not written
+    values: Tensor | None  # exp(z - centre), 0 at the target; None where they were not written
+    centre: Tensor
     rest: Tensor  # sum of exp(z - centre) over all but the target
     target_exp: Tensor  # exp(z - centre) at the target
-    stats: PartialStats  # over the whole vocabulary, `max` being the centre
+    sum_exp: Tensor  # of both
 
 
 @jit
@@ -207,10 +208,10 @@ def _rescue_kernel(
 
 @Kernel
 def _centre_kernel(
-    x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, sum_z_ptr, centre_ptr,
-    hidden, scale, BLOCK: tl.constexpr,
+    x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, centre_ptr, mean_ptr,
+    n_cols, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row: what dot products know of it, the target's logit, which is its centre, and the sum of all.
+    # One program per row: what dot products know of it, the target's logit, which is its centre, and the mean of all.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
@@ -222,8 +223,8 @@ def _centre_kernel(
         dot += x * w
         if weight_sum_ptr is not None:
             sum_dot += x * tl.load(weight_sum_ptr + cols, mask=cols < hidden, other=0.0)
-    if sum_z_ptr is not None:
-        tl.store(sum_z_ptr + row, tl.sum(sum_dot, axis=0) * scale)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, tl.sum(sum_dot, axis=0) * scale / n_cols)
     target_logit = tl.sum(dot, axis=0) * scale
     tl.store(target_logit_ptr + row, target_logit)
     tl.store(centre_ptr + row, target_logit)
@@ -243,26 +244,33 @@ def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.co
 @Kernel
 def _reduce_kernel(
     rest_part_ptr, moment_part_ptr, centre_ptr, target_logit_ptr,
-    rest_ptr, target_exp_ptr, sum_exp_ptr, sum_exp_z_ptr, n_rows, n_parts,
+    rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    # AGAIN: after the rescue.
+    # A null pointer stands for a statistic that nobody asked for. AGAIN: after the rescue.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     if AGAIN:
         if tl.max(_out_of_reach(sum_exp_ptr, rows, n_rows), axis=0) == 0:
             return
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0)
-    centred = (tl.load(target_logit_ptr + rows, mask=inside, other=0.0) - centre) * LOG2_E
-    e = tl.exp2(centred)
+    below = tl.load(target_logit_ptr + rows, mask=inside, other=0.0) - centre
+    e = tl.exp2(below * LOG2_E)
     rest = _sum_parts(rest_part_ptr, rows, n_rows, n_parts, ROWS, PARTS)
+    sum_exp = rest + e
+    log_sum = tl.log(sum_exp)
     tl.store(rest_ptr + rows, rest, mask=inside)
     tl.store(target_exp_ptr + rows, e, mask=inside)
-    tl.store(sum_exp_ptr + rows, rest + e, mask=inside)
-    if sum_exp_z_ptr is not None:
-        moment = _sum_parts(moment_part_ptr, rows, n_rows, n_parts, ROWS, PARTS)
-        moment += tl.where(e == 0.0, 0.0, e * centred)
-        tl.store(sum_exp_z_ptr + rows, moment * LOG_2, mask=inside)
+    tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
+    if logps_ptr is not None:
+        # In this order: the first difference is exact for large logits, lse is not.
+        tl.store(logps_ptr + rows, below - log_sum, mask=inside)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
+    if entropy_ptr is not None:
+        moment = _sum_parts(moment_part_ptr, rows, n_rows, n_parts, ROWS, PARTS) * LOG_2
+        moment += tl.where(e == 0.0, 0.0, e * below)
+        tl.store(entropy_ptr + rows, log_sum - moment / sum_exp, mask=inside)
 
 
 def project_exp(
@@ -274,8 +282,8 @@ def project_exp(
     scale: float,
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
-) -> Exponentials:
-    """The exponentials of a pack's logits `scale * x @ weight.T`, and the statistics that `outputs` needs.
+) -> tuple[Exponentials, TokenStats]:
+    """The exponentials of a pack's logits `scale * x @ weight.T`, and the statistics `outputs` of each row.
 
     Args:
         x: (N, H) bfloat16, contiguous and aligned to 16 bytes, as `weight`; H a multiple of 8.
@@ -293,70 +301,49 @@ def project_exp(
     tiling = tiling or Tiling.of(hidden)
     n_parts = -(-vocab_size // tiling.cols)
 
-    def buffer(*shape: int, wanted: bool = True) -> Tensor | None:
-        return torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
+    def buffer(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    has_moment = "entropy" in outputs
-    stats = PartialStats(
-        max=buffer(n),  # type: ignore[arg-type]
-        sum_exp=buffer(n),  # type: ignore[arg-type]
-        target_logit=buffer(n),
-        sum_exp_z=buffer(n, wanted=has_moment),
-        sum_z=buffer(n, wanted=weight_sum is not None),
-    )
-    result = Exponentials(out, rest=buffer(n), target_exp=buffer(n), stats=stats)  # type: ignore[arg-type]
-    parts, moments = buffer(n_parts, n), buffer(n_parts, n, wanted=has_moment)
+    stats = TokenStats(**{name: buffer(n) for name in outputs})
+    # In one piece, each aligned: the first product waits for the host.
+    centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
+    exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
+    parts = buffer(n_parts, n)
+    moments = None if stats.entropy is None else buffer(n_parts, n)
     if x.is_meta:
-        return result
+        return exponentials, stats
     _centre_kernel(
         (n, 1, 1),
-        (x, weight, weight_sum, target, stats.target_logit, stats.sum_z, stats.max),
-        (x.stride(0), weight.stride(0), hidden, scale, block_size(hidden, 1024)),
+        (x, weight, weight_sum, target, target_logit, centre, stats.mean_logits),
+        (x.stride(0), weight.stride(0), vocab_size, hidden, scale, block_size(hidden, 1024)),
         num_warps=4,
     )
     row_blocks = -(-n // tiling.rows)
     programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
-    of_product = {
-        "x_desc": TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
-        "w_desc": TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
-        "exp_desc": None if out is None else TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // 2]),
-        "target_ptr": target,
-        "centre_ptr": stats.max,
-        "rest_ptr": parts,
-        "moment_ptr": moments,
-        "n_rows": n,
-        "n_cols": vocab_size,
-        "hidden": hidden,
-        "scale": scale,
-        "ROWS": tiling.rows,
-        "COLS": tiling.cols,
-        "INNER": tiling.inner,
-        "num_warps": tiling.num_warps,
-        "num_stages": tiling.stages,
-    }
+    tensors = target, centre, parts, moments
+    sizes = n, vocab_size, hidden, scale
+    blocks = tiling.rows, tiling.cols, tiling.inner
+    launch = tiling.num_warps, tiling.stages
+    descriptors = (
+        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
+        TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
+        None if out is None else TensorDescriptor.from_tensor(out, [tiling.rows, tiling.cols // 2]),
+    )
+    _project_kernel((programs, 1, 1), tensors, (*sizes, *blocks, tiling.group, programs), *launch, descriptors)
 
     def reduce(again: bool) -> None:
-        _reduce_kernel[(-(-n // _REDUCED_ROWS),)](
-            rest_part_ptr=parts,
-            moment_part_ptr=moments,
-            centre_ptr=stats.max,
-            target_logit_ptr=stats.target_logit,
-            rest_ptr=result.rest,
-            target_exp_ptr=result.target_exp,
-            sum_exp_ptr=stats.sum_exp,
-            sum_exp_z_ptr=stats.sum_exp_z,
-            n_rows=n,
-            n_parts=n_parts,
-            ROWS=_REDUCED_ROWS,
-            PARTS=32,
-            AGAIN=again,
+        _reduce_kernel(
+            (-(-n // _REDUCED_ROWS), 1, 1),
+            (parts, moments, centre, target_logit, rest, target_exp, sum_exp, stats.logps, stats.lse, stats.entropy),
+            (n, n_parts, _REDUCED_ROWS, _REDUCED_PARTS, again),
+            num_warps=8,
         )
 
-    _project_kernel[(programs,)](**of_product, GROUP=tiling.group, PROGRAMS=programs)
     reduce(again=False)
     # One wave: there seldom is a row block in need of it.
     rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
-        _rescue_kernel[(row_blocks, rescuers)](**of_product, sum_exp_ptr=stats.sum_exp, RAISE=raise_centres)
+        grid = row_blocks, rescuers, 1
+        _rescue_kernel(grid, (*tensors, sum_exp), (*sizes, *blocks, raise_centres), *launch, descriptors)
     reduce(again=True)
-    return result
+    return exponentials, stats

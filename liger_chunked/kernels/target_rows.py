@@ -87,7 +87,7 @@ def scale_rows(
         lse_ptr=lse,
         rest_ptr=exponentials.rest,
         target_exp_ptr=exponentials.target_exp,
-        sum_exp_ptr=exponentials.stats.sum_exp,
+        sum_exp_ptr=exponentials.sum_exp,
         others_ptr=scales.others,
         target_ptr=scales.target,
         hidden=hidden,
@@ -202,7 +202,7 @@ def _target_rows_kernel(
         tl.store(place, tl.load(place, mask=inside) + tl.sum(total, axis=0), mask=inside)
 
 
-class _Occurrences(NamedTuple):
+class Occurrences(NamedTuple):
     """Where each target occurs; (N,) int32."""
 
     order: Tensor  # the tokens by target, those of one in their order
@@ -210,41 +210,35 @@ class _Occurrences(NamedTuple):
     length: Tensor  # how many they are, 0 but for the first of them
 
 
-def _occurrences(target: Tensor) -> _Occurrences:
+def occurrences(target: Tensor) -> Occurrences:
+    """Those of each of `target` (N,) int64."""
     n = target.shape[0]
     if n > _MOST_COMPARED:
         by_target, order = torch.sort(target, stable=True)
         start = torch.searchsorted(by_target, target, out_int32=True)
         length = torch.searchsorted(by_target, target, right=True, out_int32=True) - start
         is_first = order[start] == torch.arange(n, device=target.device)
-        return _Occurrences(order.int(), start, torch.where(is_first, length, 0))
-    found = _Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in _Occurrences._fields))
+        return Occurrences(order.int(), start, torch.where(is_first, length, 0))
+    found = Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in Occurrences._fields))
     if not target.is_meta:
-        _order_kernel[(-(-n // _RANKED),)](
-            target_ptr=target,
-            order_ptr=found.order,
-            start_ptr=found.start,
-            length_ptr=found.length,
-            n_rows=n,
-            ROWS=_RANKED,
-            COLS=_COMPARED,
-        )
+        grid = (-(-n // _RANKED), 1, 1)
+        _order_kernel(grid, (target, *found), (n, _RANKED, _COMPARED), num_warps=_WARPS)
     return found
 
 
-def add_target_rows_(grad: Tensor, target: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
     """`grad[target[n]] += scale[n] * x[n]` for every n, in a fixed order; returns `grad`.
 
     Args:
         grad: (V, H) float32, rows contiguous.
         target: (N,) int64.
+        found: its occurrences.
         scale: (N,) float32.
         x: (N, H), rows contiguous.
     """
-    n, hidden = x.shape
-    found = _occurrences(target)
     if x.is_meta:
         return grad
+    n, hidden = x.shape
     block = block_size(hidden, _COLS)
     _target_rows_kernel[grid_of_rows(n, -(-hidden // block))](
         grad_ptr=grad,
