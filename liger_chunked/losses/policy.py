@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -252,15 +253,17 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if input.ndim != 3:
             raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
         check_side("advantages", advantages, target, per_sequence=True)
+        if importance_weights is not None:
+            check_side("importance_weights", importance_weights, target, per_sequence=True)
+        for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("attention_mask", attention_mask)):
+            if x is not None:
+                check_side(name, x, target)
         if attention_mask is not None:
-            check_side("attention_mask", attention_mask, target)
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
                 # One that is added to scores has its zeros where others have ones.
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
-        if ref_logps is not None:
-            check_side("ref_logps", ref_logps, target)
         layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
@@ -273,18 +276,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss=type(self).__name__,
             required=True if self.beta else None,
         )
-        batch = self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
-        # The bonus is a mean over the accumulated batch: this much of it is here.
-        share = 1.0 if items is None else layout.n_valid / items
+
+        @functools.cache
+        def batch() -> RolloutBatch:
+            # When it is first asked for, the device has a product to do.
+            return self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            return self._objective(batch, batch.rollouts(stats, index), index, share)
+            return self._objective(batch(), batch().rollouts(stats, index), index, items)
 
         loss, stats = self._fuse(head, input, layout, objective)
-        return loss, self._metrics(batch.rollouts(stats, slice(None)))
+        return loss, self._metrics(batch().rollouts(stats, slice(None)))
 
     def _objective(
-        self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, share: float | Tensor
+        self, batch: RolloutBatch, rollouts: Rollouts, index: slice | Tensor, num_items: float | Tensor | None
     ) -> Tensor:
         cost = self.policy_loss(rollouts)
         mask = rollouts.mask
@@ -304,6 +309,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
+            # The bonus is a mean over the accumulated batch: this much of it is here.
+            share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
 
@@ -329,16 +336,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         settings = ReductionSettings(num_items, self.max_completion_length)
         per_token = torch.ones_like(lengths) / REDUCTIONS[self.reduction].denominator(lengths, settings)
-        arranged_advantages = arrange.side("advantages", advantages, 0.0, per_sequence=True)
-        assert arranged_advantages is not None
         return RolloutBatch(
             mask=arrange(mask),
             lengths=arrange(lengths.clamp(min=1)),
             weights=arrange(per_token),
-            advantages=arranged_advantages,
-            old_logps=arrange.side("old_logps", old_logps, 0.0),
+            advantages=arrange.side(advantages, 0.0),
+            old_logps=None if old_logps is None else arrange.side(old_logps, 0.0),
             ref_logps=None if ref_logps is None else rows(ref_logps),
-            importance_weights=arrange.side("importance_weights", importance_weights, 1.0, per_sequence=True),
+            importance_weights=None if importance_weights is None else arrange.side(importance_weights, 1.0),
             importance_level=self.importance_level,
             batch_size=mask.shape[0],
             batch_tokens=arrange.layout.n_valid,

@@ -55,15 +55,8 @@ class Arrangement:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)
 
-    def side(self, name: str, x: Tensor | None, fill: float, per_sequence: bool = False) -> Tensor | None:
-        """The same of an argument of the caller: checked, detached, and `fill` where padding may hold anything.
-
-        Raises:
-            ValueError: another shape or device than the target's.
-        """
-        if x is None:
-            return None
-        check_side(name, x, self.target, per_sequence)
+    def side(self, x: Tensor, fill: float) -> Tensor:
+        """The same of an argument of the caller, detached, and `fill` where padding may hold anything."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)

@@ -56,17 +56,22 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -r.ratio * r.advantages
 
 
-def _bounded_ratio(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    return r.ratio if s.delta is None else r.ratio.clamp(max=s.delta)
+def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
+    """`torch.where` on two numbers makes float32 of them, whatever the rest is."""
+    return torch.full_like(like, positive).where(condition, negative)
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    clipped = r.ratio.clamp(1 - s.epsilon_low, 1 + s.epsilon_high)
-    return -torch.min(_bounded_ratio(r, s) * r.advantages, clipped * r.advantages)
+    # The smaller of two products with the advantage is the product with a ratio that is bounded by its sign: from above
+    # where it is positive, from below where it is negative.
+    delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
+    low = _by_sign(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
+    high = _by_sign(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
+    return -r.ratio.clamp(low, high) * r.advantages
 
 
 def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
-    ratio = _bounded_ratio(r, s)
+    ratio = r.ratio if s.delta is None else r.ratio.clamp(max=s.delta)
     return Clipped(
         low=(ratio < 1 - s.epsilon_low) & (r.advantages < 0),
         high=(ratio > 1 + s.epsilon_high) & (r.advantages > 0),
@@ -80,11 +85,6 @@ def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
     return Clipped(low=None, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
-
-
-def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
-    """`torch.where` on two numbers makes float32 of them, whatever the rest is."""
-    return torch.full_like(like, positive).where(condition, negative)
 
 
 def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
