@@ -26,7 +26,6 @@ from liger_chunked.kernels import (
     PartialStats,
     RowScales,
     add_target_rows_of_weight,
-    occurrences,
     project_exp,
     scale_rows,
 )
@@ -221,13 +220,8 @@ class EpiloguePass:
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         with Aside(x.device) as aside:
             if scaled is not None:
-                beside = aside.stream if dx is not None else nullcontext
-                with beside():
-                    grads.add(tiles[0].vocab, exponentials.values, scaled, first=True)
-                # A small kernel before dX: the first wave is then of dW, and what comes after dW is beside dX too.
-                found = occurrences(target)
-                with beside():
-                    grads.add_targets(target, found, scales.target, x)
+                with aside.stream() if dx is not None else nullcontext():
+                    grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
         grads.close_pack(dx, pack_rows)

@@ -19,13 +19,13 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
 from liger_chunked.kernels import (
     LogitsCotangents,
-    Occurrences,
     PartialStats,
     add_target_rows_,
     finish,
     logits_grad_,
     logits_stats,
     merge,
+    occurrences,
     row_stats,
     scale_,
     unround_logps_,
@@ -121,7 +121,9 @@ class Gradients(Protocol):
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
 
-    def add_targets(self, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> None: ...
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None: ...
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None: ...
 
@@ -334,13 +336,23 @@ class HeadGradients:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
 
-    def add_targets(self, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> None:
-        """`dW[target[n]] += scale[n] * x[n]`, where dW accumulates in float32 and has its pack's product.
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None:
+        """Add a pack to dW, where that accumulates in float32: `exponentials.T @ scaled`, and at the targets
+        `dW[target[n]] += target_scale[n] * x[n]`.
 
-        `found` are the occurrences of `target`.
+        What is small comes first where there is a dW to add it to: it may then be beside the start of a longer product.
         """
-        if self._weight is not None:
-            add_target_rows_(self._weight, target, found, scale, x)
+        weight = self._weight_gradient()
+        if weight is None:
+            return
+        found = occurrences(target)
+        if not self._nothing_yet:
+            add_target_rows_(weight, target, found, target_scale, x)
+        accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
+        if self._nothing_yet:
+            add_target_rows_(weight, target, found, target_scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
         """Put a pack's dX in place; from here on tiles add to what is there."""

@@ -23,7 +23,7 @@ from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
 from liger_chunked.engine.routes import ByAutograd, Route
 from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, row_blocks, tiles
-from liger_chunked.kernels import LogitsCotangents, Occurrences, PartialStats
+from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
@@ -131,9 +131,11 @@ class _Gradients:
         with self._ledger.part("weight_grad"):
             self._head.add(vocab, dz, x, first)
 
-    def add_targets(self, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> None:
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None:
         with self._ledger.part("weight_grad"):
-            self._head.add_targets(target, found, scale, x)
+            self._head.add_exponentials(exponentials, scaled, target, target_scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
         with self._ledger.part("input_grad"):

@@ -29,7 +29,6 @@ from liger_chunked.kernels.scale import scale_
 from liger_chunked.kernels.survey import survey, survey_top_k
 from liger_chunked.kernels.target_logit import unround_logps_
 from liger_chunked.kernels.target_rows import (
-    Occurrences,
     RowScales,
     add_target_rows_,
     add_target_rows_of_weight,
@@ -41,7 +40,6 @@ __all__ = [
     "DivergenceStats",
     "Exponentials",
     "LogitsCotangents",
-    "Occurrences",
     "PartialStats",
     "RowScales",
     "add_target_rows_",
