@@ -63,7 +63,7 @@ class Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype  # of the products
-    wide_tiles: bool  # the device has those of `EpiloguePass`
+    by_epilogue: bool  # `EpiloguePass` serves it, where `open` finds nothing against it
 
     @classmethod
     def of(
@@ -87,13 +87,14 @@ class Plan:
             found = packs(layout, vocab_size, elements, whole_batch)
             return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
 
-        chosen = cut(layout.n_valid)
+        def served(tiles: list[list[Tile]]) -> bool:
+            return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
+
+        chosen, by_epilogue = cut(layout.n_valid), False
         if len(chosen[0]) == 1 and wide_tiles:
             several = cut(0)
-            if epilogue.instead_of_one_chunk(several[1], hidden_size) and epilogue.serves(
-                head, dtype, options, class_weight, outputs, differentiates, several[1]
-            ):
-                chosen = several
+            by_epilogue = epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1])
+            chosen = several if by_epilogue else chosen
         return cls(
             layout=layout if len(chosen[0]) == 1 else layout.by_group(),
             packs=chosen[0],
@@ -103,7 +104,7 @@ class Plan:
             options=options,
             class_weight=class_weight,
             dtype=dtype,
-            wide_tiles=wide_tiles,
+            by_epilogue=by_epilogue or served(chosen[1]),
         )
 
     @property
@@ -119,15 +120,15 @@ class Plan:
             grads: what its backward adds to; None: none follows.
             differentiates: the statistics that the gradient reaches.
         """
-        head_pass: HeadPass | EpiloguePass = HeadPass(head, self.options, self.class_weight)
+        head_pass: HeadPass | EpiloguePass
         if (
-            self.wide_tiles
+            self.by_epilogue
             and (grads is None or grads.accumulates)
-            and epilogue.serves(
-                head, self.dtype, self.options, self.class_weight, self.outputs, differentiates, self.tiles
-            )
+            and set(EpiloguePass.differentiable).issuperset(differentiates)
         ):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
+        else:
+            head_pass = HeadPass(head, self.options, self.class_weight)
         head_pass.reserve(max(largest(t) for t in self.tiles))
         return head_pass
 

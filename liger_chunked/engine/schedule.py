@@ -195,7 +195,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     """
     target = target.contiguous()
     flat = target.view(-1)
-    flat_mask, summary = survey(flat[None] if group == "token" else target, ignore_index)
+    flat_mask, summary = survey(flat.view(1, -1) if group == "token" else target, ignore_index)
     flat_mask = flat_mask.view(-1)
     sizes, lows, highs = summary.tolist()
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
@@ -367,5 +367,8 @@ def row_blocks(tiles: list[Tile]) -> int:
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Logits in the largest tile."""
-    return max(((t.rows.stop - t.rows.start) * (t.vocab.stop - t.vocab.start) for t in tiles), default=0)
+    """Logits in the largest tile: the first, as the others are like it or end at an edge."""
+    if not tiles:
+        return 0
+    rows, vocab = tiles[0]
+    return (rows.stop - rows.start) * (vocab.stop - vocab.start)

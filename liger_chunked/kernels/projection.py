@@ -56,8 +56,14 @@ class Tiling(NamedTuple):
         cuBLAS's time for the logits at H = 896, for 1.11 by larger blocks, 1.00 for 1.07 at 1280, and 0.98 for 1.02 or
         1.06 for 1.10, in two runs, at 1536. Larger blocks are read less often from the second-level cache, which is
         what counts at 2048: 1.01, and 1.04 by two programs.
+
+        A GPU that has been busy for a second is held to its power, and further from cuBLAS's time: 1.07 at H = 896, or
+        1.03 with all of 4096 tokens in one group, which read each weight once; 1.08 at 1536, where that is 1.12, as
+        the states of so many tokens leave too little of the cache.
         """
-        return cls(cols=128, stages=3, num_warps=4, group=8, programs=2) if hidden <= 1536 else cls()
+        if hidden > 1536:
+            return cls()
+        return cls(cols=128, stages=3, num_warps=4, group=32 if hidden <= 1024 else 8, programs=2)
 
 
 class Exponentials(NamedTuple):
