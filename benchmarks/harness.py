@@ -256,7 +256,10 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
     parse.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parse.add_argument("--no-errors", action="store_true", help="skip the comparison with float64")
     parse.add_argument(
-        "--peer-seconds", type=float, default=peer_seconds, help="after which peers are passed over (%(default)s)"
+        "--peer-seconds",
+        type=float,
+        default=peer_seconds,
+        help="after which peers are passed over (%(default)s); -1: none runs",
     )
     return parse
 
@@ -265,7 +268,7 @@ class Table:
     """The rows of one benchmark, printed and written as JSON as they come."""
 
     def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
-        """`whole`: at the default shapes; unless `args` filters, figures then take this run."""
+        """`whole`: at the default shapes; unless `args` filters, or the peers' time runs out, figures take this run."""
         self.family, self.args = family, args
         self.whole = whole and not (args.only or args.task)
         scale = {"dtype": str(DTYPE).removeprefix("torch."), "copy_tb_per_s": round(copy_tb_per_s(), 3)}
@@ -356,6 +359,7 @@ class Table:
         begin = time.perf_counter()
         try:
             if is_peer and self.peer_seconds > self.args.peer_seconds:
+                self.whole &= self.args.peer_seconds < 0  # where none was to be measured
                 raise Skipped(f"the peers' {self.args.peer_seconds:g} seconds are over")
             fill(row)
         except Skipped as skipped:

@@ -120,6 +120,12 @@ def test_only_ours_and_a_second_run(tmp_path: Path) -> None:
         run("cross_entropy", tmp_path, "--task", "no such task")
 
 
+def test_a_run_that_ran_out_of_time_is_not_whole(tmp_path: Path) -> None:
+    content = run("cross_entropy", tmp_path, "--peer-seconds=0")
+    assert any(row["failure"] == "skipped: the peers' 0 seconds are over" for row in content["rows"])
+    assert not content["whole"]
+
+
 def test_figures_and_table(results: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
