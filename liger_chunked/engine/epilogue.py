@@ -112,7 +112,7 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
         8192 x 2048 x 32000             6.05, 5.38                        548, 657
 
     (No file was kept of these; packs took larger blocks of the product then, and more of the host. 8192 x 896 x 151936
-    took 1.129 of its products' time in packs, in one chunk 1.171.) A pack has a quarter of a millisecond of small
+    took 1.129 of its products' time in packs, in one chunk 1.171.) A pack has a tenth of a millisecond of small
     kernels, and dW to read and to write. `serves` has to be asked too.
     """
     return (
