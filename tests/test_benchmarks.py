@@ -12,7 +12,19 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import cross_entropy, distillation, figures, harness, oracle, policy, preference, report, steps, sweep
+from benchmarks import (
+    cross_entropy,
+    distillation,
+    figures,
+    harness,
+    oracle,
+    parts,
+    policy,
+    preference,
+    report,
+    steps,
+    sweep,
+)
 from benchmarks.drawing import floor, style
 
 FAMILIES = {
@@ -106,6 +118,15 @@ def test_a_failure_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rows["trl"]["failure"] == "failed: ImportError: no such peer"
     assert rows["torch.compile"]["failure"].startswith("skipped: ")
     assert rows["liger_chunked"]["failure"] is None
+
+
+def test_parts(tmp_path: Path) -> None:
+    content = json.loads(parts.main(["--out", str(tmp_path)]).read_text())
+    by_task = {task: [row for row in content["rows"] if row["task"] == task] for task in content["tasks"]}
+    assert [len(rows) for rows in by_task.values()] == [5, 1], "the epilogue's are for a GPU"
+    for rows in by_task.values():
+        assert rows[0]["name"] == parts.FLOOR and rows[0]["times_floor"] == 1.0
+        assert all(row["failure"] is None and row["ms"] > 0 for row in rows)
 
 
 def test_only_ours_and_a_second_run(tmp_path: Path) -> None:
