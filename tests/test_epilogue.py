@@ -258,7 +258,7 @@ def served(change: dict) -> bool:
         "packs": [schedule.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
-    return epilogue.serves(**arguments, dtype=arguments["head"].weight.dtype)
+    return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
 
 
 REFUSED = {
@@ -275,6 +275,13 @@ REFUSED = {
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
     "slices": {"packs": [schedule.tiles(3, 16, 8)]},
 }
+
+
+def test_serves_what_a_cast_aligns():
+    """Autocast makes a copy of a weight in float32, wherever in a flat parameter that is."""
+    weight = torch.zeros(16 * 8 + 1)[1:].view(16, 8)
+    assert served({"head": Head(weight), "dtype": torch.bfloat16})
+    assert not served({"head": Head(weight.t()), "dtype": torch.bfloat16})
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)

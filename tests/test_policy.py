@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -195,6 +197,53 @@ def test_attention_mask_joins_the_target(dtype):
     mask = (~hidden).to(dtype).expand(SMALL.sequences, -1)
     for name, value in evaluate(grpo, {**batch, "attention_mask": mask}).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("delta", [0.9, 1.05, 1.4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_delta_on_either_side_of_the_clip(delta, sign):
+    """One below the largest ratio of the clip bounds positive advantages too."""
+    batch = rollouts(SMALL, seed=21)
+    batch["advantages"] = sign * (batch["advantages"].abs() + 0.1)
+    logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch.get("bias")).logps
+    batch["old_logps"] = logps + 0.5 * torch.linspace(-1, 1, logps.numel()).view_as(logps)
+    settings = {"delta": delta, "epsilon_low": 0.1, "epsilon_high": 0.1}
+    exact = evaluate(lambda b: reference.grpo(**b, **settings)[0], batch)
+    assert_same(evaluate(partial(grpo, **settings), batch), exact)
+    without = evaluate(partial(grpo, epsilon_low=0.1, epsilon_high=0.1), batch)
+    assert (relative_error(without["input"], exact["input"]) > 0.01) == (sign < 0 or delta < 1.1)
+
+
+def test_sides_are_constants():
+    batch = rollouts(SMALL, seed=22, weights="tokens")
+    expected = evaluate(grpo, batch)
+    for name in ("old_logps", "advantages", "importance_weights"):
+        batch[name] = 1 * batch[name].requires_grad_()  # of a graph of its own
+    assert_same(evaluate(grpo, batch), expected, tolerance=1e-15)
+
+
+def test_sides_are_let_go_once_they_are_arranged(monkeypatch):
+    """A loss lives until its backward: what it was called with need not, nor is it arranged again for each pack."""
+    made = []
+    make = LigerFusedLinearGRPOLoss._batch
+
+    def watch(self, *args):
+        made.append(1)
+        return make(self, *args)
+
+    monkeypatch.setattr(LigerFusedLinearGRPOLoss, "_batch", watch)
+    batch = rollouts(SMALL, seed=23)
+    node = batch["old_logps"].requires_grad_().exp().log()
+    weights = torch.ones(SMALL.sequences, SMALL.length, dtype=torch.float32)  # of another dtype: arranged as a copy
+    alive = [weakref.ref(node), weakref.ref(weights)]
+    batch["weight"].requires_grad_()
+    loss, _ = LigerFusedLinearGRPOLoss(logits_budget=PACKS)(**{**batch, "old_logps": node}, importance_weights=weights)
+    del node, weights
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(made) == 1
 
 
 # Denominators

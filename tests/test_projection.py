@@ -80,6 +80,8 @@ def test_weights_that_are_not_finite(value, device, by_epilogue):
     batch = moved(tokens(10, 4, 40), torch.bfloat16, device)
     x, weight, target = batch["input"], batch["weight"], batch["target"]
     weight[3, 5] = value
+    # One target without any probability, whose logit is the row's centre at first.
+    x[0, 5], target[0] = (-1.0 if value > 0 else 1.0), 3
     _, stats = project(x, weight, target, 1.0)
     z = (x @ weight.t()).float()
     log_p = z.log_softmax(-1)

@@ -73,13 +73,15 @@ def serves(
     """Whether `EpiloguePass` can take the place of `HeadPass` in a step, on a device with the tiles for it, and gains.
 
     Args:
-        head: for its shapes and its layout.
+        head: as it was given, for its shapes and its layout.
         dtype: of its products.
         options, class_weight, outputs: of the step.
         differentiates: the statistics that the gradient of its loss reaches.
         packs: the tiles of each pack.
     """
     hidden_size = head.weight.shape[1]
+    # A cast makes a copy of its own, which is aligned.
+    fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
     return (
         dtype == torch.bfloat16
         and head.bias is None
@@ -92,7 +94,7 @@ def serves(
         and hidden_size <= _WIDEST
         and max(map(largest, packs)) * hidden_size >= _SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
-        and _fits_descriptor(head.weight)
+        and fits
     )
 
 

@@ -90,11 +90,11 @@ class Plan:
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
-        chosen, by_epilogue = cut(layout.n_valid), False
+        chosen = cut(layout.n_valid)
         if len(chosen[0]) == 1 and wide_tiles:
             several = cut(0)
-            by_epilogue = epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1])
-            chosen = several if by_epilogue else chosen
+            if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
+                chosen = several
         return cls(
             layout=layout if len(chosen[0]) == 1 else layout.by_group(),
             packs=chosen[0],
@@ -104,7 +104,7 @@ class Plan:
             options=options,
             class_weight=class_weight,
             dtype=dtype,
-            by_epilogue=by_epilogue or served(chosen[1]),
+            by_epilogue=served(chosen[1]),
         )
 
     @property

@@ -345,8 +345,7 @@ class HeadGradients:
         What is small comes first where there is a dW to add it to: it may then be beside the start of a longer product.
         """
         weight = self._weight_gradient()
-        if weight is None:
-            return
+        assert weight is not None, "asked of `open_weight`"
         found = occurrences(target)
         if not self._nothing_yet:
             add_target_rows_(weight, target, found, target_scale, x)

@@ -295,8 +295,8 @@ def project_exp(
         x: (N, H) bfloat16, contiguous and aligned to 16 bytes, as `weight`; H a multiple of 8.
         weight: (V, H) bfloat16.
         target: (N,) int64 index into the vocabulary.
-        weight_sum: (H,) float32 `weight.sum(0)`, which the mean of a row's logits is a dot product with; None unless
-            that is asked for.
+        weight_sum: (H,) float32 `weight.sum(0)`, which the mean of a row's logits is a dot product with; None, unless
+            `outputs` has that.
         out: (N, V) bfloat16, its rows a multiple of 8 elements apart; None: the statistics alone, and E is not written.
         scale: of the logits; not zero.
         outputs: among "logps", "lse", "entropy", "mean_logits".
@@ -311,6 +311,7 @@ def project_exp(
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
+    assert (stats.mean_logits is None) == (weight_sum is None)
     # In one piece, each aligned: the first product waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)

@@ -8,7 +8,7 @@ With `E` zero at the target, and cotangents of `logps` and `lse` alone,
 
 Bytes, all small beside the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W
 and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the rows of dW that are targets, at most
-10 N H; it sorts N targets by 3 N N comparisons, which are 0.05 G at 4096 tokens.
+10 N H. `occurrences` sorts N targets by 3 N N comparisons, which are 0.05 G at 4096 tokens.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from liger_chunked.losses.checks import check_finite, check_scope, checked_items
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import Reference, reference_logps
-from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.rollouts import Arrangement, LateBatch, RolloutBatch, check_side, rows
 from liger_chunked.losses.surrogates import Clipped
 from liger_chunked.types import (
     Head,
@@ -276,11 +276,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss=type(self).__name__,
             required=True if self.beta else None,
         )
-
-        @functools.cache
-        def batch() -> RolloutBatch:
-            # When it is first asked for, the device has a product to do.
-            return self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
+        batch = LateBatch(
+            functools.partial(self._batch, arrange, advantages, old_logps, reference, importance_weights, items)
+        )
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             return self._objective(batch(), batch().rollouts(stats, index), index, items)

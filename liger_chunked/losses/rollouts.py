@@ -1,7 +1,8 @@
-"""A batch of completions as a policy loss needs it: checked, masked, and cut to any pack of the engine."""
+"""A batch of completions as a policy loss needs it: masked, and cut to any pack of the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What the objective knows of the whole batch before any logits exist; axis 0 runs over sequences, or tokens."""
+    """What the objective knows of the whole batch beside its statistics; axis 0 runs over sequences, or tokens."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
@@ -95,3 +96,20 @@ class RolloutBatch:
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
         )
+
+
+class LateBatch:
+    """A batch that is made when it is first asked for: a device then has its first product to do.
+
+    What it is made from, tensors of the caller's and whatever graph they hang on, is let go with that.
+    """
+
+    def __init__(self, make: Callable[[], RolloutBatch]) -> None:
+        self._make: Callable[[], RolloutBatch] | None = make
+        self._made: RolloutBatch | None = None
+
+    def __call__(self) -> RolloutBatch:
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        assert self._made is not None
+        return self._made

@@ -56,17 +56,17 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -r.ratio * r.advantages
 
 
-def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
+def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
     """`torch.where` on two numbers makes float32 of them, whatever the rest is."""
-    return torch.full_like(like, positive).where(condition, negative)
+    return torch.full_like(like, value).where(condition, otherwise)
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
     # The smaller of two products with the advantage is the product with a ratio that is bounded by its sign: from above
     # where it is positive, from below where it is negative.
     delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
-    low = _by_sign(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
-    high = _by_sign(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
+    low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
+    high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
     return -r.ratio.clamp(low, high) * r.advantages
 
 
@@ -88,7 +88,7 @@ def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
 
 
 def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    temperature = _by_sign(r.advantages > 0, r.advantages, s.sapo_temperature_pos, s.sapo_temperature_neg)
+    temperature = _where(r.advantages > 0, r.advantages, s.sapo_temperature_pos, s.sapo_temperature_neg)
     gate = 4 / temperature * torch.sigmoid(temperature * (r.ratio - 1))
     return -gate * r.advantages
 
@@ -104,8 +104,8 @@ def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
     if r.importance_weights is not None:
         log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)
     log_w = log_w.clamp(_LOWEST, _HIGHEST)
-    k = _by_sign(r.advantages >= 0, r.advantages, s.vespo_k_pos, s.vespo_k_neg)
-    rate = _by_sign(r.advantages >= 0, r.advantages, s.vespo_lambda_pos, s.vespo_lambda_neg)
+    k = _where(r.advantages >= 0, r.advantages, s.vespo_k_pos, s.vespo_k_neg)
+    rate = _where(r.advantages >= 0, r.advantages, s.vespo_lambda_pos, s.vespo_lambda_neg)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
