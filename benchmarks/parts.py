@@ -4,7 +4,7 @@ python -m benchmarks.parts 4096:1536:151936 4096:2048:151936        tokens of a 
 
 A cross entropy of two packs, of which parts are put one by one in the place of cuBLAS's products; then the projection
 by itself. Contenders take turns, in blocks of steps that follow one another without a pause: one after the other, as in
-the families' runs, the first would have a card that is still cool. `x floor` is over cuBLAS's products of random
+the families' runs, the first would have a card that is still cool. `x floor` is over what cuBLAS takes, with random
 logits.
 """
 
@@ -54,16 +54,15 @@ def in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def compare(table: Table, task: str, shape: Mapping[str, float], steps: Mapping[str, Step]) -> None:
-    """A row for each contender."""
+    """A row for each contender, where the command line asks for the task."""
+    if table.args.task not in task:
+        return
     times = in_turns(steps)
 
-    def filled(name: str) -> Callable[[LossRow], None]:
-        def fill(row: LossRow) -> None:
-            row.ms, row.times_floor = round(times[name], 4), round(times[name] / times[FLOOR], 4)
+    def fill(row: LossRow) -> None:
+        row.ms, row.times_floor = round(times[row.name], 4), round(times[row.name] / times[FLOOR], 4)
 
-        return fill
-
-    table.compare(task, {"floor_ms": times[FLOOR], **shape}, {name: filled(name) for name in steps}, LossRow)
+    table.compare(task, {"floor_ms": times[FLOOR], **shape}, dict.fromkeys(steps, fill), LossRow)
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:

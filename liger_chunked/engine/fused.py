@@ -50,7 +50,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what decides which pass serves it. The arguments of `of` are those of `fused_loss`.
+    """How a step is cut, and which pass serves it. The arguments of `of` are those of `fused_loss`.
 
     `estimate_memory` makes one too: nothing here asks for a device, or a value.
     """
