@@ -18,7 +18,7 @@ checks.py     what is asked of inputs
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import LossWeights, Teacher, distillation_loss
-from liger_chunked.engine.fused import fused_loss
+from liger_chunked.engine.fused import NegativeLogLikelihood, fused_loss
 from liger_chunked.engine.loss import StatsLoss
 from liger_chunked.engine.routes import ByAutograd, ClosedForm
 from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
@@ -33,6 +33,7 @@ __all__ = [
     "Layout",
     "Like",
     "LossWeights",
+    "NegativeLogLikelihood",
     "Returns",
     "StatsLoss",
     "Teacher",

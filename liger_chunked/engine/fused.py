@@ -49,6 +49,25 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
+class NegativeLogLikelihood:
+    """The objective `-sum(logps) / items`, whose gradient is known before any log-probability is.
+
+    So no graph stands between a pack's projection and its gradients, and the loss is formed once, of all packs.
+    """
+
+    items: float | Tensor  # a number, or ()
+
+    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        assert stats.logps is not None
+        return -stats.logps.sum(dtype=torch.float64) / self.items
+
+    def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
+        """Of the loss by the statistics of some tokens, one value for each."""
+        assert stats.logps is not None
+        return {"logps": torch.empty_like(stats.logps).fill_(-1 / self.items)}
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a step is cut, and which pass serves it. The arguments of `of` are those of `fused_loss`.
 
@@ -152,8 +171,8 @@ class _Step:
             grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
         head_pass = plan.open(head, grads, plan.differentiates)
 
-        loss: Tensor | None = None
-        all_dense = []
+        all_dense: list[TokenStats] = []
+        shares: list[Tensor] = []
         has_gradient = False
         with gemms(input.device, plan.dtype):
             for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
@@ -169,8 +188,9 @@ class _Step:
                     dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
-                # Shares are added before they are rounded.
-                loss = share.double() if loss is None else loss + share
+                if share is not None:
+                    # They are added before they are rounded.
+                    shares.append(share.double())
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
@@ -185,18 +205,21 @@ class _Step:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        assert loss is not None  # even an empty batch is a pack
+        joined = layout.join(all_dense)
+        loss = sum(shares[1:], start=shares[0]) if shares else self.objective(joined, slice(None))
         loss = loss.to(accumulation_dtype(plan.dtype))
-        return loss, layout.join(all_dense), (None, None, None) if grads is None else grads.finish()
+        return loss, joined, (None, None, None) if grads is None else grads.finish()
 
     def _differentiate(
         self, stats: TokenStats, pack: Pack, with_gradient: bool
-    ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
+    ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
         """A pack's statistics in the dense layout, its share of the loss, and the gradient of that with respect to each
-        statistic that has one.
+        statistic that has one. No share where the loss is formed of all packs at once.
         """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
+        if isinstance(self.objective, NegativeLogLikelihood):
+            return dense, None, self.objective.gradients(stats) if with_gradient else {}
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()

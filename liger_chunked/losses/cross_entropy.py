@@ -14,6 +14,7 @@ from liger_chunked.engine import (
     Group,
     Layout,
     Like,
+    NegativeLogLikelihood,
     Returns,
     StatsLoss,
     check_projection,
@@ -50,6 +51,12 @@ class _CrossEntropy:
     focal_gamma: float
     dft: bool
     class_weight: Tensor | None  # (V,)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is `-logps`, and nothing else."""
+        more = self.label_smoothing, self.lse_square_scale, self.entropy_weight, self.focal_gamma, self.dft
+        return not any(more) and self.class_weight is None
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
@@ -320,7 +327,14 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             regularizer = definition.regularizer(stats)
             return loss if regularizer is None else loss + _weighed(regularizer, w).sum(dtype=torch.float64) / per_token
 
-        loss, stats = self._fuse(head, input, layout, objective, self._smoothing_weight(definition))
+        plain = definition.is_plain and weights is None
+        loss, stats = self._fuse(
+            head,
+            input,
+            layout,
+            NegativeLogLikelihood(per_class) if plain else objective,
+            self._smoothing_weight(definition),
+        )
         z_loss = None
         if self.lse_square_scale:
             z_loss = _weighed(definition.z_loss(stats), weights).where(layout.mask, 0).sum() / per_token
