@@ -368,9 +368,11 @@ def test_survey(shape, ignore_index, device):
     target = torch.randint(-5, 200, shape, generator=generator).to(device)
     target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
     target[1:2] = ignore_index
-    mask, summary = survey(target, ignore_index)
+    found = survey(target, ignore_index)
+    mask = found.mask
     assert torch.equal(mask, target != ignore_index)
-    sizes, low, high = summary
+    assert found.read() == found.summary.tolist()
+    sizes, low, high = found.summary
     assert torch.equal(sizes.sum(1), mask.sum(1))
     if target.numel():
         counted = target.masked_fill(~mask, 0)

@@ -268,18 +268,17 @@ class HeadGradients:
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
-        self._wide = wide = accumulation_dtype(compute_dtype)
+        self._wide = accumulation_dtype(compute_dtype)
+        self._given_input = input if needs.input else None
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
-        self._weight_dtype = compute_dtype if direct else wide
+        self._weight_dtype = compute_dtype if direct else self._wide
+        # Every element is written, but for the rows of ignored tokens.
+        self._create_input = torch.empty if layout.n_valid == input.shape[0] and n_contributions else torch.zeros
         self._create_weight = torch.empty if n_contributions else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        if needs.input:
-            # Every row is written exactly once, but for the ignored ones.
-            create = torch.empty if layout.n_valid == input.shape[0] and n_contributions else torch.zeros
-            self._input = create(input.shape, dtype=wide if self._half else input.dtype, device=input.device)
         if needs.bias:
             assert head.bias is not None
             # In float64: it is small, and there may be as many terms as there are tokens.
@@ -306,11 +305,12 @@ class HeadGradients:
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
         """Where a pack's dX goes: straight to its place where it is one product in the right dtype."""
-        if self._input is None:
+        gradient = self._input_gradient()
+        if gradient is None:
             return None
         dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
-        if self._layout.rows is None and dtype == self._input.dtype:
-            return along(self._input, pack_rows)
+        if self._layout.rows is None and dtype == gradient.dtype:
+            return along(gradient, pack_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
@@ -329,6 +329,13 @@ class HeadGradients:
     def accumulates(self) -> bool:
         """Whether more may be added to dW after a product: it is held in float32, or not asked for."""
         return self._given_weight is None or self._weight_dtype == self._wide
+
+    def _input_gradient(self) -> Tensor | None:
+        """dX, if it is wanted, which is created when a GPU has had its first product."""
+        if self._input is None and (given := self._given_input) is not None:
+            dtype = self._wide if self._half else given.dtype
+            self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
+        return self._input
 
     def _weight_gradient(self) -> Tensor | None:
         """dW, if it is wanted, which is created for the first product: a teacher's logits may be gone by then."""
@@ -365,8 +372,8 @@ class HeadGradients:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients, in the parameters' dtypes (float32 for float16). Call once: nothing is held after it."""
-        grads: list[Tensor | None] = [self._input, self._weight_gradient(), self._bias]
-        self._input = self._weight = self._bias = self._given_weight = None
+        grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
+        self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
             if grad is not None and self._half:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)

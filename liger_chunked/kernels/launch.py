@@ -59,9 +59,10 @@ class Kernel:
     the block of each.
 
     Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
-    device. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`, may lie in memory by these strides,
-    but for its last dimension; all others are without gaps or repetitions, as a kernel that is given no stride reads
-    them. Other layouts are refused: of users' tensors, and of gradients from autograd, it would read other numbers.
+    device, or in pinned memory of the host's. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`,
+    may lie in memory by these strides, but for its last dimension; all others are without gaps or repetitions, as a
+    kernel that is given no stride reads them. Other layouts are refused: of users' tensors, and of gradients from
+    autograd, it would read other numbers.
 
     Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
     """

@@ -1,22 +1,46 @@
 """What the host has to know of a target before it can cut a batch, and of a teacher's top-k before it reads by it: a
-launch or two, and one copy to wait for.
+launch or two, and one wait.
 
 Bytes: the target once, int64, and a byte for each token of the mask; the top-k once, with k k / 2 comparisons a row.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import block_size, tl, use_triton
+from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 
 _BLOCK = 4096
 
 
+class Survey(NamedTuple):
+    """Which tokens have a target, and a summary of each block of a row."""
+
+    mask: Tensor  # (R, C) bool
+    summary: Tensor  # (3, R, P) int64 of P blocks a row: how many have one, the lowest, the highest
+    copy: Tensor | None = None  # of the summary, in memory of the host's that a GPU wrote to
+
+    def read(self) -> list[list[list[int]]]:
+        """The summary, once the device is done: here the host waits for it."""
+        if self.copy is None:
+            return self.summary.tolist()
+        torch.cuda.current_stream(self.summary.device).synchronize()
+        return self.copy.tolist()
+
+
+@jit
+def _store_summary(summary_ptr, n_blocks, count, lowest, highest):
+    tl.store(summary_ptr, count)
+    tl.store(summary_ptr + n_blocks, lowest)
+    tl.store(summary_ptr + 2 * n_blocks, highest)
+
+
 @Kernel
-def _survey_kernel(target_ptr, mask_ptr, summary_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
+def _survey_kernel(target_ptr, mask_ptr, summary_ptr, copy_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
     # One program per block of a row.
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
@@ -27,39 +51,40 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, n_cols, ignore_index, BLOC
     target = tl.where(valid, target, 0)
     # Lanes beyond the row count as tokens without a target.
     n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    summary_ptr += row * tl.num_programs(1) + part
-    tl.store(summary_ptr, tl.sum(valid.to(tl.int64), axis=0))
-    tl.store(summary_ptr + n_blocks, tl.min(target, axis=0))
-    tl.store(summary_ptr + 2 * n_blocks, tl.max(target, axis=0))
+    block = row * tl.num_programs(1) + part
+    count, lowest, highest = tl.sum(valid.to(tl.int64), axis=0), tl.min(target, axis=0), tl.max(target, axis=0)
+    _store_summary(summary_ptr + block, n_blocks, count, lowest, highest)
+    if copy_ptr is not None:
+        _store_summary(copy_ptr + block, n_blocks, count, lowest, highest)
 
 
-def _survey_triton(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     n_rows, n_cols = target.shape
     mask = torch.empty_like(target, dtype=torch.bool)
     block = block_size(n_cols, _BLOCK)
-    summary = torch.empty(3, n_rows, -(-n_cols // block), dtype=torch.int64, device=target.device)
-    _survey_kernel((n_rows, summary.shape[2], 1), (target, mask, summary), (n_cols, ignore_index, block), num_warps=4)
-    return mask, summary
+    shape = 3, n_rows, -(-n_cols // block)
+    summary = torch.empty(shape, dtype=torch.int64, device=target.device)
+    # A kernel that writes to the host's memory spares a copy, half of the 80 us between the launch and the answer.
+    copy = torch.empty(shape, dtype=torch.int64, pin_memory=True) if target.is_cuda else None
+    _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, copy), (n_cols, ignore_index, block), num_warps=4)
+    return Survey(mask, summary, copy)
 
 
-def _survey_torch(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
     mask = target != ignore_index
     low, high = torch.where(mask, target, 0).aminmax(dim=1)
-    return mask, torch.stack([mask.sum(1), low, high])[..., None]
+    return Survey(mask, torch.stack([mask.sum(1), low, high])[..., None])
 
 
-def survey(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def survey(target: Tensor, ignore_index: int) -> Survey:
     """Which tokens have a target, and of each block of a row how many do, and the lowest and highest.
 
     Args:
         target: (R, C) int64, contiguous.
         ignore_index: marks the tokens that have none; in the search for the lowest and highest, they count as 0.
-
-    Returns:
-        (R, C) bool, and (3, R, P) int64 of P blocks a row: how many, lowest, highest.
     """
     if not target.numel():
-        return torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1)
+        return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
 
 
