@@ -74,7 +74,7 @@ def test_gemms_over_the_budget(row):
     # One pair of 2 x 9 tokens, all valid: as many tokens for the losses of single tokens.
     sizes = SIZES._replace(sequences=2, ignored=False)
     batch = row.sample(sizes, seed=0)
-    # Room for 11 of 18 rows: slices of 11 * 2503 // 18 = 1529 columns, 1408 when cut to whole tiles; two of them are
+    # Room for 11 of 18 rows: slices of 11 * 2503 // 18 = 1529 columns, 1280 when cut to whole tiles; two of them are
     # even at 1252, 1280 in whole tiles.
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 11 * 2503)
     last_tile = (2503 - 1280) / 2503
