@@ -485,10 +485,12 @@ _MILD = {"discopop": {"beta": 0.02, "discopop_tau": 0.5}}
 CROSS_ENTROPY = [
     _cross_entropy("ce", bias=False),
     _cross_entropy("ce-sum", reduction="sum"),
+    _cross_entropy("ce-smoothing", label_smoothing=0.1),
     _cross_entropy("ce-smoothing-z_loss-class_weights", label_smoothing=0.1, lse_square_scale=1e-2, ce_weight=True),
     _cross_entropy("ce-class_weights-sum", ce_weight=True, reduction="sum"),
     _cross_entropy("ce-softcap-scale-temperature", **_TRANSFORM),
     _cross_entropy("ce-num_items", num_items=37),
+    _cross_entropy("ce-num_items-tensor-alone", num_items=torch.tensor(37)),
     _cross_entropy("ce-num_items-tensor", num_items=torch.tensor(37), lse_square_scale=1e-2),
     _cross_entropy("ce-none", reduction="none"),
     _cross_entropy(

@@ -215,6 +215,10 @@ CASES = {
         lambda: cross_entropy(token_weights=f64(B, T, device="meta")),
         "token_weights is on meta, target on cpu",
     ),
+    "ce-num_items-with-gradient": (
+        lambda: cross_entropy(num_items=torch.tensor(7.0, requires_grad=True)),
+        "num_items gets no gradient: detach it",
+    ),
     "ce-token_weights-with-gradient": (
         lambda: cross_entropy(token_weights=f64(B, T).requires_grad_()),
         "token_weights gets no gradient: detach it",

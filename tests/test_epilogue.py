@@ -297,6 +297,7 @@ AUTOMATIC = {
     "one too wide": ({"hidden_size": 2056}, 8192),
     "packs that are small": ({"shape": (6144,)}, 6144),
     "the smallest packs": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
+    "a pack that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
     "a pack of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
     "small work": ({"vocab_size": 32000}, 8192),
     "many of them": ({"vocab_size": 32000, "hidden_size": 2048, "shape": (8, 4096)}, 32768),
@@ -320,14 +321,14 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
 
 
-def test_every_pack_in_the_place_of_one_chunk_is_large():
+def test_packs_in_the_place_of_one_chunk_are_large():
     def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
         packs = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
         return epilogue.instead_of_one_chunk(packs, hidden_size=1024)
 
     assert several(4096, 4096) and several(3584, 4096, 4096)
     assert not several(8192)
-    assert not several(4096, 3456) and not several(4096, 4096, 1)
+    assert several(4096, 3072) and not several(4096, 3071) and not several(4096, 4096, 1)
     assert several(4096, 4096, vocab_size=1 << 17) and not several(4096, 4096, vocab_size=(1 << 17) - 1)
 
 

@@ -51,6 +51,14 @@ def gradients(loss: Callable[[Tensor, Tensor], Tensor], weight: Tensor, input: T
     return value.detach(), *torch.autograd.grad(value, (weight, input))
 
 
+def test_under_another_default_device():
+    """The count of targets comes by memory of the host's, whatever device tensors are made on by default."""
+    weight, input, target = sample(70, 64, 1000)
+    loss = LigerFusedLinearCrossEntropyLoss()(weight, input, target)
+    with torch.device("cuda"):
+        assert torch.equal(LigerFusedLinearCrossEntropyLoss()(weight, input, target), loss)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("budget", [None, 200 * MIB], ids=["auto", "200MiB"])
 @pytest.mark.parametrize("vocab", [QWEN, LLAMA, GEMMA, 151665], ids=str)

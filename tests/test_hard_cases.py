@@ -68,6 +68,37 @@ def test_all_ignored_is_a_connected_zero(row, budget, device):
         assert (value == 0).all(), name
 
 
+@pytest.mark.parametrize("n", [0, 6])
+def test_cross_entropy_of_no_target_is_not_minus_zero(n):
+    weight, input = torch.ones(5, 4), torch.ones(n, 4)
+    loss = LigerFusedLinearCrossEntropyLoss()(weight, input, torch.full((n,), -100))
+    assert loss == 0 and not loss.signbit()
+
+
+def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
+    """Plain cross entropy, in several packs: autograd differentiates nothing on the way."""
+    row = next(row for row in ROWS if repr(row) == "ce")
+    batch = row.sample(SMALL, seed=0)
+    exact = evaluate(row.oracle, batch)
+    weight, input = (batch[name].detach().requires_grad_() for name in ("weight", "input"))
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=SEVERAL_PACKS)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", None)
+        value = loss(weight, input, batch["target"])
+    value.backward()
+    assert_same({"loss": value.detach(), "weight": weight.grad, "input": input.grad}, exact)
+
+
+def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
+    """One token of 2^24 nats, and small ones that float32 would lose beside it."""
+    n = 4096
+    weight, input = torch.tensor([[0.0], [1.0]]), torch.full((n, 1), -0.25)
+    input[0] = -(2.0**24)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, input, torch.ones(n, dtype=torch.int64))
+    exact = F.cross_entropy((input @ weight.T).double(), torch.ones(n, dtype=torch.int64), reduction="sum")
+    assert relative_error(loss, exact) < torch.finfo(torch.float32).eps
+
+
 @by_row
 def test_empty_batch_is_a_connected_zero(row, device):
     batch = {

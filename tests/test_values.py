@@ -85,7 +85,7 @@ def assert_right_in_float32(row, elements: int, device: str) -> None:
 
 def test_slices_of_the_vocabulary_are_what_they_are_called():
     tiles = schedule.tiles(8, 2503, 5 * 2503)
-    # Room for 1536 columns: two slices, alike but for whole tiles of 128.
+    # Room for 1536 columns: two slices, alike but for whole tiles of 256.
     assert [tile.vocab for tile in tiles] == [slice(0, 1280), slice(1280, 2503)]
     assert [tile.rows for tile in tiles] == 2 * [slice(0, 8)]
     tiles = schedule.tiles(8, 2503, 2 * 2503)

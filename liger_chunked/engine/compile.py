@@ -1,8 +1,8 @@
 """What torch.compile sees of a loss: one operation, without a graph break.
 
-A loss waits for the device to learn how many tokens there are, and its objective is a closure over the batch: nothing
-to trace. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph, and
-the eager loss runs inside of it:
+A loss waits for the device to learn how many tokens there are, and its objective may be a closure over the batch:
+nothing to trace. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the
+graph, and the eager loss runs inside of it:
 
     forward     the eager loss on detached arguments                   what it returns, and what its backward needs
     backward    where gradients came with the loss (a scalar):         multiplied by the upstream gradient, in the graph

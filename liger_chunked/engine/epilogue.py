@@ -44,8 +44,8 @@ _WIDEST = 3072
 # 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and
 # 3.75.
 _SMALLEST = 1 << 37
-# The smallest packs for which a step is cut that could be one chunk of logits: so many tokens, and multiplications of a
-# product. See `instead_of_one_chunk`.
+# The smallest packs for which a step is cut that could be one chunk of logits: so many tokens on an average, and
+# multiplications of a product in each. See `instead_of_one_chunk`.
 _FEWEST_TOKENS = 3584
 _LARGE = 1 << 39
 # The widest hidden states for which that was measured.
@@ -120,7 +120,8 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     return (
         len(packs) > 1
         and hidden_size <= _WIDEST_CUT
-        and all(largest(tiles) * hidden_size >= _LARGE and tiles[-1].rows.stop >= _FEWEST_TOKENS for tiles in packs)
+        and sum(tiles[-1].rows.stop for tiles in packs) >= _FEWEST_TOKENS * len(packs)
+        and all(largest(tiles) * hidden_size >= _LARGE for tiles in packs)
     )
 
 

@@ -2,7 +2,7 @@
 
     for pack in groups:
         project, statistics
-        loss, g = autograd over the objective, on a few numbers per token
+        loss, g = autograd over the objective, on a few numbers per token        or g alone, where it is known
         logits -> gradient in place, dX, dW          while the logits are still there
 
 Backward then only multiplies by the upstream scalar. It hands its gradients over rather than copying them, so that a
@@ -52,14 +52,15 @@ class Objective(Protocol):
 class NegativeLogLikelihood:
     """The objective `-sum(logps) / items`, whose gradient is known before any log-probability is.
 
-    So no graph stands between a pack's projection and its gradients, and the loss is formed once, of all packs.
+    So no graph stands between a pack's projection and its gradients, and the loss is formed once, of all packs: called
+    with the whole dense batch, it adds the zeros of ignored tokens.
     """
 
     items: float | Tensor  # a number, or ()
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         assert stats.logps is not None
-        return -stats.logps.sum(dtype=torch.float64) / self.items
+        return (-stats.logps).sum(dtype=torch.float64) / self.items  # 0 of no token, and not -0
 
     def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
         """Of the loss by the statistics of some tokens, one value for each."""
@@ -172,7 +173,7 @@ class _Step:
         head_pass = plan.open(head, grads, plan.differentiates)
 
         all_dense: list[TokenStats] = []
-        shares: list[Tensor] = []
+        loss: Tensor | None = None
         has_gradient = False
         with gemms(input.device, plan.dtype):
             for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
@@ -189,8 +190,8 @@ class _Step:
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
                 if share is not None:
-                    # They are added before they are rounded.
-                    shares.append(share.double())
+                    # Shares are added before they are rounded.
+                    loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
@@ -206,7 +207,8 @@ class _Step:
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
         joined = layout.join(all_dense)
-        loss = sum(shares[1:], start=shares[0]) if shares else self.objective(joined, slice(None))
+        if loss is None:
+            loss = self.objective(joined, slice(None))
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 

@@ -274,7 +274,7 @@ class HeadGradients:
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
         # Every element is written, but for the rows of ignored tokens.
-        self._create_input = torch.empty if layout.n_valid == input.shape[0] and n_contributions else torch.zeros
+        self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
@@ -331,7 +331,7 @@ class HeadGradients:
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """dX, if it is wanted, which is created when a GPU has had its first product."""
+        """dX, if it is wanted, which is created for a product too: until the first of all is enqueued, a GPU waits."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)

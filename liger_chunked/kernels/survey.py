@@ -22,14 +22,14 @@ class Survey(NamedTuple):
 
     mask: Tensor  # (R, C) bool
     summary: Tensor  # (3, R, P) int64 of P blocks a row: how many have one, the lowest, the highest
-    copy: Tensor | None = None  # of the summary, in memory of the host's that a GPU wrote to
+    on_host: Tensor | None = None  # the same, in memory of the host's that a GPU writes to
 
     def read(self) -> list[list[list[int]]]:
         """The summary, once the device is done: here the host waits for it."""
-        if self.copy is None:
+        if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
-        return self.copy.tolist()
+        return self.on_host.tolist()
 
 
 @jit
@@ -40,7 +40,7 @@ def _store_summary(summary_ptr, n_blocks, count, lowest, highest):
 
 
 @Kernel
-def _survey_kernel(target_ptr, mask_ptr, summary_ptr, copy_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
+def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
     # One program per block of a row.
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
@@ -54,8 +54,8 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, copy_ptr, n_cols, ignore_i
     block = row * tl.num_programs(1) + part
     count, lowest, highest = tl.sum(valid.to(tl.int64), axis=0), tl.min(target, axis=0), tl.max(target, axis=0)
     _store_summary(summary_ptr + block, n_blocks, count, lowest, highest)
-    if copy_ptr is not None:
-        _store_summary(copy_ptr + block, n_blocks, count, lowest, highest)
+    if on_host_ptr is not None:
+        _store_summary(on_host_ptr + block, n_blocks, count, lowest, highest)
 
 
 def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
@@ -65,9 +65,9 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
     # A kernel that writes to the host's memory spares a copy, half of the 80 us between the launch and the answer.
-    copy = torch.empty(shape, dtype=torch.int64, pin_memory=True) if target.is_cuda else None
-    _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, copy), (n_cols, ignore_index, block), num_warps=4)
-    return Survey(mask, summary, copy)
+    on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
+    _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps=4)
+    return Survey(mask, summary, on_host)
 
 
 def _survey_torch(target: Tensor, ignore_index: int) -> Survey:

@@ -94,11 +94,13 @@ def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -
 
     Raises:
         TypeError: something that is neither a number nor a tensor.
-        ValueError: a number that is not finite and positive, a tensor of several.
+        ValueError: a number that is not finite and positive, a tensor of several or one that wants a gradient.
     """
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
+        if num_items.requires_grad:
+            raise ValueError("num_items gets no gradient: detach it")
         return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
     check_positive("num_items", num_items)
     return num_items

@@ -45,18 +45,17 @@ class _CrossEntropy:
     `cross_entropy` and `regularizer` are kept apart because their means may have different denominators.
     """
 
-    label_smoothing: float
-    lse_square_scale: float
-    entropy_weight: float
-    focal_gamma: float
-    dft: bool
-    class_weight: Tensor | None  # (V,)
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    entropy_weight: float = 0.0
+    focal_gamma: float = 0.0
+    dft: bool = False
+    class_weight: Tensor | None = None  # (V,)
 
     @property
     def is_plain(self) -> bool:
         """Whether it is `-logps`, and nothing else."""
-        more = self.label_smoothing, self.lse_square_scale, self.entropy_weight, self.focal_gamma, self.dft
-        return not any(more) and self.class_weight is None
+        return self == _CrossEntropy()
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
         assert stats.logps is not None
