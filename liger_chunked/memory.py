@@ -85,7 +85,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, ref_hidden_size=4096))
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
-    443 MiB: logits 250, input_grad 176, hidden 16
+    443 MiB: logits 251, input_grad 176, hidden 16
 
     The same step of a small model on two GPUs:
 
