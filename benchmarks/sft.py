@@ -3,6 +3,7 @@
 python -m benchmarks.sft                            Llama-3-8B, Llama-3.2-1B, Qwen2.5-0.5B
 python -m benchmarks.sft llama-3-8b:2:8192          model:sequences:length
 python -m benchmarks.sft --longest llama-3-8b:4:4096      the longest sequences that fit, four at a time
+python -m benchmarks.sft --compile-layers llama-3.2-1b:8:2048      each decoder layer compiled by itself
 
 Weights are random, drawn anew for each contender from one seed. A contender is transformers' model as it is, ours after
 `apply_liger_kernel(model)`, or Liger-Kernel's after its function for the model's family, each with all that is on by
@@ -11,17 +12,20 @@ default. Checkpointing of every layer, attention through SDPA, every token a tar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, STOCK, Table
-from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
+from benchmarks.steps import CompiledStepRow, StepRow, TrainingStep, allocated_mib, compare, parts, steps_parser
+from liger_chunked import apply_liger_kernel
 
 SHAPES = [
     "llama-3-8b:4:4096",
@@ -34,6 +38,23 @@ LONGEST = ["llama-3-8b:4:4096", "llama-3.2-1b:1:4096", "qwen2.5-0.5b:1:4096"]
 SMALL = ["tiny-llama:2:32", "tiny-qwen2:2:32"]
 GRID = 4096  # tokens, of the longest sequences
 CONTENDERS = {STOCK: models.nobody, OURS: models.ours, "liger-kernel": models.liger_kernel}
+COMPILED = "compiled layers"
+
+
+@contextmanager
+def head_only(model: PreTrainedModel, *, fused: bool) -> Iterator[None]:
+    """Our fused loss, and the layers as transformers has them."""
+    apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
+    yield
+
+
+# With `--compile-layers`. A name that ends in `COMPILED` says that `layer.compile()` was called on each decoder layer.
+WITH_COMPILED_LAYERS = {
+    OURS: models.ours,
+    f"{OURS}, {COMPILED}": models.ours,
+    f"{OURS} head on stock, {COMPILED}": head_only,
+    f"{STOCK}, {COMPILED}": models.nobody,
+}
 
 
 def random_tokens(name: str, batch: int, length: int) -> Tensor:
@@ -45,7 +66,13 @@ def fill(row: Any, table: Table, name: str, batch: int, length: int) -> None:
     """Measure one contender."""
     before = allocated_mib()
     model = models.build(name, checkpointing=not table.args.no_checkpointing)
-    with CONTENDERS[row.name](model, fused=True):
+    contenders = WITH_COMPILED_LAYERS if table.args.compile_layers else CONTENDERS
+    with contenders[row.name](model, fused=True):
+        compiled = row.name.endswith(COMPILED)
+        if compiled:
+            torch._dynamo.utils.counters.clear()
+            for layer in model.model.layers:
+                layer.compile()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
         def step_on(length: int) -> TrainingStep:
@@ -62,17 +89,24 @@ def fill(row: Any, table: Table, name: str, batch: int, length: int) -> None:
             row.fill(step_on, length, GRID, table.args.seconds)
         else:
             row.fill(step_on(length), batch * length, table.args.repeats, before)
+        if compiled:
+            row.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def measure(table: Table, name: str, batch: int, length: int) -> None:
-    fills = {contender: partial(fill, table=table, name=name, batch=batch, length=length) for contender in CONTENDERS}
-    compare(table, {"model": name}, batch, length, fills)
+    contenders = WITH_COMPILED_LAYERS if table.args.compile_layers else CONTENDERS
+    fills = {contender: partial(fill, table=table, name=name, batch=batch, length=length) for contender in contenders}
+    kind = CompiledStepRow if table.args.compile_layers else StepRow
+    compare(table, {"model": name}, batch, length, fills, kind)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    args = steps_parser(__doc__ or "", "model:sequences:length", repeats=3, seconds=100).parse_args(arguments)
+    parse = steps_parser(__doc__ or "", "model:sequences:length", repeats=3, seconds=100)
+    parse.add_argument("--compile-layers", action="store_true", help="compare with each decoder layer compiled")
+    args = parse.parse_args(arguments)
     default = SMALL if DEVICE == "cpu" else LONGEST if args.longest else SHAPES
-    table = Table("sft_longest" if args.longest else "sft", args, whole=not args.shapes)
+    family = "sft_longest" if args.longest else "sft_compiled" if args.compile_layers else "sft"
+    table = Table(family, args, whole=not args.shapes)
     for shape in args.shapes or default:
         measure(table, *parts(shape))
     return table.finish()

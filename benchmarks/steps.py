@@ -87,6 +87,17 @@ class StepRow(Row):
         return f"{self.tokens_per_s:9.0f} tok/s  {self.ms:9.1f} ms{memory}{same}"
 
 
+@dataclass
+class CompiledStepRow(StepRow):
+    """A training step, and how many graphs `torch.compile` has made for it: None where nothing is compiled."""
+
+    graphs: int | None = None
+
+    def measured(self, first: StepRow) -> str:
+        graphs = "" if self.graphs is None else f"  {self.graphs} graphs"
+        return super().measured(first) + graphs
+
+
 def apart(value: float, expected: float) -> float:
     """Relative difference."""
     return abs(value - expected) / max(abs(expected), 1e-12)
@@ -218,7 +229,12 @@ def _next(fits: int, too_long: int | None, grid: int, limit: float | None) -> in
 
 
 def compare(
-    table: Table, names: Mapping[str, str], n: int, length: int, fills: Mapping[str, Callable[[Any], None]]
+    table: Table,
+    names: Mapping[str, str],
+    n: int,
+    length: int,
+    fills: Mapping[str, Callable[[Any], None]],
+    kind: type[StepRow] = StepRow,
 ) -> None:
     """Every contender at steps of `n` sequences of `length` tokens, or, with `--longest`, of as many as fit.
 
@@ -228,12 +244,13 @@ def compare(
         n: sequences in a batch.
         length: of each, in tokens; of a search, to begin with.
         fills: of each contender, see `Table.compare`.
+        kind: the class of the rows, without `--longest`.
     """
     what, shape = " ".join(names.values()), {**names, "sequences": n, "length": length}
     if table.args.longest:
         table.compare(f"{what} {n} at a time", shape, fills, LongestRow)
     else:
-        table.compare(f"{what} {n}x{length}", shape, fills, StepRow)
+        table.compare(f"{what} {n}x{length}", shape, fills, kind)
 
 
 def steps_parser(description: str, shapes: str, repeats: int, seconds: float) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 python -m benchmarks.trainers                               every trainer, Llama-3.2-1B and Qwen2.5-0.5B
 python -m benchmarks.trainers DPO:qwen2.5-0.5b:8:4096       trainer:model:sequences:length
 python -m benchmarks.trainers --longest --task SimPO        the longest sequences that fit, two at a time
+python -m benchmarks.trainers --offload-activations DPO:llama-3.2-1b:8:2048      activations wait on the CPU
 
 A step is `training_step`, then AdamW, on one batch that is prepared already: nothing is generated, tokenized or loaded.
 Weights are random, drawn anew for each contender from one seed, and bfloat16 under TRL's default of mixed precision.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,7 @@ from trl import (
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from benchmarks import models
 from benchmarks.harness import DEVICE, OURS, STOCK, Table
@@ -334,11 +337,16 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
         others["loss"] = kind.loss()
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)
+        # What `activation_offloading=True` puts around a step; GRPO's config does not have that field.
+        offload = table.args.offload_activations
+        offloading = get_act_offloading_ctx_manager(trainer.model) if offload else nullcontext()
 
         def step_on(batch: Batch) -> TrainingStep:
-            return TrainingStep(
-                lambda: trainer.training_step(trainer.model_wrapped, dict(batch), None), trainer.optimizer
-            )
+            def backward() -> Tensor:
+                with offloading:
+                    return trainer.training_step(trainer.model_wrapped, dict(batch), None)
+
+            return TrainingStep(backward, trainer.optimizer)
 
         if table.args.longest:
             row.fill(lambda length: step_on(data(length)), length, GRID, table.args.seconds)
@@ -356,9 +364,12 @@ def measure(table: Table, name: str, model: str, n: int, length: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    args = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=5, seconds=30).parse_args(arguments)
+    parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=5, seconds=30)
+    parse.add_argument("--offload-activations", action="store_true", help="TRL's activation_offloading=True")
+    args = parse.parse_args(arguments)
     default = SMALL if DEVICE == "cpu" else LONGEST if args.longest else SHAPES
-    table = Table("trainers_longest" if args.longest else "trainers", args, whole=not args.shapes)
+    family = "trainers_longest" if args.longest else "trainers_offloading" if args.offload_activations else "trainers"
+    table = Table(family, args, whole=not args.shapes)
     for shape in args.shapes or default:
         measure(table, *parts(shape))
     return table.finish()
