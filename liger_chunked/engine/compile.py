@@ -27,6 +27,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.engine.saved import isolated
+from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.types import accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
@@ -155,7 +157,7 @@ class _Call(NamedTuple):
         owner = [_OWNERS.get(self.owner)] if self.owner else []
         if None in owner:
             raise RuntimeError(f"{self.owner} is gone: a loss must live until the backward of a graph that calls it")
-        with _autograd(), torch.set_grad_enabled(bool(leaves)), self.autocasting():
+        with isolated(), _autograd(), torch.set_grad_enabled(bool(leaves)), self.autocasting():
             return _flat(_FUNCTIONS[self.function](*owner, **arguments)), leaves
 
 
@@ -229,19 +231,45 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
     return _Call(*call).empty_gradients(unscaled=False)
 
 
+@torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
+def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """The upstream gradient, connected to what the gradients depend on, so that second derivatives raise.
+
+    Gradients that came with the forward would be constants otherwise.
+    """
+    return upstream.clone()
+
+
+@_once.register_fake
+def _(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(upstream)
+
+
+_once.register_autograd(refuse_second_derivative)
+_backward.register_autograd(refuse_second_derivative)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     call = _Call(*inputs)
     ctx.call = call._replace(tensors=())
-    ctx.dtypes = [call.arguments[name].dtype for name in call.needs]
-    ctx.save_for_backward(*(output[len(call.returns) :] if call.brings_gradients else call.tensors))
+    if not call.brings_gradients:
+        return ctx.save_for_backward(*call.tensors)
+    parameters = [call.arguments[name] for name in call.needs]
+    ctx.dtypes = [x.dtype for x in parameters]
+    ctx.save_for_backward(*output[len(call.returns) :], *parameters)
 
 
 def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
     call = ctx.call
     if call.brings_gradients:
-        wide = [accumulation_dtype(dtype) for dtype in ctx.dtypes]
-        saved = zip(ctx.saved_tensors, ctx.dtypes, wide, strict=True)
-        gradients = [(g.to(wide) * upstream[0]).to(dtype) for g, dtype, wide in saved]
+        n = len(call.needs)
+        unscaled, parameters = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        scalar = _once(upstream[0], parameters)
+        # A compiler does this in the memory of the saved gradient, unless it is told that the graph may be retained.
+        scaled = (
+            (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
+        )
+        gradients = [g.to(dtype) for g, dtype in scaled]
     else:
         returned = zip(upstream, call.returned, strict=False)
         given = [g for g, like in returned if like.dtype not in ("int64", "bool")]

@@ -11,16 +11,18 @@ second backward over a retained graph computes them anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
+from liger_chunked.engine.saved import isolated, join, split
 from liger_chunked.engine.schedule import (
     Layout,
     Pack,
@@ -46,6 +48,22 @@ class Objective(Protocol):
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class BatchObjective:
+    """The objective `function(batch, stats, index)`.
+
+    All tensors that `function` reads must be in `batch`, in nested dataclasses and named tuples, or belong to `owner`.
+    A second backward then raises if one of them was changed in place.
+    """
+
+    owner: nn.Module
+    function: Callable[[Any, TokenStats, slice | Tensor], Tensor]
+    batch: Any
+
+    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        return self.function(self.batch, stats, index)
 
 
 @dataclass(frozen=True)
@@ -240,7 +258,10 @@ class _Step:
 
 
 class Step(Protocol):
-    """A loss with everything it needs but the tensors that gradients are for."""
+    """A loss with everything it needs but the tensors that gradients are for.
+
+    A dataclass: `split` finds the tensors that a second backward reads again.
+    """
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
@@ -250,7 +271,10 @@ class Step(Protocol):
 
 
 class GradientInForward(torch.autograd.Function):
-    """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None."""
+    """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
+
+    The first backward reads no saved tensor. Later ones run the step again, on the tensors that autograd has saved.
+    """
 
     @staticmethod
     def forward(
@@ -258,9 +282,15 @@ class GradientInForward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:3]))
-        loss, stats, ctx.gradients = step.run(input, weight, bias, needs)
-        ctx.step, ctx.needs = step, needs
-        ctx.save_for_backward(input, weight, bias)
+        with isolated():
+            loss, stats, ctx.gradients = step.run(input, weight, bias, needs)
+        if any(needs):
+            ctx.needs = needs
+            given = (input, weight, bias)
+            ctx.shapes = [None if x is None else x.shape for x in given]
+            ctx.dtypes = [None if x is None else x.dtype for x in given]
+            ctx.step, tensors = split(step)
+            ctx.save_for_backward(*given, *tensors)
         present = tuple(f for f in stats if f is not None)
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -270,12 +300,14 @@ class GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 5
-        inputs = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, _, gradients = ctx.step.run(*inputs, ctx.needs)
+            input, weight, bias, *tensors = ctx.saved_tensors
+            with isolated():
+                _, _, gradients = join(ctx.step, tensors).run(input, weight, bias, ctx.needs)
         scale_([g for g in gradients if g is not None], upstream)
-        scaled = (None if g is None else g.view(x.shape).to(x.dtype) for g, x in zip(gradients, inputs, strict=True))
+        of = zip(gradients, ctx.shapes, ctx.dtypes, strict=True)
+        scaled = (None if g is None else g.view(shape).to(dtype) for g, shape, dtype in of)
         return *scaled, None, None
 
 

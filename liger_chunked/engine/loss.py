@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.fused import Objective, fused_loss
+from liger_chunked.engine.fused import BatchObjective, NegativeLogLikelihood, fused_loss
 from liger_chunked.engine.schedule import Group, Layout
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
@@ -40,14 +43,20 @@ class StatsLoss(FusedLoss):
         raise NotImplementedError
 
     def _fuse(
-        self, head: Head, input: Tensor, layout: Layout, objective: Objective, class_weight: Tensor | None = None
+        self,
+        head: Head,
+        input: Tensor,
+        layout: Layout,
+        objective: Callable[[Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
+        batch: Any = None,
+        class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """`fused_loss` of this loss."""
+        """`fused_loss` of this loss; the objective is called with `batch`, see `BatchObjective`."""
         return fused_loss(
             head,
             input,
             layout,
-            objective,
+            objective if isinstance(objective, NegativeLogLikelihood) else BatchObjective(self, objective, batch),
             outputs=self._outputs,
             differentiates=self._differentiates,
             options=self.options,

@@ -139,10 +139,10 @@ class HeadPass:
     head: Head
     options: LogitOptions
     class_weight: Tensor | None = None  # (V,) weighs TokenStats.mean_logits
+    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # set by `statistics`, read by `backward`
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
-    _logps_grad_scale: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -175,7 +175,7 @@ class HeadPass:
         """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile; then logps, as if logits had not been rounded."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
-            self._logps_grad_scale = unround_logps_(
+            self.logps_grad_scale = unround_logps_(
                 stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options
             )
         return partial, stats
@@ -212,8 +212,8 @@ class HeadPass:
     ) -> None:  # fmt: skip
         """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
-        if self._logps_grad_scale is not None and cotangents.logps is not None:
-            given["logps"] = cotangents.logps * self._logps_grad_scale
+        if self.logps_grad_scale is not None and cotangents.logps is not None:
+            given["logps"] = cotangents.logps * self.logps_grad_scale
         cotangents = cotangents._replace(**grads.normalize(given))
         dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
+from liger_chunked.engine.saved import hooks_active, join, split
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.kernels.backend import first_derivative
@@ -36,11 +37,16 @@ class _Plan:
         flat = input.reshape(-1, input.shape[-1])
         return self.layout.input_rows(flat, slice(0, self.layout.n_valid)).to(self.dtype)
 
+    def open(self, given: Head, logps_grad_scale: Tensor | None = None) -> HeadPass:
+        """The pass of this head, with its buffer."""
+        head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
+        head_pass = HeadPass(head, self.options, self.class_weight, logps_grad_scale)
+        head_pass.reserve(largest(self.tiles))
+        return head_pass
+
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
         """The statistics of the valid tokens, and the pass that holds the logits of its last tile."""
-        head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
-        head_pass = HeadPass(head, self.options, self.class_weight)
-        head_pass.reserve(largest(self.tiles))
+        head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
         return head_pass, partial, stats
@@ -50,13 +56,31 @@ class _Plan:
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
 
+class _Saved(NamedTuple):
+    """What a backward reads beside hidden states and head."""
+
+    plan: _Plan
+    max: Tensor  # (n_valid,), as the others
+    sum_exp: Tensor
+    entropy: Tensor | None
+    logps_grad_scale: Tensor | None
+
+
 class _LinearTokenStats(torch.autograd.Function):
+    """`apply(input, weight, bias, plan)`: the fields of `TokenStats` that the plan names.
+
+    The pass, which holds the logits of the last tile, waits for the backward on `ctx`, where no hook on saved tensors
+    reaches it. So it is not kept where there are hooks: a checkpoint, or an offloader, would save nothing.
+    """
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         head_pass, partial, stats = plan.statistics(input, Head(weight, bias))
-        ctx.save_for_backward(input, weight, bias)
-        ctx.plan, ctx.head_pass, ctx.partial, ctx.entropy = plan, head_pass, partial, stats.entropy
+        saved = _Saved(plan, partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale)
+        ctx.saved, tensors = split(saved)
+        ctx.save_for_backward(input, weight, bias, *tensors)
+        ctx.head_pass = None if hooks_active() else head_pass
         dense = plan.dense(stats)
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
         return tuple(getattr(dense, name) for name in plan.outputs)
@@ -64,29 +88,27 @@ class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        input, weight, bias = ctx.saved_tensors
-        plan, layout = ctx.plan, ctx.plan.layout
-        given = {name: g for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
-        if not given:
+        if all(g is None for g in upstream):
             return None, None, None, None
+        input, weight, bias, *tensors = ctx.saved_tensors
+        plan, maximum, sum_exp, entropy, logps_grad_scale = join(ctx.saved, tensors)
+        layout = plan.layout
+        head_pass, ctx.head_pass = ctx.head_pass, None
+        if head_pass is None:
+            head_pass = plan.open(Head(weight, bias), logps_grad_scale)
 
         def compact(g: Tensor) -> Tensor:
             g = g.reshape(-1) if layout.slots is None else g.reshape(-1)[layout.slots]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        cotangents = LogitsCotangents(
-            max=ctx.partial.max,
-            sum_exp=ctx.partial.sum_exp,
-            entropy_value=ctx.entropy,
-            **{name: compact(g) for name, g in given.items()},
-        )
+        given = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
+        cotangents = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy, **given)
         flat = input.reshape(-1, input.shape[-1])
         needs = Needs(*ctx.needs_input_grad[:3])
         grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
         if layout.n_valid:
-            ctx.head_pass.reserve(largest(plan.tiles))
             with gemms(input.device, plan.dtype):
-                ctx.head_pass.backward(
+                head_pass.backward(
                     x=plan.rows(input),
                     target=layout.target,
                     tiles=plan.tiles,
@@ -94,7 +116,7 @@ class _LinearTokenStats(torch.autograd.Function):
                     grads=grads,
                     pack_rows=slice(0, layout.n_valid),
                 )
-        ctx.head_pass.release()
+        head_pass.release()
         d_input, d_weight, d_bias = grads.finish()
         return (
             None if d_input is None else d_input.view(input.shape).to(input.dtype),

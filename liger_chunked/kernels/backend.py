@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -140,37 +140,65 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose gradients raise where they are differentiated again.
+    """Make a backward refuse second derivatives, for `create_graph=True`.
 
-    Those of torch's `once_differentiable` do only where the upstream gradient is part of a graph, and are constants
-    otherwise: a penalty on a gradient would not be trained.
+    A gradient depends on the saved tensors and on the upstream gradient, so the result is connected to all of them:
+    whichever of them a second derivative is taken with respect to, it raises. `once_differentiable` of torch connects
+    the result to the upstream gradient alone.
     """
 
     @functools.wraps(backward)
-    def call(ctx: Any, *upstream: Tensor) -> Any:
+    def call(ctx: Any, *upstream: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        if isinstance(gradients, Tensor):
-            return _Once.apply(gradients.detach().requires_grad_())
-        # One that is for two inputs stays one.
-        once = {id(g): _Once.apply(g.detach().requires_grad_()) for g in gradients if g is not None}
-        return tuple(None if g is None else once[id(g)] for g in gradients)
+            gradients = backward(_Unpacked(ctx, saved), *upstream)
+        several = gradients if isinstance(gradients, tuple) else (gradients,)
+        # One tensor may be the gradient of two inputs, and stays one.
+        distinct = list({id(g): g for g in several if g is not None}.values())
+        sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
+        # They require a gradient themselves, so that a penalty on a constant gradient raises too.
+        connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
+        by_id = dict(zip(map(id, distinct), connected, strict=True))
+        result = tuple(None if g is None else by_id[id(g)] for g in several)
+        return result if isinstance(gradients, tuple) else result[0]
 
     return call
 
 
+def refuse_second_derivative(*_: Any) -> NoReturn:
+    """Raise, as the derivative of a gradient.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("second derivatives through fused losses and base kernels are not supported")
+
+
+class _Unpacked:
+    """The context of a backward, with its saved tensors unpacked: a checkpoint allows that once."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
+        vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
 class _Once(torch.autograd.Function):
-    """A gradient without derivatives."""
+    """`apply(n, *gradients, *sources)`: the first `n` tensors, connected to the others, without derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.data  # no view, so that it may be changed in place
+    def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.data for g in tensors[:n])  # no views, so that they may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("second derivatives through fused losses and base kernels are not supported")
+        refuse_second_derivative()
 
 
 # Wider rows would spill registers; the torch path serves them.

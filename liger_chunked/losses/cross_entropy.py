@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,26 @@ class _CrossEntropy:
 
 def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights
+
+
+class _Batch(NamedTuple):
+    """What the objective reads beside the statistics."""
+
+    definition: _CrossEntropy
+    target: Tensor  # (N,)
+    weights: Tensor | None  # (N,)
+    per_token: float | Tensor  # divides the regularizer
+    per_class: float | Tensor  # divides the cross entropy
+
+
+def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+    weights = None if batch.weights is None else batch.weights[index]
+    of_tokens = batch.definition.cross_entropy(stats, batch.target[index])
+    loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / batch.per_class
+    regularizer = batch.definition.regularizer(stats)
+    if regularizer is None:
+        return loss
+    return loss + _weighed(regularizer, weights).sum(dtype=torch.float64) / batch.per_token
 
 
 class LigerFusedLinearCrossEntropyLoss(StatsLoss):
@@ -317,21 +337,14 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TokenStats]:
-        target = target.reshape(-1)
         per_token, per_class = self._denominators(layout, definition, weights, num_items)
-
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            w = None if weights is None else weights[index]
-            loss = _weighed(definition.cross_entropy(stats, target[index]), w).sum(dtype=torch.float64) / per_class
-            regularizer = definition.regularizer(stats)
-            return loss if regularizer is None else loss + _weighed(regularizer, w).sum(dtype=torch.float64) / per_token
-
         plain = definition.is_plain and weights is None
         loss, stats = self._fuse(
             head,
             input,
             layout,
-            NegativeLogLikelihood(per_class) if plain else objective,
+            NegativeLogLikelihood(per_class) if plain else _objective,
+            _Batch(definition, target.reshape(-1), weights, per_token, per_class),
             self._smoothing_weight(definition),
         )
         z_loss = None

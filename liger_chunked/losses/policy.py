@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,13 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+class _Given(NamedTuple):
+    """What the objective reads beside the statistics."""
+
+    batch: LateBatch
+    num_items: float | Tensor | None
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
@@ -280,10 +287,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             functools.partial(self._batch, arrange, advantages, old_logps, reference, importance_weights, items)
         )
 
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
-            return self._objective(batch(), batch().rollouts(stats, index), index, items)
+        def objective(given: _Given, stats: TokenStats, index: slice | Tensor) -> Tensor:
+            batch = given.batch()
+            return self._objective(batch, batch.rollouts(stats, index), index, given.num_items)
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats = self._fuse(head, input, layout, objective, _Given(batch, items))
         return loss, self._metrics(batch().rollouts(stats, slice(None)))
 
     def _objective(

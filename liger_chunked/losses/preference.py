@@ -258,7 +258,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # for the metrics, of the sequences of each pack, by its first pair
 
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
             logps = batch.sequences.logps(stats.logps, index)
             summed[index.start] = logps.detach()
@@ -275,7 +275,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats = self._fuse(head, input, layout, objective, batch)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 

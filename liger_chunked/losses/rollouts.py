@@ -98,18 +98,18 @@ class RolloutBatch:
         )
 
 
+@dataclass
 class LateBatch:
     """A batch that is made when it is first asked for: a device then has its first product to do.
 
     What it is made from, tensors of the caller's and whatever graph they hang on, is let go with that.
     """
 
-    def __init__(self, make: Callable[[], RolloutBatch]) -> None:
-        self._make: Callable[[], RolloutBatch] | None = make
-        self._made: RolloutBatch | None = None
+    make: Callable[[], RolloutBatch] | None
+    made: RolloutBatch | None = None
 
     def __call__(self) -> RolloutBatch:
-        if self._make is not None:
-            self._made, self._make = self._make(), None
-        assert self._made is not None
-        return self._made
+        if self.make is not None:
+            self.made, self.make = self.make(), None
+        assert self.made is not None
+        return self.made

@@ -224,7 +224,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
 
-        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
             losses = self.preference_loss(examples)
             check_values("preference_loss", losses, examples.logps.shape, "sequences")
@@ -234,7 +234,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
                 losses = losses * along(batch.weights, index)
             return share_of_mean(losses, n)
 
-        loss, stats = self._fuse(head, input, layout, objective)
+        loss, stats = self._fuse(head, input, layout, objective, batch)
         return loss, self._metrics(batch, stats)
 
     def _batch(

@@ -1,0 +1,152 @@
+"""What stays between a forward and its backward, and who may see it.
+
+`split` takes the tensors out of a step, so that autograd saves them: it then raises where one was changed in place, and
+hooks on saved tensors can move them. `join` puts them back. `isolated` hides the graphs that a step builds and uses up
+by itself from hooks on saved tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+_Value = TypeVar("_Value")
+
+
+# Words of the annotation of a field that holds no tensor.
+_PLAIN = frozenset("None bool int float str list tuple torch dtype Pack Tile".split())
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor that `split` took out."""
+
+    position: int
+
+
+def split(value: _Value) -> tuple[_Value, list[Tensor]]:
+    """Take the tensors out of nested dataclasses and named tuples.
+
+    Modules, and the modules of bound methods, stay where they are. Their tensors are listed too, so that autograd
+    detects changes to them. Tensors without storage are not listed.
+
+    Returns:
+        The same structure without its tensors, and these, each once.
+    """
+    tensors: list[Tensor] = []
+    places: dict[int, _Place] = {}
+
+    def place(x: Tensor) -> _Place:
+        found = places.get(id(x))
+        if found is None:
+            found = places[id(x)] = _Place(len(tensors))
+            tensors.append(x)
+        return found
+
+    def visit(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x if x.is_meta else place(x)
+        module = x.__self__ if isinstance(x, MethodType) else x
+        if isinstance(module, nn.Module):
+            for tensor in _tensors_of(module):
+                place(tensor)
+            return x
+        return _rebuilt(x, visit)
+
+    return visit(value), tensors
+
+
+def join(value: _Value, tensors: Sequence[Tensor]) -> _Value:
+    """Undo `split`, with the same or other tensors."""
+
+    def visit(x: Any) -> Any:
+        return tensors[x.position] if isinstance(x, _Place) else _rebuilt(x, visit)
+
+    return visit(value)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass or a named tuple that may hold tensors, by their annotations."""
+    is_dataclass = dataclasses.is_dataclass(kind)
+    names = [field.name for field in dataclasses.fields(kind)] if is_dataclass else getattr(kind, "_fields", ())
+    annotations: dict[str, Any] = {}
+    if names:
+        for base in reversed(kind.__mro__[:-1]):
+            annotations.update(vars(base).get("__annotations__", {}))
+    return tuple(name for name in names if not _PLAIN.issuperset(re.findall(r"\w+", str(annotations.get(name, name)))))
+
+
+def _rebuilt(x: Any, visit: Callable[[Any], Any]) -> Any:
+    """A dataclass or a named tuple with its fields visited; anything else as it is."""
+    names = _fields(type(x))  # type: ignore[arg-type]
+    if not names:
+        return x
+    if isinstance(x, tuple):
+        return x._replace(**{name: visit(getattr(x, name)) for name in names})  # type: ignore[attr-defined]
+    # Not `dataclasses.replace`: it takes several times as long.
+    result = object.__new__(type(x))
+    fields = vars(result)
+    fields.update(vars(x))
+    for name in names:
+        if fields[name] is not None:
+            fields[name] = visit(fields[name])
+    return result
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers and plain attributes of a module and its children."""
+    for each in module.modules() if module._modules else (module,):
+        for values in (each._parameters, each._buffers, vars(each)):
+            for x in values.values():
+                if isinstance(x, Tensor) and not x.is_meta:
+                    yield x
+
+
+def _any_hooks() -> bool:
+    """Whether hooks on saved tensors are active, by the public interface: disabling them raises if there are any."""
+    try:
+        with disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:
+        return True
+
+
+# Takes 50 ns, `_any_hooks` some microseconds. Private to torch, so it may be missing.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def hooks_active() -> bool:
+    """Whether hooks of the caller, a checkpoint or an offloader, will see what autograd saves."""
+    if _top_hooks is None:
+        return _any_hooks()
+    hooks = _top_hooks(False)
+    return hooks is not None and hooks[0] is not _pack
+
+
+def _pack(x: Tensor) -> tuple[Tensor, int]:
+    return x.detach(), x._version  # detached: a result that holds its own node would never be freed
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    # torch leaves this check to the hooks.
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
+        )
+    return x
+
+
+def isolated() -> AbstractContextManager[object]:
+    """Save tensors as if there were no hooks: of nested hooks, autograd applies the innermost alone."""
+    return saved_tensors_hooks(_pack, _unpack) if hooks_active() else nullcontext()
