@@ -194,6 +194,35 @@ def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
 
 
 @one_each
+@pytest.mark.parametrize("linear", [True, False], ids=["constant-upstream", "upstream-of-the-inputs"])
+def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None:
+    """With `autograd.grad`, and beside a term whose second derivative is known."""
+    inputs = op.sample(op.shapes[0], torch.float64)
+
+    def again(function: Callable[..., Any], first: int, by: int) -> Tensor | None:
+        outputs = outputs_of(function(*inputs))
+        value = sum(
+            (o * g).sum() if linear else o.square().sum() for o, g in zip(outputs, upstream(outputs), strict=True)
+        )
+        (gradient,) = torch.autograd.grad(value, inputs[first], create_graph=True)
+        decay = inputs[by].square().sum()
+        (decay_gradient,) = torch.autograd.grad(decay, inputs[by], create_graph=True)
+        penalty = gradient.square().sum() + decay_gradient.sum()
+        return torch.autograd.grad(penalty, inputs[by])[0] - 2
+
+    for first in range(len(inputs)):
+        for by in range(len(inputs)):
+            try:
+                ours = again(op.ours, first, by)
+            except RuntimeError as error:
+                assert "second derivatives" in str(error)
+            else:
+                # A gradient that does not depend on this input, as a rotation's.
+                assert linear
+                torch.testing.assert_close(ours, again(op.eager, first, by))
+
+
+@one_each
 def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
     inputs = op.sample(op.shapes[0], torch.float32)
     outputs = outputs_of(op.ours(*inputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from table import ROWS, SMALL, Batch, evaluate, moved, n_valid, pairs, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from liger_chunked import (
     Examples,
@@ -309,6 +311,45 @@ def test_backward_twice():
     second = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0))
     for once, twice in zip(first, second, strict=True):
         torch.testing.assert_close(2 * once, twice, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(backend, reduction):
+    batch = tokens(SMALL, seed=0)
+    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input", "bias")}
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    (exact,) = torch.autograd.grad(loss(**batch).mean(), leaves["weight"])
+    for leaf in leaves.values():
+        (gradient,) = torch.autograd.grad(compiled(**batch).mean(), leaves["weight"], create_graph=True)
+        torch.testing.assert_close(gradient.detach(), exact)
+        with pytest.raises(RuntimeError, match="second derivatives|double backward"):
+            torch.autograd.grad(gradient.square().sum() + leaf.square().sum(), leaf)
+
+
+@CXX
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_weight_gradient_is_scaled_where_it_lies(dtype):
+    """The backward allocates no second [V, H]."""
+    batch = moved(tokens(SMALL._replace(hidden=8, vocab=37), seed=0), dtype)
+    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input")}
+    loss = LigerFusedLinearCrossEntropyLoss()
+    compiled = torch.compile(loss, fullgraph=True)
+
+    def step() -> None:
+        (compiled(**batch) * 3).backward()
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (forward, backward) = run_and_get_code(step)
+    assert "liger_chunked.forward" in forward
+    assert "liger_chunked.once" in backward
+    assert "(37, 8)" in backward  # its shape is checked
+    assert not re.search(r"empty_strided\w*\(\(37, 8\)", backward)
+    exact = torch.autograd.grad(3 * loss(**batch), list(leaves.values()))
+    for leaf, gradient in zip(leaves.values(), exact, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize(

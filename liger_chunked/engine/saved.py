@@ -41,36 +41,51 @@ def split(value: _Value) -> tuple[_Value, list[Tensor]]:
     Returns:
         The same structure without its tensors, and these, each once.
     """
-    tensors: list[Tensor] = []
-    places: dict[int, _Place] = {}
-
-    def place(x: Tensor) -> _Place:
-        found = places.get(id(x))
-        if found is None:
-            found = places[id(x)] = _Place(len(tensors))
-            tensors.append(x)
-        return found
-
-    def visit(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x if x.is_meta else place(x)
-        module = x.__self__ if isinstance(x, MethodType) else x
-        if isinstance(module, nn.Module):
-            for tensor in _tensors_of(module):
-                place(tensor)
-            return x
-        return _rebuilt(x, visit)
-
-    return visit(value), tensors
+    taken = _Taken()
+    return taken.visit(value), taken.tensors
 
 
 def join(value: _Value, tensors: Sequence[Tensor]) -> _Value:
     """Undo `split`, with the same or other tensors."""
+    return _Joined(tensors).visit(value)
 
-    def visit(x: Any) -> Any:
-        return tensors[x.position] if isinstance(x, _Place) else _rebuilt(x, visit)
 
-    return visit(value)
+# Classes rather than nested functions: one that calls itself is a cycle, which keeps its tensors until it is collected.
+
+
+class _Taken:
+    """Tensors that were taken out, each once, and where they were."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, _Place] = {}
+
+    def _place(self, x: Tensor) -> _Place:
+        found = self._places.get(id(x))
+        if found is None:
+            found = self._places[id(x)] = _Place(len(self.tensors))
+            self.tensors.append(x)
+        return found
+
+    def visit(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x if x.is_meta else self._place(x)
+        module = x.__self__ if isinstance(x, MethodType) else x
+        if isinstance(module, nn.Module):
+            for tensor in _tensors_of(module):
+                self._place(tensor)
+            return x
+        return _rebuilt(x, self.visit)
+
+
+class _Joined:
+    """Tensors that go back to their places."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def visit(self, x: Any) -> Any:
+        return self._tensors[x.position] if isinstance(x, _Place) else _rebuilt(x, self.visit)
 
 
 @functools.cache
@@ -120,8 +135,17 @@ def _any_hooks() -> bool:
         return True
 
 
-# Takes 50 ns, `_any_hooks` some microseconds. Private to torch, so it may be missing.
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+def _probed() -> Callable[[bool], Any] | None:
+    """The function of torch that returns the active hooks in 50 ns, where this version of torch has it."""
+    try:
+        top = torch._C._autograd._top_saved_tensors_default_hooks
+        top(False)
+    except (AttributeError, TypeError):
+        return None
+    return top
+
+
+_top_hooks = _probed()
 
 
 def hooks_active() -> bool:

@@ -157,6 +157,8 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         several = gradients if isinstance(gradients, tuple) else (gradients,)
         # One tensor may be the gradient of two inputs, and stays one.
         distinct = list({id(g): g for g in several if g is not None}.values())
+        if not distinct:
+            return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
         # They require a gradient themselves, so that a penalty on a constant gradient raises too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)

@@ -1,0 +1,545 @@
+"""What surrounds a loss, times every loss of the table: the result is right, or the error says why there is none."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import table
+import torch
+import torch.nn.functional as F
+from table import PARAMETERS, ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, rows, tokens
+from test_cost import Memory
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import liger_chunked as lc
+from liger_chunked.engine import FusedLoss, distill, fused, saved, stats
+
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+some_rows = pytest.mark.parametrize(
+    "row",
+    rows("ce", "ce-none", "dpo-sigmoid", "grpo-kl", "kto", "jsd", "squared-error", "kl-top-k", "stats-all"),
+    ids=repr,
+)
+SEVERAL_PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+CHANGED = "modified by an inplace operation"
+REFUSED = "second derivatives .* are not supported"
+
+
+def leaves_of(batch: Batch) -> Batch:
+    return {name: batch[name].detach().clone().requires_grad_() for name in PARAMETERS if name in batch}
+
+
+def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+# Hooks on saved tensors
+
+
+class Hooks:
+    """Hooks that hand out copies, and count; `inside` is true while a step runs."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.unpacked = 0
+        self.inside = False
+
+    def pack(self, x: Tensor) -> Tensor:
+        assert not self.inside, "an inner graph reaches the hook"
+        self.packed.append(x.detach())
+        return x.detach().clone()
+
+    def unpack(self, x: Tensor) -> Tensor:
+        assert not self.inside, "an inner graph reaches the hook"
+        self.unpacked += 1
+        return x
+
+    def __call__(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+
+@pytest.fixture(params=["probed", "public"])
+def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    """With torch's private function that tells the hooks, and without it."""
+    if request.param == "public":
+        monkeypatch.setattr(saved, "_top_hooks", None)
+    hooks = Hooks()
+
+    def marked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def marking(*args: Any, **kwargs: Any) -> Any:
+            hooks.inside = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                hooks.inside = False
+
+        return marking
+
+    for step in (fused._Step, distill._Step):
+        monkeypatch.setattr(step, "run", marked(step.run))
+    monkeypatch.setattr(stats._Plan, "statistics", marked(stats._Plan.statistics))
+    return hooks
+
+
+@by_row
+def test_hooks(row: Row, hooks: Hooks) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    call = partial(row.ours, logits_budget=SEVERAL_PACKS)
+    expected = evaluate(call, batch)
+    with hooks():
+        loss = call({**batch, **leaves})
+    grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    assert_equal({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
+    assert hooks.packed
+    if row.fused:
+        # Not even the head: an offloader would bring it back for nothing.
+        assert hooks.unpacked == 0
+    # The second backward runs on the hooks' copies, whatever has become of the caller's tensors.
+    for x in (*batch.values(), *(leaf.detach() for leaf in leaves.values())):
+        x.zero_()
+    again = torch.autograd.grad(loss, list(leaves.values()))
+    assert hooks.unpacked
+    for name, gradient in zip(leaves, again, strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@some_rows
+def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
+    """A backward that runs the step again does so as isolated as the forward."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+    loss = row.ours({**batch, **leaves})
+    with hooks():
+        for _ in range(2):
+            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+            for name, gradient in zip(leaves, grads, strict=True):
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@some_rows
+@pytest.mark.parametrize(
+    "context",
+    [save_on_cpu, lambda: disable_saved_tensors_hooks("no hooks here")],
+    ids=["save_on_cpu", "disabled"],
+)
+@pytest.mark.parametrize("private", [True, False], ids=["probed", "public"])
+def test_contexts_of_torch(
+    row: Row, context: Callable[[], AbstractContextManager], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private:
+        monkeypatch.setattr(saved, "_top_hooks", None)
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch)
+    with context():
+        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch), expected)
+
+
+class _Remembering(lc.LigerFusedLinearDistillationBase):
+    """A user's divergence that changes in place what autograd has saved."""
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        squares = student_logits.exp()
+        value = squares.square().sum(-1)
+        squares.mul_(2)
+        return value
+
+
+@pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
+def test_an_inner_graph_keeps_its_own_version_check(around: Callable[[], AbstractContextManager]) -> None:
+    batch = table.students(SMALL, seed=0)
+    with around(), pytest.raises(RuntimeError, match=CHANGED):
+        _Remembering()(**{**batch, **leaves_of(batch)})
+
+
+@by_row
+@pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callable[[], AbstractContextManager]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+
+    def alive() -> int:
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            with around():
+                loss = row.ours({**batch, **leaves})
+            # The second one runs the step again.
+            for retain in (True, False):
+                torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain)
+            del loss
+            counts.append(alive())
+    finally:
+        gc.enable()
+    assert counts[1] == counts[2]
+
+
+# Checkpoints
+
+
+def surrounded(
+    row: Row, batch: Batch, surround: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+) -> tuple[dict[str, Tensor], int]:
+    """The loss and gradients of a body and the loss, and how often the body ran."""
+    runs = 0
+
+    def loss(batch: Batch) -> Tensor:
+        def region(x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_PACKS)
+
+        return surround(region, batch["input"])
+
+    return evaluate(loss, batch), runs
+
+
+@by_row
+@pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
+def test_checkpoint(row: Row, kind: str) -> None:
+    """One forward and one recomputation of the body, however many packs the loss has."""
+    batch = row.sample(SMALL, seed=0)
+    expected, _ = surrounded(row, batch, lambda region, x: region(x))
+    with set_checkpoint_early_stop(kind == "early-stop"):
+        ours, runs = surrounded(row, batch, partial(checkpoint, use_reentrant=kind == "reentrant"))
+    assert runs == 2
+    assert_equal(ours, expected)
+
+
+@some_rows
+def test_checkpoint_whose_graph_is_retained(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected, _ = surrounded(row, batch, lambda region, x: region(x))
+    loss = checkpoint(lambda x: row.ours({**batch, **leaves, "input": x.sin()}), leaves["input"], use_reentrant=False)
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for name, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.parametrize("outputs", [("logps",), ("logps", "entropy")], ids="+".join)
+@pytest.mark.parametrize("private", [True, False], ids=["probed", "public"])
+def test_checkpointed_statistics_keep_no_logits(
+    outputs: tuple[str, ...], private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private:
+        monkeypatch.setattr(saved, "_top_hooks", None)
+    batch = moved(tokens(Sizes(8, 8, 16, 1009, ignored=False), seed=0), torch.float32)
+    leaves = leaves_of(batch)
+    n_logits = batch["target"].numel() * 1009 * 4
+
+    def region(input: Tensor) -> Tensor:
+        values = lc.linear_token_stats(leaves["weight"], input, batch["target"], leaves["bias"], outputs=outputs)
+        return sum(getattr(values, name) for name in outputs)
+
+    memory = Memory()
+    memory.expect(*batch.values(), *leaves.values())
+    with memory:
+        value = checkpoint(region, leaves["input"], use_reentrant=False)
+        assert memory.peak >= n_logits
+        assert memory.alive == value.untyped_storage().nbytes()
+
+
+# Refilled tensors
+
+
+@pytest.fixture
+def made_once(monkeypatch: pytest.MonkeyPatch) -> Batch:
+    """Class weights and token weights, which rows make for each call, here once: a test may then change them."""
+    made: Batch = {}
+    for name in ("_class_weights", "_token_weights"):
+        make = getattr(table, name)
+        monkeypatch.setattr(table, name, lambda batch, name=name, make=make: made.setdefault(name, make(batch)))
+    return made
+
+
+def refill(x: Tensor) -> None:
+    """Other values; of token ids, none of the vocabulary."""
+    with torch.no_grad():
+        if x.is_floating_point():
+            x.mul_(-0.7).add_(0.3)
+        elif x.dtype == torch.bool:
+            x.logical_not_()
+        else:
+            x.add_(10**6)
+
+
+@by_row
+def test_refilled_tensors(row: Row, made_once: Batch) -> None:
+    """A gradient that came with the forward is right; what reads a changed tensor raises, as in torch."""
+    original = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, original)
+    raised = []
+    for name in (*original, *made_once):
+        made_once.clear()
+        batch = {key: x.clone() for key, x in original.items()}
+        leaves = leaves_of(batch)
+        loss = row.ours({**batch, **leaves})
+        refill({**batch, **leaves, **made_once}[name])
+        for turn in range(2):
+            try:
+                grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+            except RuntimeError as error:
+                assert CHANGED in str(error)
+                assert turn or not row.fused, f"{name}: the first backward of a fused loss reads nothing"
+                raised.append(name)
+                break
+            for key, gradient in zip(leaves, grads, strict=True):
+                torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=f"{name}, {key}")
+    assert {"weight", "input"} <= set(raised)
+
+
+@by_row
+def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
+    """The step then reads the caller's tensor, and no selection of it."""
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    expected = evaluate(row.ours, batch)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    batch["target"].add_(10**6)
+    try:
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for name, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    except RuntimeError as error:
+        assert not row.fused
+        assert CHANGED in str(error)
+    if not any(part in row.id for part in ("attention_mask", "nll_target")):  # there the step reads a copy
+        with pytest.raises(RuntimeError, match=CHANGED):
+            torch.autograd.grad(loss, list(leaves.values()))
+
+
+class _Scaled(lc.LigerFusedLinearPreferenceBase):
+    """A user's loss with a tensor of its own."""
+
+    def __init__(self, owned: str) -> None:
+        super().__init__()
+        scale = torch.tensor(0.5, dtype=torch.float64)
+        if owned == "buffer":
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = scale
+
+    def preference_loss(self, pairs: lc.Pairs) -> Tensor:
+        chosen, rejected = pairs.logps.unbind(-1)
+        return -F.logsigmoid(self.scale * (chosen - rejected))
+
+
+@pytest.mark.parametrize("owned", ["buffer", "attribute"])
+def test_a_tensor_of_the_loss_is_refilled(owned: str) -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    leaves = leaves_of(batch)
+    loss = _Scaled(owned)
+    value, _ = loss(**{**batch, **leaves})
+    loss.scale.fill_(2.0)
+    torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        torch.autograd.grad(value, list(leaves.values()))
+
+
+def test_a_count_of_items_is_refilled() -> None:
+    batch = tokens(SMALL, seed=0)
+    leaves, num_items = leaves_of(batch), torch.tensor(37.0, dtype=torch.float64)
+    expected = evaluate(lambda batch: lc.LigerFusedLinearCrossEntropyLoss()(**batch, num_items=num_items), batch)
+    loss = lc.LigerFusedLinearCrossEntropyLoss()(**{**batch, **leaves}, num_items=num_items)
+    num_items.fill_(1.0)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(loss, [leaves["weight"]], retain_graph=True)
+        torch.testing.assert_close(gradient, expected["weight"], rtol=1e-12, atol=1e-14)
+
+
+# Second derivatives
+
+
+def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
+    """The derivative of a gradient's sum of squares."""
+    (gradient,) = torch.autograd.grad(loss, [first], create_graph=True)
+    return list(torch.autograd.grad(gradient.square().sum(), by, allow_unused=True))
+
+
+@by_row
+@pytest.mark.parametrize("decay", [0.0, 0.3], ids=["alone", "with-weight-decay"])
+def test_second_derivatives(row: Row, decay: float) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+
+    def made() -> Tensor:
+        loss = row.ours({**batch, **leaves})
+        return loss + decay * sum(leaf.square().sum() for leaf in leaves.values())
+
+    grads = torch.autograd.grad(made(), list(leaves.values()), create_graph=True)
+    for (name, leaf), gradient in zip(leaves.items(), grads, strict=True):
+        exact = expected[name] + 2 * decay * leaf
+        torch.testing.assert_close(gradient.detach(), exact.detach(), rtol=1e-10, atol=1e-12, msg=name)
+    for first in leaves.values():
+        for by in leaves.values():
+            with pytest.raises(RuntimeError, match=REFUSED):
+                again(made(), first, [by])
+
+
+@some_rows
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_second_derivatives_by_backward(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    loss.backward(create_graph=True)
+    penalty = sum(leaf.grad.square().sum() for leaf in leaves.values())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        (loss + penalty).backward()
+    for leaf in leaves.values():
+        leaf.grad = None  # a cycle through the graph
+
+
+@some_rows
+def test_second_derivatives_by_the_body(row: Row) -> None:
+    """With respect to a parameter that the hidden states come from."""
+    batch = row.sample(SMALL, seed=0)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    weight = batch["weight"].clone().requires_grad_()
+    loss = row.ours({**batch, "weight": weight, "input": batch["input"] * scale})
+    with pytest.raises(RuntimeError, match=REFUSED):
+        again(loss, weight, [scale])
+
+
+@some_rows
+@pytest.mark.parametrize("around", [lambda: Hooks()(), nullcontext], ids=["hooks", "checkpoint"])
+def test_second_derivatives_of_saved_copies(row: Row, around: Callable[[], AbstractContextManager]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    expected = evaluate(row.ours, batch)
+
+    def call(input: Tensor) -> Tensor:
+        return row.ours({**batch, **leaves, "input": input})
+
+    with around():
+        loss = (
+            checkpoint(call, leaves["input"], use_reentrant=False) if around is nullcontext else call(leaves["input"])
+        )
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    for name, gradient in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(gradient.detach(), expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    for gradient in grads:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(gradient.sum(), list(leaves.values()), allow_unused=True)
+
+
+@some_rows
+@pytest.mark.parametrize("function", ["hessian", "hvp", "vhp"])
+def test_functions_of_second_order(row: Row, function: str) -> None:
+    batch = row.sample(SMALL, seed=0)
+
+    def loss(weight: Tensor) -> Tensor:
+        return row.ours({**batch, "weight": weight})
+
+    vector = () if function == "hessian" else (torch.ones_like(batch["weight"]),)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        getattr(torch.autograd.functional, function)(loss, batch["weight"], *vector)
+
+
+# Copies
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
+    """Calls the loss that a function makes of the one that is called; the list of those that were called."""
+    called: list[FusedLoss] = []
+
+    def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:
+        def call(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
+            called.append(self)
+            return nn.Module.__call__(other(self), *args, **kwargs)
+
+        monkeypatch.setattr(FusedLoss, "__call__", call)
+        return called
+
+    yield replace
+
+
+@by_row
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:
+    batch = row.sample(SMALL, seed=0)
+    expected = evaluate(row.ours, batch)
+    called = modules(copied)
+    assert_equal(evaluate(row.ours, batch), expected)
+    assert bool(called) == (not row.id.startswith("stats"))
+
+
+@some_rows
+def test_a_batch_may_be_copied(row: Row) -> None:
+    """Of a loss with its graph, as of any result of autograd."""
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(loss)
+    assert torch.equal(copy.deepcopy(loss.detach()), loss)
+
+
+# Threads
+
+
+@by_row
+def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
+    """One loss in several threads at once, with batches of their own; one more runs under hooks."""
+    batches = [row.sample(SMALL, seed) for seed in range(3)]
+    expected = [evaluate(row.ours, batch) for batch in batches]
+    shared: dict[type, FusedLoss] = {}
+    modules(lambda loss: shared.setdefault(type(loss), loss))
+    row.ours(batches[0])  # makes the shared one
+    start = threading.Barrier(len(batches))
+    results: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        try:
+            start.wait()
+            with Hooks()() if i == 0 else nullcontext():
+                results[i] = [evaluate(row.ours, batches[i]) for _ in range(2)]
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, exact in enumerate(expected):
+        assert isinstance(results[i], list), results[i]
+        for ours in results[i]:
+            assert_equal(ours, exact)
+
+
+@some_rows
+def test_backward_in_another_thread(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    ours = {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    assert_equal(ours, evaluate(row.ours, batch))
