@@ -71,6 +71,36 @@ class LogitOptionsDict(TypedDict, total=False):
     logits_budget: int | None
 
 
+def described(x: Any) -> str:
+    """Shape, dtype and device of a tensor, never its values; the type of anything else."""
+    kind = type(x).__name__
+    if not isinstance(x, Tensor):
+        return kind
+    try:
+        shape = str(tuple(x.shape))
+    except RuntimeError:  # nested tensors and uninitialized parameters have no shape
+        shape = "tensor without a shape,"
+    text = f"{shape} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+    return text if kind in ("Tensor", "Parameter", "Buffer") else f"{text}, a {kind}"
+
+
+_LONGEST_TEXT = 80  # characters of a string in a message
+
+
+def shown(value: Any) -> str:
+    """A setting for a message: a number, a short string or None as it is; other values by their type and size."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor {described(value)}"
+    if value is None or isinstance(value, (numbers.Number, str, bytes)):
+        text = repr(value)
+        return f"{text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + '...'}, a {kind}"
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return f"a {kind} of {len(value)}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # of NumPy, for one
+    return f"a {kind}" if shape is None or dtype is None else f"a {kind} {tuple(shape)} {dtype}"
+
+
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
     """Refuse, in words, what is no number, or no whole one.
 
@@ -80,7 +110,7 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
-        raise TypeError(f"{name} must be {expected}, got {value!r}, a {type(value).__name__}")
+        raise TypeError(f"{name} must be {expected}, got {shown(value)}")
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ OPTIONS = {
 NO_NUMBERS = {
     "softcap": ("30", "softcap must be a number or None, got '30', a str"),
     "temperature": (None, "temperature must be a number, got None, a NoneType"),
-    "logit_scale": ([1.0], r"logit_scale must be a number, got \[1.0\], a list"),
+    "logit_scale": ([1.0], "logit_scale must be a number, got a list of 1"),
     "logits_budget": (1e9, "logits_budget must be an int or None, got 1000000000.0, a float"),
     "ignore_index": (None, "ignore_index must be an int, got None"),
 }

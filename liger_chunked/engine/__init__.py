@@ -2,6 +2,7 @@
 
 schedule.py   which tokens take part, in which order, in which packs and tiles
 passes.py     a pack through the head: statistics, and back
+precision.py  how cuBLAS adds up their products, while steps run on several threads
 epilogue.py   the same without ever reading logits back, where a loss lets it
 fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
 loss.py       what it asks of such a loss

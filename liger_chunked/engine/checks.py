@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
-from liger_chunked.kernels.checks import described
+from liger_chunked.kernels.checks import check_class_ids, described
 from liger_chunked.types import Head
 
 
@@ -119,6 +119,11 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
             raise ValueError(
                 f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
             )
+    if input.is_meta and not prefix:
+        raise ValueError(
+            f"{prefix}{input_name} and {prefix}weight are on the meta device and have no values: pass real tensors; "
+            "estimate_memory predicts a step's memory without tensors"
+        )
     compute_dtype(head, input, prefix, input_name)
 
 
@@ -129,13 +134,7 @@ def check_target(target: Tensor, input: Tensor, name: str = "target", input_name
         TypeError: not an integer tensor.
         ValueError: another shape or device than `input`.
     """
-    if (
-        not isinstance(target, Tensor)
-        or target.is_floating_point()
-        or target.is_complex()
-        or target.dtype == torch.bool
-    ):
-        raise TypeError(f"{name} must be a tensor of token ids (int64), got {described(target)}")
+    check_class_ids(target, name)
     if target.shape != input.shape[:-1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {described(input)}, "

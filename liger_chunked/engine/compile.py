@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from liger_chunked.engine.saved import isolated
 from liger_chunked.kernels.backend import refuse_second_derivative
+from liger_chunked.kernels.checks import plain
 from liger_chunked.types import accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
@@ -333,6 +334,9 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
         @functools.wraps(function)
         def either(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
+                args = plain(positional, args)
+                if kwargs:
+                    kwargs = dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
                 return function(*args, **kwargs)
             if len(args) > len(positional):
                 raise TypeError(f"{key} takes {len(positional)} positional arguments, got {len(args)}")

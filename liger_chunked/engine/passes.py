@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.checks import autocasts
+from liger_chunked.engine.precision import Refused, refused
 from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
 from liger_chunked.kernels import (
     LogitsCotangents,
@@ -68,31 +69,24 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=dtype)
 
 
-# By default cuBLAS may split a sum over a long inner dimension and add the parts in the dtype of the product.
-_SPLIT_SUMS = {
-    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
-    torch.float16: "allow_fp16_reduced_precision_reduction",
-}
-
-
 @contextmanager
 def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
-    """What a pass runs under: its device, products in the dtypes they are given, with sums in float32 to the end."""
-    matmul = torch.backends.cuda.matmul
-    allowed = [name for dtype, name in _SPLIT_SUMS.items() if dtype in dtypes and getattr(matmul, name)]
+    """Run a pass on its device, with products in the dtypes that they are given and sums in float32 to the end."""
     autocast = autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    for name in allowed:
-        setattr(matmul, name, False)
+    entered: list[Refused] = []
     try:
+        for permission in refused(dtypes):
+            permission.enter()
+            entered.append(permission)
         with (
             torch.cuda.device(device) if elsewhere else nullcontext(),
             torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
         ):
             yield
     finally:
-        for name in allowed:
-            setattr(matmul, name, True)
+        for permission in entered:
+            permission.leave()
 
 
 # Of gradients in float16, before one that is not zero.

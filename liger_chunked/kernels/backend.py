@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from liger_chunked.kernels.checks import plain
 from liger_chunked.types import LogitOptions
 
 try:
@@ -149,6 +150,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
+        upstream = plain(("an upstream gradient",) * len(upstream), upstream)
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         saved = ctx.saved_tensors

@@ -5,16 +5,132 @@ The checks run before every launch, so that what passes must cost next to nothin
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from liger_chunked.types import described
+
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+# Private, and the only way to ask. Without it, autograd refuses custom functions under torch.func in its own words.
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
-def described(x: Any) -> str:
-    """Shape, dtype and device of a tensor; the type of anything else."""
+def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a public function, each tensor as a plain dense `torch.Tensor`, which kernels can read.
+
+    A subclass that only tags a tensor is unwrapped. So is the result of an asynchronous collective, which is waited
+    for. Other kinds of tensors keep their numbers somewhere else than a kernel would read them, and are refused.
+
+    Args:
+        names: of the arguments, for messages.
+        values: the arguments. What is no tensor is left as it is.
+
+    Raises:
+        TypeError: a DTensor, FakeTensor, nested or sparse tensor, or another subclass with a `__torch_dispatch__`.
+        NotImplementedError: a transform of `torch.func` or forward-mode differentiation is active.
+    """
+    if torch.compiler.is_compiling():  # types are the tracer's
+        return values
+    served = not _transforms_are_active() and getattr(forward_ad, "_current_level", -1) < 0
+    for x in values:
+        if type(x) in _PLAIN:
+            if x.layout is not torch.strided or x.is_nested:
+                served = False
+        elif isinstance(x, Tensor):
+            served = False
+    if served:
+        return values
+    return tuple(_plain(names[i] if i < len(names) else "an argument", x) for i, x in enumerate(values))
+
+
+def _plain(name: str, x: Any) -> Any:
     if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+        return x
+    if _transforms_are_active():
+        raise NotImplementedError(
+            f"{name} is under a transform of torch.func (grad, vmap, jvp, ...), which fused kernels do not support: "
+            "call the function outside of it and differentiate with backward() or torch.autograd.grad"
+        )
+    if x.is_nested:
+        _refuse(
+            name, x, f"a nested tensor: pass torch.nested.to_padded_tensor({name}, ...) with padding that is ignored"
+        )
+    if x.layout is not torch.strided:
+        _refuse(name, x, f"of layout {x.layout}: pass {name}.to_dense()")
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return _unwrapped(name, x)
+    if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"{name} has a tangent of torch.autograd.forward_ad, and fused kernels have no forward-mode derivative: "
+            "differentiate with backward() or torch.autograd.grad"
+        )
+    return x if type(x) in _PLAIN else x.as_subclass(Tensor)
+
+
+def _unwrapped(name: str, x: Any) -> Tensor:
+    """A subclass that has dispatch of its own: what it holds is not in its own memory."""
+    for module, kind, advice in _WRAPPERS:
+        cls = getattr(sys.modules.get(module), kind, None)
+        if cls is not None and isinstance(x, cls):
+            if advice is None:
+                return _Wait.apply(x)
+            _refuse(name, x, advice.format(name=name))
+    _refuse(
+        name,
+        x,
+        f"a subclass of torch.Tensor with a __torch_dispatch__ of its own: pass the plain torch.Tensor that {name} "
+        "stands for (for quantized weights, the dequantized one)",
+    )
+
+
+def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
+    raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
+
+
+# Where a known kind of tensor is defined, its name, and what to do about it; None: its result is waited for. None of
+# these modules is imported here: without its module there is no such tensor.
+_WRAPPERS = (
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
+    (
+        "torch.distributed.tensor",
+        "DTensor",
+        "distributed over ranks: pass {name}.full_tensor(), or {name}.to_local() where this rank holds all of it. Call "
+        "either inside the forward of the module that owns it. A head whose vocabulary stays sharded is not supported",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "FakeTensor",
+        "which has no values: pass real tensors, or trace the call with torch.compile; estimate_memory predicts a "
+        "step's memory without tensors",
+    ),
+)
+
+
+class _Wait(torch.autograd.Function):
+    """The result of an asynchronous collective, once it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def check_class_ids(x: Any, name: str, what: str = "token ids") -> None:
+    """`x` is a tensor of integers.
+
+    Raises:
+        TypeError: it is no tensor, or of another kind of numbers.
+    """
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}")
 
 
 def check_floating(x: Any, name: str, ndim: int = 1) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import first_derivative, has_own_memory, matrix, operator
-from liger_chunked.kernels.checks import check_floating, check_row, described
+from liger_chunked.kernels.checks import check_class_ids, check_floating, check_row, described, plain
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import row_stats
 from liger_chunked.types import LogitOptions, accumulation_dtype
@@ -107,8 +107,7 @@ def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 def _check(logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float) -> None:
     check_floating(logits, "logits", 2)
-    if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype == torch.bool:
-        raise TypeError(f"target must be a tensor of class indices (int64), got {described(target)}")
+    check_class_ids(target, "target", "class indices")
     if target.shape != logits.shape[:-1] or target.device != logits.device:
         raise ValueError(
             f"target must be {tuple(logits.shape[:-1])}, one class for each row of logits {described(logits)}, got "
@@ -174,6 +173,7 @@ def liger_cross_entropy(
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))
     True
     """
+    logits, target, weight = plain(("logits", "target", "weight"), (logits, target, weight))
     _check(logits, target, weight, reduction, label_smoothing)
     dtype = accumulation_dtype(logits.dtype)
     target = target.long().contiguous()

@@ -30,7 +30,7 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.checks import check_floating, check_like
+from liger_chunked.kernels.checks import check_floating, check_like, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype
 
@@ -227,6 +227,9 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
 
 
 def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
+    given = gate, up
+    gate, up = plain(("gate", "up"), given)
+    inplace = inplace and gate is given[0] and up is given[1]  # what was unwrapped may be a leaf
     check_floating(gate, "gate")
     if up is not None:
         check_like(up, "up", gate, "gate")

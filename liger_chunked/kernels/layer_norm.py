@@ -25,7 +25,7 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.checks import check_floating, check_row
+from liger_chunked.kernels.checks import check_floating, check_row, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.partial_sums import sum_partials
 from liger_chunked.types import accumulation_dtype
@@ -227,6 +227,7 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
     >>> torch.allclose(liger_layer_norm(x, torch.ones(64)), torch.nn.functional.layer_norm(x, (64,)), atol=1e-6)
     True
     """
+    x, weight, bias = plain(("x", "weight", "bias"), (x, weight, bias))
     check_floating(x, "x")
     if weight is not None:
         check_row(weight, "weight", x)

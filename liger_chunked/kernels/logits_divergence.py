@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import contiguous_like, first_derivative, has_own_memory, matrix, operator
-from liger_chunked.kernels.checks import check_floating, described
+from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
@@ -111,6 +111,8 @@ def _divergence(
     student: Tensor, teacher: Tensor, labels: Tensor | None, divergence: Divergence, reduction: str,
     temperature: float, ignore_index: int, inplace: bool,
 ) -> Tensor:  # fmt: skip
+    names = ("student_logits", "teacher_logits", "shift_labels")
+    student, teacher, labels = plain(names, (student, teacher, labels))
     _check(student, teacher, labels, reduction)
     how = (*astuple(divergence), LogitOptions(temperature=temperature).temperature)
     rows = _LogitsDivergence.apply(student, teacher, inplace, *how).view(student.shape[:-1])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import block_size, exp, first_derivative, jit, operator, row_blocks, strided_rows, tl
-from liger_chunked.kernels.checks import check_floating, check_like, described
+from liger_chunked.kernels.checks import check_floating, check_like, described, plain
 from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, accumulation_dtype
@@ -266,6 +266,7 @@ def liger_kl_div(
         TypeError: something that is not a floating tensor, dtypes that differ.
         ValueError: shapes or devices that do not fit, an unknown reduction, a target that wants a gradient.
     """
+    input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
     return _reduced(input, target, "kl_log" if log_target else "kl", 0.0, reduction, None, 0)
 
@@ -298,6 +299,7 @@ def liger_jsd(
         TypeError: something that is not a floating tensor, dtypes that differ.
         ValueError: shapes or devices that do not fit, a `beta` outside [0, 1], a teacher that wants a gradient.
     """
+    log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must be in [0, 1], got {beta}")
@@ -330,5 +332,6 @@ def liger_tvd(
         TypeError: something that is not a floating tensor, dtypes that differ.
         ValueError: shapes or devices that do not fit, an unknown reduction, a teacher that wants a gradient.
     """
+    p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)
     return _reduced(p, q, "tvd", 0.0, reduction, shift_labels, ignore_index)

@@ -25,7 +25,7 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.checks import check_floating, check_like, check_row
+from liger_chunked.kernels.checks import check_floating, check_like, check_row, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.partial_sums import sum_partials
 from liger_chunked.types import accumulation_dtype
@@ -265,6 +265,7 @@ def liger_rms_norm(
     """
     if casting not in _CASTS_FIRST:
         raise ValueError(f"casting must be one of {tuple(_CASTS_FIRST)}, got {casting!r}")
+    x, weight, residual = plain(("x", "weight", "residual"), (x, weight, residual))
     check_floating(x, "x")
     if weight is not None:
         check_row(weight, "weight", x)

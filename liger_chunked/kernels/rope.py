@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, power_of_two, tl, use_triton
-from liger_chunked.kernels.checks import check_floating, described
+from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype
 
@@ -263,8 +263,6 @@ def _check_inplace(x: Tensor, name: str) -> None:
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Of q and k as (B, heads, T, D)."""
-    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
-        check_floating(x, name)
     q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
         len(q_shape) != 4
@@ -342,6 +340,10 @@ def liger_rotary_pos_emb(
     """
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be 1 or 2, the dimension of the heads, got {unsqueeze_dim}")
+    names = ("q", "k", "cos", "sin", "position_ids")
+    q, k, cos, sin, position_ids = plain(names, (q, k, cos, sin, position_ids))
+    for name, x in zip(names, (q, k, cos, sin), strict=False):
+        check_floating(x, name)
     if cos.ndim == 2:
         cos, sin = (x[None] if position_ids is None else x[position_ids] for x in (cos, sin))
     if unsqueeze_dim == 2:
