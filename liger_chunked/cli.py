@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import liger_chunked as library
-from liger_chunked.kernels.backend import use_triton
+from liger_chunked.kernels.backend import WIDE_TILES, use_triton
 from liger_chunked.memory import Loss
 
 LOSSES: dict[str, Callable[[], Loss]] = {
@@ -60,7 +60,11 @@ def _device() -> tuple[torch.device, str]:
 
 
 def env() -> dict[str, str]:
-    """Versions, the device, which kernels run on it, and which frameworks there are to integrate with."""
+    """Versions, the device, which kernels run on it, and which frameworks there are to integrate with.
+
+    `wide_tiles` are the major compute capabilities of the GPUs that run the fused epilogue, as the environment variable
+    `LIGER_CHUNKED_WIDE_TILES` has them.
+    """
     device, name = _device()
     return {
         "liger_chunked": library.__version__,
@@ -69,6 +73,7 @@ def env() -> dict[str, str]:
         "triton": _version("triton"),
         "device": name,
         "kernels": "Triton" if use_triton(torch.empty(0, device=device)) else "torch",
+        "wide_tiles": ", ".join(map(str, WIDE_TILES)) or "none",
         **{package: _version(package) for package in INTEGRATIONS},
     }
 

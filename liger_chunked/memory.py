@@ -22,7 +22,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import Head, LogitOptions, MemoryEstimate
+from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number, shown
 
 Loss = nn.Module | Callable[..., Any]
 
@@ -70,8 +70,9 @@ def estimate_memory(
         teacher_top_k: the entries a token of one given as log-probabilities.
         logits_budget: in place of the loss's own.
         capability: of the NVIDIA GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it. Hopper,
-            (9, 0), and Blackwell of data centres, (10, x), take a path of their own where it serves, see
-            `EpiloguePass`. None: whatever this machine's accelerator takes; where it has none, what Hopper does.
+            (9, 0), takes a path of its own where that serves, see `EpiloguePass`. Blackwell of data centres, (10, x),
+            takes it too if the environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10". None: that of this machine's
+            accelerator; without one, what Hopper does.
 
     Returns:
         Bytes, as a whole and by part.
@@ -97,16 +98,17 @@ def estimate_memory(
     1781 MiB: logits 1187, weight_grad 519, input_grad 56, other 19
     """
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
              "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
     for argument, size in sizes.items():
+        check_number(argument, size, whole=True, optional=True)
         if size is not None and size < 1:
             raise ValueError(f"{argument} must be positive, got {size}")
     if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
-        raise TypeError(f"shape must be a tuple of ints, the target's, got {shape!r}")
+        raise TypeError(f"shape must be a tuple of ints, the target's, got {shown(shape)}")
     if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
-        raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {capability!r}")
+        raise TypeError(f"capability must be two ints, (9, 0) for Hopper, got {shown(capability)}")
     group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
@@ -247,6 +249,6 @@ def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -
     if len(lengths) != n_sequences or not all(0 <= n <= length for n in lengths):
         raise ValueError(
             f"valid must be a count up to {n_sequences * length}, or one up to {length} for each of {n_sequences} "
-            f"sequences, got {valid}"
+            f"sequences, got {shown(valid)}"
         )
     return lengths

@@ -19,6 +19,7 @@ from liger_chunked.kernels.logits_divergence import (
 )
 from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, liger_tvd
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
+from liger_chunked.types import shown
 
 # Activations by the names that configurations of transformers know them by.
 _SILU = ("silu", "swish")
@@ -102,7 +103,7 @@ def _activation_name(config: Any, known: tuple[str, ...]) -> str:
     # Gemma's configurations have the second name.
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if name not in known:
-        raise ValueError(f"hidden_act must be one of {known}, got {name!r}")
+        raise ValueError(f"hidden_act must be one of {known}, got {shown(name)}")
     return str(name)
 
 

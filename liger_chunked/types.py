@@ -84,6 +84,7 @@ def described(x: Any) -> str:
     return text if kind in ("Tensor", "Parameter", "Buffer") else f"{text}, a {kind}"
 
 
+_SCALARS = (numbers.Number, str, bytes, type(None))
 _LONGEST_TEXT = 80  # characters of a string in a message
 
 
@@ -92,9 +93,9 @@ def shown(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
-    if value is None or isinstance(value, (numbers.Number, str, bytes)):
+    if isinstance(value, _SCALARS):
         text = repr(value)
-        return f"{text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + '...'}, a {kind}"
+        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return f"a {kind} of {len(value)}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # of NumPy, for one
@@ -110,7 +111,8 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
-        raise TypeError(f"{name} must be {expected}, got {shown(value)}")
+        of_type = f", a {type(value).__name__}" if isinstance(value, _SCALARS) else ""
+        raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
 @dataclass(frozen=True)
@@ -393,8 +395,10 @@ class Divergence:
         """`beta * KL(q || m) + (1 - beta) * KL(p || m)`; at its ends, where that is 0, its limit over beta (1 - beta).
 
         Raises:
+            TypeError: a beta that is no number.
             ValueError: a beta outside [0, 1].
         """
+        check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
             raise ValueError(f"beta must be in [0, 1], got {beta}")
         if beta in (0.0, 1.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,14 @@ def test_env(capsys):
     if lines["device"] == "cpu":
         assert lines["kernels"] == ("Triton" if INTERPRETED else "torch")
     assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
+
+
+def test_env_shows_which_gpus_run_the_fused_epilogue():
+    command = [sys.executable, "-m", "liger_chunked", "env"]
+    for setting, shown in (("9,10", "9, 10"), ("", "none")):
+        environment = {**os.environ, "LIGER_CHUNKED_WIDE_TILES": setting}
+        printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        assert dict(line.split(maxsplit=1) for line in printed.splitlines())["wide_tiles"] == shown
 
 
 def test_memory(capsys):

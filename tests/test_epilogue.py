@@ -360,16 +360,36 @@ def test_small_packs_are_left_to_the_logits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"),
+    ("capability", "setting"),
     [
-        pytest.param((8, 0), False, id="Ampere"),
-        pytest.param((9, 0), True, id="Hopper"),
-        pytest.param((10, 3), True, id="Blackwell"),
-        pytest.param((12, 0), False, id="Blackwell-of-desktops"),  # 99 KiB of shared memory
+        pytest.param((8, 0), (), id="Ampere"),
+        pytest.param((9, 0), (None, "9", "9, 10"), id="Hopper"),
+        pytest.param((10, 3), ("9, 10", "10"), id="Blackwell"),
+        pytest.param((12, 0), (), id="Blackwell-of-desktops"),  # 99 KiB of shared memory
     ],
 )
-def test_wide_tiles(capability, expected):
-    assert backend.wide_tiles(capability) == expected
+def test_wide_tiles(capability, setting, monkeypatch):
+    """Hopper alone, unless the user asks for more or less."""
+    for text in (None, "9", "10", "9, 10", ""):
+        monkeypatch.setattr(backend, "WIDE_TILES", backend.wide_tiles_setting(text))
+        assert backend.wide_tiles(capability) == (text in setting)
+
+
+@pytest.mark.parametrize("text", ["8", "12", "9;10", "blackwell", "9.0"])
+def test_a_wrong_setting_of_wide_tiles_is_refused(text):
+    expected = f"LIGER_CHUNKED_WIDE_TILES must list major compute capabilities among 9, 10, .* got {text!r}"
+    with pytest.raises(ValueError, match=expected):
+        backend.wide_tiles_setting(text)
+
+
+def test_an_estimate_follows_the_setting(monkeypatch):
+    """On Blackwell, as on a GPU without the tiles, unless the fused epilogue is asked for."""
+    arguments = {"loss": LigerFusedLinearCrossEntropyLoss()} | QWEN | {"shape": (32768,)}
+    ampere, hopper = (estimate_memory(**arguments, capability=c) for c in ((8, 0), (9, 0)))
+    assert ampere != hopper
+    assert estimate_memory(**arguments, capability=(10, 0)) == ampere
+    monkeypatch.setattr(backend, "WIDE_TILES", backend.wide_tiles_setting("9,10"))
+    assert estimate_memory(**arguments, capability=(10, 0)) == hopper
 
 
 def test_serves_no_cpu(monkeypatch):

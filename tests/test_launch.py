@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -54,6 +55,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
     monkeypatch.setattr(launch, "_REMEMBERS", True)
     monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", False)
     monkeypatch.setattr(launch, "jit", lambda _: Recorder())
+    monkeypatch.setattr(launch.Kernel, "_is_proven", True)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: STREAM)))
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
 
@@ -62,7 +64,7 @@ class OnDevice(NamedTuple):
     """What a launch asks of a tensor."""
 
     device: int
-    address: int = 0
+    address: int = 16
     dtype: torch.dtype = torch.float32
 
     def data_ptr(self) -> int:
@@ -125,7 +127,7 @@ def test_hooks_see_every_launch(kernel: launch.Kernel, monkeypatch: pytest.Monke
     kernel(**CALL)
     nothing, something = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
     for enter, leave in ((something, nothing), (nothing, something), (nothing, nothing)):
-        hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave)
+        hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave, debug=False)
         monkeypatch.setattr(launch, "hooks", hooks)
         kernel(**CALL)
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
@@ -169,6 +171,115 @@ def test_products_run_on_the_device_of_their_tensors(index: int, monkeypatch: py
     device = torch.device("cuda", index)
     with gemms(device, torch.float32):
         assert entered == ([device] if index else [])
+
+
+PERMISSIONS = {
+    "allow_bf16_reduced_precision_reduction": torch.bfloat16,
+    "allow_fp16_reduced_precision_reduction": torch.float16,
+    "allow_fp16_accumulation": torch.float16,
+}
+
+
+@pytest.fixture(params=PERMISSIONS)
+def permission(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One of cuBLAS's permissions to round sums, given by the user."""
+    matmul, name = torch.backends.cuda.matmul, request.param
+    before = getattr(matmul, name)
+    setattr(matmul, name, True)
+    yield name
+    setattr(matmul, name, before)
+
+
+def is_given(permission: str) -> bool:
+    return getattr(torch.backends.cuda.matmul, permission)
+
+
+CPU = torch.device("cpu")
+
+
+def test_products_refuse_to_round_sums(permission: str) -> None:
+    dtype = PERMISSIONS[permission]
+    with gemms(CPU, dtype, dtype):
+        assert not is_given(permission)
+        with gemms(CPU, dtype, torch.float64):  # a step within a step
+            assert not is_given(permission)
+        assert not is_given(permission)
+    assert is_given(permission)
+    with pytest.raises(ValueError, match="a failing step"), gemms(CPU, dtype):
+        raise ValueError("a failing step")
+    assert is_given(permission)
+    with gemms(CPU, torch.float32):
+        assert is_given(permission)
+
+
+def test_a_permission_that_is_not_given_stays_so(permission: str) -> None:
+    setattr(torch.backends.cuda.matmul, permission, False)
+    with gemms(CPU, PERMISSIONS[permission]):
+        assert not is_given(permission)
+    assert not is_given(permission)
+
+
+def test_settings_of_float32_are_the_users() -> None:
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        with gemms(CPU, torch.float32, torch.bfloat16, torch.float16):
+            assert torch.get_float32_matmul_precision() == precision
+        assert torch.get_float32_matmul_precision() == precision
+    torch.set_float32_matmul_precision(before)
+
+
+def test_steps_on_two_threads_overlap(permission: str) -> None:
+    """The first to enter is the first to leave: the second still runs without the permission."""
+    dtype, leave, left = PERMISSIONS[permission], threading.Event(), threading.Event()
+
+    def first() -> None:
+        with gemms(CPU, dtype):
+            entered.set()
+            assert leave.wait(10)
+        left.set()
+
+    entered = threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(10)
+    with gemms(CPU, dtype):
+        leave.set()
+        assert left.wait(10)
+        assert not is_given(permission)
+    assert is_given(permission)
+    thread.join()
+
+
+def test_steps_on_many_threads(permission: str) -> None:
+    dtype, seen = PERMISSIONS[permission], []
+
+    def steps() -> None:
+        for _ in range(300):
+            with gemms(CPU, dtype):
+                seen.append(is_given(permission))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert len(seen) == 1200 and not any(seen)
+    assert is_given(permission)
+
+
+def test_a_permission_given_during_a_step(permission: str) -> None:
+    """The next step that enters takes it away, and the last one that leaves gives it back."""
+    dtype = PERMISSIONS[permission]
+    setattr(torch.backends.cuda.matmul, permission, False)
+    with gemms(CPU, dtype):
+        setattr(torch.backends.cuda.matmul, permission, True)
+        with gemms(CPU, dtype):
+            assert not is_given(permission)
+    assert is_given(permission)
 
 
 def test_runs_on_the_device_of_its_tensors(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +373,177 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
         kernel(**{**CALL, "numbers": (rows,)})
     assert kernel.kernel.launched == ["jitted", "jitted", "jitted", "compiled"]
     assert len(kernel.variants) == 1
+
+
+class Compiled:
+    """What Triton compiles a kernel to, with the private names that a remembered launch relies on."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Callable[..., None]:
+        return self._run
+
+
+class RenamedRun(Compiled):
+    """`run` reads another attribute than the one that is replaced to observe it."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._launcher = run
+
+    @property
+    def run(self) -> Callable[..., None]:
+        return self._launcher
+
+
+class WithoutFunction(Compiled):
+    @property
+    def function(self) -> int:
+        raise AttributeError("function")
+
+
+class WithoutMetadata(Compiled):
+    @property
+    def packed_metadata(self) -> int:
+        raise AttributeError("packed_metadata")
+
+
+class Triton:
+    """Launches kernels as Triton does, or a version of it that nobody has seen yet.
+
+    `executed` has the grid and the tensors and numbers of each launch, whoever asked for it.
+    """
+
+    def __init__(self, compiled: type[Compiled] = Compiled, change: str = "") -> None:
+        self.compiled, self.change = compiled(self.run), change
+        self.public = 0
+        self.executed: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def launch_(*arguments: Any, num_warps: int) -> Compiled | None:
+            self.public += 1
+            run, hooks = self.compiled.run, (launch.hooks.launch_enter_hook, launch.hooks.launch_exit_hook)
+            start = (*grid, STREAM, 7, (4, 1, 0))
+            if self.change == "keywords":
+                run(*start, "told to hooks", *hooks, *arguments, cluster=1)
+            elif self.change == "another order":
+                run(*grid, 7, STREAM, (4, 1, 0), "told to hooks", *hooks, *arguments)
+            elif self.change == "hooks last":
+                run(*start, "told to hooks", *arguments, *hooks)
+            elif self.change == "no constants":
+                run(*start, "told to hooks", *hooks, *arguments[:-1])
+            elif self.change == "another stream":
+                run(*grid, STREAM + 1, *start[4:], "told to hooks", *hooks, *arguments)
+            else:
+                run(*start, "told to hooks", *hooks, *arguments)
+            return None if self.change == "compiled elsewhere" else self.compiled
+
+        return launch_
+
+    def run(self, *received: Any, **_: Any) -> None:
+        if self.change == "no addresses" and X.data_ptr() in [x for x in received if type(x) is int]:
+            raise TypeError("expected a tensor")
+        if self.change == "hooks last":
+            received = (*received[:7], *received[-2:], *received[7:-2])
+        tensors = {x.data_ptr(): x for x in (X, Y)}
+        self.executed.append((*received[:3], *(tensors.get(x, x) if type(x) is int else x for x in received[9:])))
+
+
+@pytest.fixture
+def no_hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    enter, leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
+    hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave, debug=False)
+    monkeypatch.setattr(launch, "hooks", hooks)
+    return hooks
+
+
+def new_kernel(monkeypatch: pytest.MonkeyPatch, triton: Triton) -> launch.Kernel:
+    monkeypatch.setattr(launch.Kernel, "_is_proven", False)
+    monkeypatch.setattr(launch, "jit", lambda _: triton)
+    return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
+
+
+def test_a_kernel_proves_how_triton_launches(kernel, no_hooks, monkeypatch) -> None:
+    """Its second equal launch goes through Triton, and runs as all after it will."""
+    triton = Triton()
+    kernel = new_kernel(monkeypatch, triton)
+    for _ in range(4):
+        kernel(**CALL)
+    assert triton.public == 2
+    assert triton.executed == [(4, 1, 1, X, None, Y, *CALL["numbers"])] * 4
+    assert triton.compiled.run == triton.run
+    kernel(**{**CALL, "num_warps": 8})  # once proven, a launch is remembered from its first time on
+    kernel(**{**CALL, "num_warps": 8})
+    assert triton.public == 3
+
+
+def test_launches_in_turns_are_proven_too(kernel, no_hooks, monkeypatch) -> None:
+    triton = Triton()
+    kernel = new_kernel(monkeypatch, triton)
+    calls = [CALL, {**CALL, "num_warps": 8}] * 4
+    for call in calls:
+        kernel(**call)
+    assert triton.public == 4 and len(triton.executed) == len(calls)
+
+
+SURPRISES = {
+    "run": (RenamedRun, ""),
+    "function": (WithoutFunction, ""),
+    "packed_metadata": (WithoutMetadata, ""),
+    **{change: (Compiled, change) for change in (
+        "keywords", "another order", "hooks last", "no constants", "another stream", "no addresses",
+        "compiled elsewhere",
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("surprise", SURPRISES)
+def test_another_triton_launches_by_itself(surprise, kernel, no_hooks, monkeypatch) -> None:
+    """Whatever it has renamed or reordered: every launch runs once, through Triton's public way."""
+    triton = Triton(*SURPRISES[surprise])
+    kernel = new_kernel(monkeypatch, triton)
+    for _ in range(4):
+        kernel(**CALL)
+    assert triton.public == 4
+    numbers = CALL["numbers"][:-1] if surprise == "no constants" else CALL["numbers"]
+    assert triton.executed == [(4, 1, 1, X, None, Y, *numbers)] * 4
+    assert triton.compiled.run == triton.run
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"debug": True},
+        {"add_stages_inspection_hook": print},
+        {"launch_enter_hook": print},
+        {"launch_exit_hook": None},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_of_triton_are_heard(setting, kernel, no_hooks) -> None:
+    """While one is set, Triton launches; hooks may be functions as well as chains of them."""
+    before = dict(vars(no_hooks))
+    kernel(**CALL)
+    vars(no_hooks).update(setting)
+    kernel(**CALL)
+    vars(no_hooks).clear()
+    vars(no_hooks).update(before)
+    kernel(**CALL)
+    assert kernel.kernel.launched == ["jitted", "jitted", "compiled"]
+
+
+def test_a_tensor_without_memory_is_refused(kernel) -> None:
+    """The address of a DTensor, for one, is 0."""
+    nowhere = X.as_subclass(type("Nowhere", (Tensor,), {"data_ptr": lambda _: 0}))
+    kernel(**CALL)
+    with pytest.raises(
+        ValueError, match=r"y_ptr has no memory that a kernel could read: \(32,\) float32 on cpu, a Now"
+    ):
+        kernel(**{**CALL, "tensors": (X, None, nowhere)})
+    assert kernel.kernel.launched == ["jitted"]
 
 
 def test_an_import_leaves_cuda_alone() -> None:

@@ -25,7 +25,7 @@ from liger_chunked.losses.margin import logistic
 from liger_chunked.losses.probability import log_odds
 from liger_chunked.losses.reductions import REDUCTIONS
 from liger_chunked.losses.surrogates import SURROGATES
-from liger_chunked.types import PreferenceMetrics, UnpairedPreferenceMetrics
+from liger_chunked.types import PreferenceMetrics, UnpairedPreferenceMetrics, shown
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -325,7 +325,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             "vespo_lambda_neg": vespo_lambda_neg,
         }
         if loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+            raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         kind = LOSS_TYPES[loss_type]
         read = SURROGATES[kind["surrogate"]].reads
         self.beta = beta

@@ -31,6 +31,7 @@ from liger_chunked.compat.chunked_loss import check_same_vocabulary
 from liger_chunked.compat.unsupported import refuse
 from liger_chunked.kernels.rms_norm import Casting
 from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
+from liger_chunked.types import shown
 
 __all__ = [
     "CrossEntropyOutput",
@@ -53,7 +54,7 @@ _INITIAL: dict[str, Callable[[int], Tensor]] = {"ones": torch.ones, "zeros": tor
 
 def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
     if init_fn not in _INITIAL:
-        raise ValueError(f"init_fn must be one of {list(_INITIAL)}, got {init_fn!r}")
+        raise ValueError(f"init_fn must be one of {list(_INITIAL)}, got {shown(init_fn)}")
     return nn.Parameter(_INITIAL[init_fn](hidden_size))
 
 
@@ -91,7 +92,7 @@ class LigerRMSNorm(nn.Module):
         if casting_mode == "none":
             refuse("casting_mode", casting_mode, "the mean square is always taken in float32")
         if casting_mode not in _CASTINGS:
-            raise ValueError(f"casting_mode must be one of {list(_CASTINGS)}, got {casting_mode!r}")
+            raise ValueError(f"casting_mode must be one of {list(_CASTINGS)}, got {shown(casting_mode)}")
         self.register_parameter("weight", _initial(init_fn, hidden_size) if elementwise_affine else None)
         self.variance_epsilon = eps
         self.offset = offset

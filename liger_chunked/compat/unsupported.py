@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from liger_chunked.types import shown
+
 
 def refuse(name: str, value: object, reason: str) -> None:
     """Raise for an argument that is set.
@@ -9,5 +13,5 @@ def refuse(name: str, value: object, reason: str) -> None:
     Raises:
         NotImplementedError: `value` is neither None nor False nor zero.
     """
-    if value:
-        raise NotImplementedError(f"{name}={value!r} is not supported: {reason}")
+    if isinstance(value, Tensor) or value:
+        raise NotImplementedError(f"{name}={shown(value)} is not supported: {reason}")

@@ -16,7 +16,7 @@ rehearsal.py  their steps on tensors without storage, which is what `estimate_me
 checks.py     what is asked of inputs
 """
 
-from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
+from liger_chunked.engine.checks import check_projection, check_real, check_target, check_top_k, check_values
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import LossWeights, Teacher, distillation_loss
 from liger_chunked.engine.fused import NegativeLogLikelihood, fused_loss
@@ -25,6 +25,7 @@ from liger_chunked.engine.routes import ByAutograd, ClosedForm
 from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.top_k import TopK
+from liger_chunked.kernels.checks import plain
 
 __all__ = [
     "ByAutograd",
@@ -41,6 +42,7 @@ __all__ = [
     "TopK",
     "along",
     "check_projection",
+    "check_real",
     "check_target",
     "check_top_k",
     "check_values",
@@ -51,5 +53,6 @@ __all__ = [
     "linear_token_stats",
     "loss_and",
     "one_operation",
+    "plain",
     "token_stats",
 ]

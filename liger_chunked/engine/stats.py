@@ -21,7 +21,7 @@ from liger_chunked.engine.saved import hooks_active, join, split
 from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.kernels.backend import first_derivative
-from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
+from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ def linear_token_stats(
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown or not outputs or len(set(outputs)) < len(outputs):
-        raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got {outputs}")
+        given = ", ".join(map(shown, outputs))
+        raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
     head = Head(weight, bias)
     check_projection(head, input)
     check_target(target, input)

@@ -36,8 +36,38 @@ TORCH_BLOCK_DEFAULT = 1 << 24
 
 _MOST_ROWS = 65_535
 
-# Major compute capabilities with descriptors and 227 KiB of shared memory: Hopper, and Blackwell of data centres.
-_WIDE_TILES = (9, 10)
+# Major compute capabilities with a tensor memory accelerator and 227 KiB of shared memory: Hopper (9), and Blackwell of
+# data centres (10). Blackwell runs `project_exp` only where the user asks for it: it was measured on Hopper alone.
+_CAN_HAVE_WIDE_TILES = (9, 10)
+WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
+
+
+def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
+    """The GPUs that run `project_exp`, from the environment variable `LIGER_CHUNKED_WIDE_TILES`, read on import.
+
+    Args:
+        text: major compute capabilities with commas between them: "9" is Hopper (the default), "9,10" adds Blackwell of
+            data centres, and "" is none. None: not set.
+
+    Raises:
+        ValueError: something else.
+
+    >>> wide_tiles_setting("9,10")
+    (9, 10)
+    """
+    if text is None:
+        return (9,)
+    majors = [part.strip() for part in text.split(",") if part.strip()]
+    known = [str(major) for major in _CAN_HAVE_WIDE_TILES]
+    if not set(majors) <= set(known):
+        raise ValueError(
+            f"{WIDE_TILES_VARIABLE} must list major compute capabilities among {', '.join(known)}, with commas between "
+            f"them, got {text!r}"
+        )
+    return tuple(sorted({int(major) for major in majors}))
+
+
+WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 # Whether kernels are compiled to NVIDIA's assembly.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
@@ -63,10 +93,8 @@ def use_triton(x: Tensor) -> bool:
 
 
 def wide_tiles(capability: tuple[int, int]) -> bool:
-    """Whether NVIDIA's GPUs of this compute capability have a tensor memory accelerator, and shared memory for the
-    tiles of `project_exp`.
-    """
-    return capability[0] in _WIDE_TILES
+    """Whether `project_exp` runs on NVIDIA's GPUs of this compute capability, see `wide_tiles_setting`."""
+    return capability[0] in WIDE_TILES
 
 
 @functools.cache

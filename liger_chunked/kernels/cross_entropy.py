@@ -16,7 +16,7 @@ from liger_chunked.kernels.backend import first_derivative, has_own_memory, matr
 from liger_chunked.kernels.checks import check_class_ids, check_floating, check_row, described, plain
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import row_stats
-from liger_chunked.types import LogitOptions, accumulation_dtype
+from liger_chunked.types import LogitOptions, accumulation_dtype, check_number, shown
 
 _REDUCTIONS = ("mean", "sum", "none")
 _REGULARIZED = ("logps", "lse", "mean_logits")
@@ -118,7 +118,8 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str
         if weight.requires_grad:
             raise ValueError("weight gets no gradient: detach it")
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+        raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {shown(reduction)}")
+    check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
 

@@ -32,7 +32,7 @@ from liger_chunked.kernels.backend import (
 )
 from liger_chunked.kernels.checks import check_floating, check_like, plain
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.types import accumulation_dtype
+from liger_chunked.types import accumulation_dtype, shown
 
 _BLOCK = 1024  # at 4096 x 4864 blocks of 2048 take 1 to 2% longer forward, blocks of 4096 8% (H200)
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -280,5 +280,5 @@ def liger_geglu(
         TypeError, ValueError: as `liger_swiglu` does; an `approximate` that is neither.
     """
     if approximate not in _GELU:
-        raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {approximate!r}")
+        raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")
     return _glu(gate, up, _GELU[approximate], inplace)

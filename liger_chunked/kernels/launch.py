@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.types import described
 
 try:
     from triton.knobs import runtime as hooks
@@ -23,7 +24,7 @@ except ImportError:
 # CUDA, and an import that does keeps its process from forking workers, or from choosing devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
-_REMEMBERS = torch.version.cuda is not None and not INTERPRETED
+_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = 1 << 10
 # A variant as a launch of Triton's has it in hand once it has found it: what runs it, its handle, its launch options,
 # and what tells the current stream of a device.
@@ -40,6 +41,14 @@ def _readable(x: Tensor, strided: bool) -> bool:
         return x.stride(-1) == 1 or x.shape[-1] == 1
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return span == x.numel() and has_own_memory(x)
+
+
+def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    """Whether a call has these arguments. Tensors are compared by identity, which numbers need not have."""
+    return len(received) == len(expected) and all(
+        a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
+        for a, b in zip(received, expected, strict=True)
+    )
 
 
 class Kernel:
@@ -65,11 +74,20 @@ class Kernel:
     autograd, it would read other numbers.
 
     Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
+
+    A remembered launch uses Triton's private interface. Each kernel proves it first: its second equal launch goes
+    through Triton, which must call the compiled kernel in the way that a remembered launch will. If it does not, or
+    something of that interface is missing, all launches of the kernel go through Triton. They also do while a launch
+    hook (of a profiler), `triton.knobs.runtime.debug` or a hook on compilation is set.
     """
+
+    _is_proven = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
         self.variants: dict[Any, _Variant] = {}
+        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with what Triton compiled
+        self._remembers = _REMEMBERS
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
         self._descriptors = [name for name in names if name.endswith("_desc")]
@@ -114,8 +132,17 @@ class Kernel:
             with torch.cuda.device(device):
                 self(*call)
             return
-        # Hooks, a profiler's for one, want to be told of a launch, which is Triton's affair.
-        if not _REMEMBERS or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        try:
+            by_triton = (
+                not self._remembers
+                or hooks.launch_enter_hook.calls
+                or hooks.launch_exit_hook.calls
+                or hooks.debug
+                or getattr(hooks, "add_stages_inspection_hook", None)
+            )
+        except AttributeError:  # another version of Triton, or a hook that is not a chain of hooks
+            by_triton = True
+        if by_triton:
             self._launch(*call)
             return
         bits = 0
@@ -130,6 +157,9 @@ class Kernel:
                 return
             else:
                 address = x.data_ptr()
+                if not address:  # empty, or an error
+                    self._launch(*call)
+                    return
                 bits |= address
                 addresses.append(address)
                 dtypes.append(x.dtype)
@@ -140,15 +170,69 @@ class Kernel:
         key = (device, num_warps, num_stages, numbers, *dtypes, *blocks)
         variant = self.variants.get(key)
         if variant is None:
-            if len(self.variants) >= _MOST_REMEMBERED:  # threads of autograd add to it too
-                self.variants.clear()
-            compiled = self._launch(*call)
-            stream = driver.active.get_current_stream
-            self.variants[key] = compiled.run, compiled.function, compiled.packed_metadata, stream
+            self._launch_and_remember(key, call, device)
             return
         run, function, options, stream = variant
         arguments = self._in_order((*addresses, *numbers, *descriptors))
         run(*grid, stream(device), function, options, None, None, None, *arguments)
+
+    def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
+        """A launch by Triton, after which equal ones need not be."""
+        for remembered in (self.variants, self._unproven):
+            if len(remembered) >= _MOST_REMEMBERED:  # threads of autograd add to it too
+                remembered.clear()
+        unproven = self._unproven.pop(key, None)
+        if unproven is not None:
+            self._prove(*unproven, call, device)
+            if self._is_proven:
+                self.variants[key] = unproven[0]
+            return
+        compiled = self._launch(*call)
+        if compiled is None:  # a hook on compilation took the launch over
+            return
+        try:
+            variant = compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
+        except AttributeError:
+            self._remembers = False
+            return
+        if self._is_proven:
+            self.variants[key] = variant
+            self._unproven.clear()
+        else:
+            self._unproven[key] = variant, compiled
+
+    def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
+        """Launch through Triton, and see whether it calls the compiled kernel as a remembered launch will."""
+        run, function, options, stream = variant
+        grid, tensors, numbers, _, _, descriptors = call
+        by_tensor = self._in_order((*tensors, *numbers, *descriptors))
+        addresses = (None if x is None else x.data_ptr() for x in tensors)
+        by_address = self._in_order((*addresses, *numbers, *descriptors))
+
+        def observe(*received: Any, **named: Any) -> Any:
+            # Of the three after these, the first is what hooks are told, and the others are the hooks themselves.
+            start = (*grid, stream(device), function, options)
+            end = (hooks.launch_enter_hook, hooks.launch_exit_hook, *by_tensor)
+            if named or not (_same(received[:6], start) and _same(received[7:], end)):
+                return run(*received, **named)
+            try:
+                result = run(*start, None, None, None, *by_address)
+            except TypeError:  # of arguments, before anything is enqueued
+                return run(*received, **named)
+            self._is_proven = True
+            return result
+
+        try:
+            compiled._run = observe
+            observed = compiled.run is observe
+        except AttributeError:
+            observed = False
+        try:
+            self._launch(*call)
+        finally:
+            if observed:
+                compiled._run = run
+        self._remembers = self._is_proven
 
     def _launch(
         self,
@@ -161,7 +245,11 @@ class Kernel:
     ) -> Any:
         """As Triton does it; returns what it compiled the kernel to."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
-            if x is not None and not _readable(x, strided):
+            if x is None:
+                continue
+            if not x.data_ptr() and x.numel():
+                raise ValueError(f"{name} has no memory that a kernel could read: {described(x)}")
+            if not _readable(x, strided):
                 raise ValueError(f"{name} lies in memory by strides {x.stride()} that the kernel is not told of")
         options = {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
         return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)

@@ -19,7 +19,7 @@ from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
-from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
+from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
 # What the backward needs beside the divergence. The slope of a KL is the divergence, or not read.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
@@ -104,7 +104,7 @@ def _check(student: Tensor, teacher: Tensor, labels: Tensor | None, reduction: s
             f"student_logits, got {described(labels)}"
         )
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {shown(reduction)}")
 
 
 def _divergence(

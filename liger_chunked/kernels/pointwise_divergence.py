@@ -25,7 +25,7 @@ from liger_chunked.kernels.backend import block_size, exp, first_derivative, jit
 from liger_chunked.kernels.checks import check_floating, check_like, described, plain
 from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.types import Divergence, accumulation_dtype
+from liger_chunked.types import Divergence, accumulation_dtype, check_number, shown
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 _BLOCK = 2048
@@ -219,7 +219,7 @@ def _check(x: Tensor, x_name: str, t: Tensor, t_name: str, labels: Tensor | None
             f"shift_labels must be ({x.shape[0]},) on {x.device}, one for each row of {x_name}, got {described(labels)}"
         )
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {shown(reduction)}")
 
 
 def _reduced(
@@ -301,6 +301,7 @@ def liger_jsd(
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
+    check_number("beta", beta)
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     kind = {0.0: "kl_log", 1.0: "reverse_kl"}.get(beta, "jsd")

@@ -28,7 +28,7 @@ from liger_chunked.kernels.backend import (
 from liger_chunked.kernels.checks import check_floating, check_like, check_row, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.partial_sums import sum_partials
-from liger_chunked.types import accumulation_dtype
+from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
 # Whether the normalised row is cast to the dtype of x before the product with the weight, rather than after it.
@@ -264,7 +264,7 @@ def liger_rms_norm(
     True
     """
     if casting not in _CASTS_FIRST:
-        raise ValueError(f"casting must be one of {tuple(_CASTS_FIRST)}, got {casting!r}")
+        raise ValueError(f"casting must be one of {tuple(_CASTS_FIRST)}, got {shown(casting)}")
     x, weight, residual = plain(("x", "weight", "residual"), (x, weight, residual))
     check_floating(x, "x")
     if weight is not None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, power_of_two, tl, use_triton
 from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.types import accumulation_dtype
+from liger_chunked.types import accumulation_dtype, shown
 
 _PAIRS = 2048  # of a tile
 
@@ -339,7 +339,7 @@ def liger_rotary_pos_emb(
     True
     """
     if unsqueeze_dim not in (1, 2):
-        raise ValueError(f"unsqueeze_dim must be 1 or 2, the dimension of the heads, got {unsqueeze_dim}")
+        raise ValueError(f"unsqueeze_dim must be 1 or 2, the dimension of the heads, got {shown(unsqueeze_dim)}")
     names = ("q", "k", "cos", "sin", "position_ids")
     q, k, cos, sin, position_ids = plain(names, (q, k, cos, sin, position_ids))
     for name, x in zip(names, (q, k, cos, sin), strict=False):

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from liger_chunked.types import check_number
+from liger_chunked.engine import check_real
+from liger_chunked.types import check_number, shown
 
 
 def check_finite(
@@ -74,7 +75,7 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
         value = getattr(settings, field.name)
         readers = sorted(name for name, kind in table.items() if field.name in kind.reads)
         if readers and field.name not in reads and value != field.default:
-            raise ValueError(f"{field.name}={value!r} is not read by {by}, only by {readers}")
+            raise ValueError(f"{field.name}={shown(value)} is not read by {by}, only by {readers}")
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
@@ -84,7 +85,7 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
         ValueError: it is none of `known`.
     """
     if scope not in known:
-        raise ValueError(f"{loss}.scope must be one of {known}, got {scope!r}")
+        raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
@@ -96,6 +97,7 @@ def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -
         TypeError: something that is neither a number nor a tensor.
         ValueError: a number that is not finite and positive, a tensor of several or one that wants a gradient.
     """
+    check_real(num_items, "num_items")
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")

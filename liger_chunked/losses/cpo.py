@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from liger_chunked.losses.checks import check_finite, refuse_unread
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.types import LogitOptionsDict, Pairs
+from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         if loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+            raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         settings = CPOSettings(label_smoothing, simpo_gamma)
         refuse_unread(settings, LOSS_TYPES[loss_type].reads, f"loss_type {loss_type!r}", LOSS_TYPES)
         if loss_type == "ipo" and beta == 0:

@@ -18,10 +18,12 @@ from liger_chunked.engine import (
     Returns,
     StatsLoss,
     check_projection,
+    check_real,
     check_target,
     lay_out,
     loss_and,
     one_operation,
+    plain,
     token_stats,
 )
 from liger_chunked.losses.checks import check_finite, checked_items
@@ -33,6 +35,8 @@ from liger_chunked.types import (
     LogitOptionsDict,
     TokenStats,
     accumulation_dtype,
+    described,
+    shown,
 )
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -174,13 +178,16 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     ) -> None:
         super().__init__()
         if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+            raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {shown(reduction)}")
         check_finite("label_smoothing", label_smoothing, minimum=0, maximum=1)
         check_finite("lse_square_scale", lse_square_scale, minimum=0)
         check_finite("focal_gamma", focal_gamma, minimum=0)
         check_finite("entropy_weight", entropy_weight)
-        if ce_weight is not None and (ce_weight.ndim != 1 or not ce_weight.is_floating_point()):
-            raise ValueError(f"ce_weight must be floating (V,), got {tuple(ce_weight.shape)} {ce_weight.dtype}")
+        (ce_weight,) = plain(("ce_weight",), (ce_weight,))
+        if ce_weight is not None and (
+            not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point()
+        ):
+            raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
         shapes = {"label_smoothing": label_smoothing, "focal_gamma": focal_gamma, "dft": dft}
         if sum(bool(setting) for setting in shapes.values()) > 1:
             raise ValueError(f"at most one of label_smoothing, focal_gamma and dft can be set, got {shapes}")
@@ -266,17 +273,19 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _class_weight(self, weight: Tensor) -> Tensor | None:
         if self.ce_weight is None:
             return None
-        if self.ce_weight.shape[0] != weight.shape[0]:
+        (ce_weight,) = plain(("ce_weight",), (self.ce_weight,))
+        if ce_weight.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, "
-                f"got {tuple(self.ce_weight.shape)}"
+                f"got {tuple(ce_weight.shape)}"
             )
-        return self.ce_weight.to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
+        return ce_weight.to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
         """(N,), or None."""
         if token_weights is None:
             return None
+        check_real(token_weights, "token_weights")
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
             got = tuple(token_weights.shape) if isinstance(token_weights, Tensor) else type(token_weights).__name__
             raise ValueError(f"token_weights must be {tuple(target.shape)}, as target is, got {got}")

@@ -18,7 +18,7 @@ from liger_chunked.losses.checks import check_finite, check_positive, refuse_unr
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.types import LogitOptionsDict, Pairs
+from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DPOSettings:
         check_positive("discopop_tau", self.discopop_tau)
         if self.f_divergence_type not in F_DIVERGENCES:
             raise ValueError(
-                f"unknown f_divergence_type {self.f_divergence_type!r}, expected one of {list(F_DIVERGENCES)}"
+                f"unknown f_divergence_type {shown(self.f_divergence_type)}, expected one of {list(F_DIVERGENCES)}"
             )
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
@@ -301,7 +301,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         names = [name for name in self.loss_types if not callable(name)]
         for name in names:
             if name not in LOSS_TYPES:
-                raise ValueError(f"unknown loss_type {name!r}, expected one of {sorted(LOSS_TYPES)} or a callable")
+                raise ValueError(f"unknown loss_type {shown(name)}, expected one of {sorted(LOSS_TYPES)} or a callable")
         return names
 
     def _check_options(self, names: list[str]) -> None:

@@ -13,7 +13,7 @@ from liger_chunked.losses.checks import refuse_unread
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.surrogates import SURROGATES, SurrogateSettings
-from liger_chunked.types import LogitOptionsDict, Rollouts
+from liger_chunked.types import LogitOptionsDict, Rollouts, shown
 
 # TRL's names, each a composition.
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
@@ -121,7 +121,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             name = type(self).__name__
             raise TypeError(f"{name} takes TRL's loss_type as {name}.from_loss_type(loss_type, ...)")
         if surrogate not in SURROGATES:
-            raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {sorted(SURROGATES)}")
+            raise ValueError(f"unknown surrogate {shown(surrogate)}, expected one of {sorted(SURROGATES)}")
         definition = SURROGATES[surrogate]
         settings = SurrogateSettings(
             epsilon_low=epsilon_low,
@@ -166,7 +166,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         'dapo'
         """
         if loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+            raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         return cls(**{**LOSS_TYPES[loss_type], **settings})
 
     def policy_loss(self, rollouts: Rollouts) -> Tensor:

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference_point import ReferencePoint
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
-from liger_chunked.types import Examples, LogitOptionsDict
+from liger_chunked.types import Examples, LogitOptionsDict, shown
 
 # What each loss type judges a sequence against.
 LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpaired": None}
@@ -65,7 +65,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     ) -> None:
         super().__init__(beta=beta, average_log_prob=average_log_prob, use_ref_model=use_ref_model, **options)
         if loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {sorted(LOSS_TYPES)}")
+            raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {sorted(LOSS_TYPES)}")
         check_finite("desirable_weight", desirable_weight, minimum=0)
         check_finite("undesirable_weight", undesirable_weight, minimum=0)
         self.loss_type = loss_type

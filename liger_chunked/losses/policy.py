@@ -37,6 +37,7 @@ from liger_chunked.types import (
     TokenStats,
     accumulation_dtype,
     check_number,
+    shown,
 )
 
 
@@ -139,10 +140,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     ) -> None:
         super().__init__()
         if reduction not in REDUCTIONS:
-            raise ValueError(f"unknown reduction {reduction!r}, expected one of {sorted(REDUCTIONS)}")
+            raise ValueError(f"unknown reduction {shown(reduction)}, expected one of {sorted(REDUCTIONS)}")
         if importance_level not in IMPORTANCE_LEVELS:
             raise ValueError(
-                f"unknown importance_level {importance_level!r}, expected one of {list(IMPORTANCE_LEVELS)}"
+                f"unknown importance_level {shown(importance_level)}, expected one of {list(IMPORTANCE_LEVELS)}"
             )
         check_number("max_completion_length", max_completion_length, whole=True, optional=True)
         if REDUCTIONS[reduction].needs_length:

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.margin import hinge, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.types import LogitOptionsDict, Pairs
+from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 _LOSS_TYPES = ("sigmoid", "hinge")
 
@@ -69,7 +69,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
             **options,
         )
         if loss_type not in _LOSS_TYPES:
-            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {_LOSS_TYPES}")
+            raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {_LOSS_TYPES}")
         check_finite("gamma", gamma)
         check_finite("label_smoothing", label_smoothing, minimum=0, maximum=1)
         if label_smoothing and loss_type == "hinge":
