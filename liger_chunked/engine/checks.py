@@ -127,16 +127,6 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
     compute_dtype(head, input, prefix, input_name)
 
 
-def check_real(x: Any, name: str) -> None:
-    """`x`, where it is a tensor, has real numbers: a cast would drop the imaginary part of others.
-
-    Raises:
-        TypeError: complex or quantized numbers.
-    """
-    if isinstance(x, Tensor) and (x.is_complex() or x.is_quantized):
-        raise TypeError(f"{name} must be a tensor of real numbers, got {described(x)}")
-
-
 def check_target(target: Tensor, input: Tensor, name: str = "target", input_name: str = "input") -> None:
     """`target` has an integer for each row of `input`, on its device; messages call them by these names.
 

@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 from liger_chunked.types import described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_NOT_REAL = frozenset({
+    torch.complex32, torch.complex64, torch.complex128, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
+})  # fmt: skip
 # Private, and the only way to ask. Without it, autograd refuses custom functions under torch.func in its own words.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
@@ -31,7 +34,8 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
         values: the arguments. What is no tensor is left as it is.
 
     Raises:
-        TypeError: a DTensor, FakeTensor, nested or sparse tensor, or another subclass with a `__torch_dispatch__`.
+        TypeError: a DTensor, FakeTensor, nested, sparse, complex or quantized tensor, or another subclass with a
+            `__torch_dispatch__`.
         NotImplementedError: a transform of `torch.func` or forward-mode differentiation is active.
     """
     if torch.compiler.is_compiling():  # types are the tracer's
@@ -39,7 +43,7 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     served = not _transforms_are_active() and getattr(forward_ad, "_current_level", -1) < 0
     for x in values:
         if type(x) in _PLAIN:
-            if x.layout is not torch.strided or x.is_nested:
+            if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
                 served = False
         elif isinstance(x, Tensor):
             served = False
@@ -62,6 +66,9 @@ def _plain(name: str, x: Any) -> Any:
         )
     if x.layout is not torch.strided:
         _refuse(name, x, f"of layout {x.layout}: pass {name}.to_dense()")
+    if x.dtype in _NOT_REAL:
+        advice = f"{name}.dequantize()" if x.is_quantized else "its real and imaginary parts as two real tensors"
+        _refuse(name, x, f"whose numbers are not real ones: pass {advice}")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return _unwrapped(name, x)
     if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None:

@@ -338,7 +338,7 @@ def liger_rotary_pos_emb(
     >>> torch.allclose(q_rotated.norm(dim=-1), q.norm(dim=-1))
     True
     """
-    if unsqueeze_dim not in (1, 2):
+    if not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be 1 or 2, the dimension of the heads, got {shown(unsqueeze_dim)}")
     names = ("q", "k", "cos", "sin", "position_ids")
     q, k, cos, sin, position_ids = plain(names, (q, k, cos, sin, position_ids))

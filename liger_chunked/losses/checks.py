@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import check_real
 from liger_chunked.types import check_number, shown
 
 
@@ -97,7 +96,6 @@ def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -
         TypeError: something that is neither a number nor a tensor.
         ValueError: a number that is not finite and positive, a tensor of several or one that wants a gradient.
     """
-    check_real(num_items, "num_items")
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")

@@ -18,7 +18,6 @@ from liger_chunked.engine import (
     Returns,
     StatsLoss,
     check_projection,
-    check_real,
     check_target,
     lay_out,
     loss_and,
@@ -285,7 +284,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """(N,), or None."""
         if token_weights is None:
             return None
-        check_real(token_weights, "token_weights")
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
             got = tuple(token_weights.shape) if isinstance(token_weights, Tensor) else type(token_weights).__name__
             raise ValueError(f"token_weights must be {tuple(target.shape)}, as target is, got {got}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, check_projection, check_real, token_stats
+from liger_chunked.engine import Layout, check_projection, token_stats
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
@@ -85,7 +85,6 @@ def reference_logps(
             return token_stats(head, ref_input, layout, ("logps",), options).logps
     if ref_logps is None:
         return None
-    check_real(ref_logps, logps_name)
     if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
         got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
         raise ValueError(

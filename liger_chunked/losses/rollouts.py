@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, check_real
+from liger_chunked.engine import Layout
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.types import Rollouts, TokenStats
 
@@ -22,10 +22,8 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
     """`x` has one value a token, or where `per_sequence` allows it one a sequence, on the device of the target.
 
     Raises:
-        TypeError: complex or quantized numbers.
         ValueError: another shape or device.
     """
-    check_real(x, name)
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
     if not isinstance(x, Tensor) or x.shape not in shapes:

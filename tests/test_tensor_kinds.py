@@ -1,0 +1,597 @@
+"""Every kind of tensor, given to every public function: it is served as a plain tensor is, or refused by name.
+
+A table of kinds and calls; each row takes each tensor of a call in turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
+from base_ops import rotation
+from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
+
+import liger_chunked as lc
+from liger_chunked import kernels
+
+# Calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public function, or a module, and tensors for it by name; `differentiable` are those that get a gradient."""
+
+    id: str
+    function: Callable[..., Any]
+    sample: Callable[[], Batch]
+    differentiable: tuple[str, ...] = ("weight", "input", "bias")
+
+    def __repr__(self) -> str:
+        return self.id
+
+    def run(self, batch: Batch) -> dict[str, Tensor]:
+        """The first output, and the gradients."""
+        output = self.function(**batch)
+        while not isinstance(output, Tensor):
+            output = output[0]
+        found = {"output": output.detach()}
+        wanted = [name for name in self.differentiable if batch[name].requires_grad]
+        gradients = torch.autograd.grad(output.sum(), [batch[name] for name in wanted]) if wanted else ()
+        return found | dict(zip(wanted, gradients, strict=True))
+
+    def batch(self) -> Batch:
+        """Leaves that want a gradient where they get one."""
+        return {name: x.requires_grad_(name in self.differentiable) for name, x in self.sample().items()}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def with_sides(batch: Batch, **sides: Any) -> Batch:
+    return batch | {name: make(batch["target"]) for name, make in sides.items()}
+
+
+def per_sequence(target: Tensor) -> Tensor:
+    return torch.linspace(0.5, 2.0, target.shape[0], dtype=torch.float64)
+
+
+def per_token(target: Tensor) -> Tensor:
+    return torch.linspace(0.5, 2.0, target.numel(), dtype=torch.float64).view(target.shape)
+
+
+def count(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def ragged(target: Tensor) -> Tensor:
+    return target.clone()
+
+
+def top_k() -> Batch:
+    return with_sides(students(SMALL, 0, top_k=3), mask=lambda target: target != 5)
+
+
+LOSSES = [
+    Call("linear_token_stats", lc.linear_token_stats, lambda: tokens(SMALL, 0)),
+    Call(
+        "cross_entropy",
+        lc.LigerFusedLinearCrossEntropyLoss(),
+        lambda: with_sides(tokens(SMALL, 0), token_weights=per_token, num_items=count),
+    ),
+    Call("cross_entropy-none", lc.LigerFusedLinearCrossEntropyLoss(reduction="none"), lambda: tokens(SMALL, 0)),
+    Call("dpo", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0)),
+    Call("dpo-logps", lc.LigerFusedLinearDPOLoss(), lambda: pairs(SMALL, 0, ref="tokens")),
+    Call("orpo", lc.LigerFusedLinearORPOLoss(), lambda: with_sides(pairs(SMALL, 0, ref=None), nll_target=ragged)),
+    Call("cpo", lc.LigerFusedLinearCPOLoss(), lambda: pairs(SMALL, 0, ref=None)),
+    Call("simpo", lc.LigerFusedLinearSimPOLoss(), lambda: pairs(SMALL, 0, ref=None)),
+    Call(
+        "kto",
+        lc.LigerFusedLinearKTOLoss(),
+        lambda: with_sides(examples(SMALL, 0, mismatched="states"), example_weights=per_sequence),
+    ),
+    Call(
+        "kto-logps",
+        lc.LigerFusedLinearKTOLoss(),
+        lambda: examples(SMALL, 0, ref="sequences") | {"kl": normal()},
+    ),
+    Call("bco", lc.LigerFusedLinearBCOLoss(), lambda: examples(SMALL, 0) | {"delta": normal()}),
+    Call(
+        "grpo",
+        lc.LigerFusedLinearGRPOLoss(beta=0.1),
+        lambda: with_sides(
+            rollouts(SMALL, 0, ref="states", weights="tokens"), attention_mask=lambda target: (target != -100).long()
+        ),
+    ),
+    Call(
+        "grpo-logps",
+        lc.LigerFusedLinearGRPOLoss(beta=0.1, reduction="dapo"),
+        lambda: with_sides(rollouts(SMALL, 0, ref="tokens"), num_items=count),
+    ),
+    Call("kl", lc.LigerFusedLinearKLDivLoss(), lambda: students(SMALL, 0)),
+    Call("kl-top_k", lc.LigerFusedLinearKLDivLoss(), top_k),
+    Call("jsd", lc.LigerFusedLinearJSDLoss(), lambda: students(SMALL, 0)),
+    Call("tvd", lc.LigerFusedLinearTVDLoss(), lambda: students(SMALL, 0)),
+    Call("cosine", lc.LigerFusedLinearCosineSimilarityLoss(), lambda: students(SMALL, 0)),
+]
+
+
+def norm() -> Batch:
+    return {"x": normal(2, 3, 8), "weight": normal(8), "bias": normal(8)}
+
+
+def heads() -> Batch:
+    q = normal(2, 3, 5, 8)
+    cos, sin = (x[0] for x in rotation(5, 8, q))
+    return {"q": q, "k": q[:, :1].clone(), "cos": cos, "sin": sin, "position_ids": torch.arange(5).expand(2, 5)}
+
+
+def logits() -> Batch:
+    return {"logits": normal(5, 7), "target": torch.arange(5), "weight": normal(7).abs()}
+
+
+def two(*names: str, labels: bool = False) -> Callable[[], Batch]:
+    def sample() -> Batch:
+        batch = {name: normal(5, 7 + i)[:, :7].log_softmax(-1).clone() for i, name in enumerate(names)}
+        return batch | ({"shift_labels": torch.arange(5) - 100} if labels else {})
+
+    return sample
+
+
+def halves() -> Batch:
+    return {"gate": normal(2, 6), "up": normal(2, 6)}
+
+
+class Normed(nn.Module):
+    """A module of this library whose parameters are arguments of the call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module.double()
+
+    def forward(self, x: Tensor, **parameters: Tensor) -> Any:
+        return torch.func.functional_call(self.module, parameters, (x,))
+
+
+WITH_LOGITS = ("liger_kl_div_with_logits", "liger_jsd_with_logits", "liger_tvd_with_logits")
+
+BASE = [
+    Call(
+        "liger_rms_norm",
+        lc.liger_rms_norm,
+        lambda: {"x": normal(2, 3, 8), "weight": normal(8), "residual": normal(2, 3, 8)},
+        ("x", "weight", "residual"),
+    ),
+    Call("liger_layer_norm", lc.liger_layer_norm, norm, ("x", "weight", "bias")),
+    Call("liger_rotary_pos_emb", lc.liger_rotary_pos_emb, heads, ("q",)),
+    Call("liger_swiglu", lc.liger_swiglu, halves, ("gate", "up")),
+    Call("liger_geglu", lc.liger_geglu, halves, ("gate", "up")),
+    Call("liger_cross_entropy", lc.liger_cross_entropy, logits, ("logits",)),
+    Call("liger_kl_div", partial(lc.liger_kl_div, log_target=True), two("input", "target"), ("input",)),
+    Call("liger_jsd", lc.liger_jsd, two("log_q", "log_p", labels=True), ("log_q",)),
+    Call("liger_tvd", lc.liger_tvd, two("p", "q", labels=True), ("p",)),
+    *(
+        Call(name, getattr(lc, name), two("student_logits", "teacher_logits", labels=True), ("student_logits",))
+        for name in WITH_LOGITS
+    ),
+    Call("LigerRMSNorm", Normed(lc.LigerRMSNorm(8)), lambda: {"x": normal(2, 3, 8), "weight": normal(8)}, ("x", "weight")),
+    Call("LigerLayerNorm", Normed(lc.LigerLayerNorm(8)), norm, ("x", "weight", "bias")),
+    Call("LigerKLDIVLoss", lc.LigerKLDIVLoss(log_target=True), two("input", "target"), ("input",)),
+    Call("LigerJSD", lc.LigerJSD(), two("log_q", "log_p", labels=True), ("log_q",)),
+    Call("LigerTVDLoss", lc.LigerTVDLoss(), two("p", "q", labels=True), ("p",)),
+    *(
+        Call(
+            module.__name__, module(), two("student_logits", "teacher_logits", labels=True), ("student_logits",)
+        )
+        for module in (lc.LigerKLDIVWithLogitsLoss, lc.LigerJSDWithLogits, lc.LigerTVDWithLogitsLoss)
+    ),
+    Call(
+        "LigerCrossEntropyLoss",
+        lc.LigerCrossEntropyLoss(),
+        lambda: {name: x for name, x in logits().items() if name != "weight"},
+        ("logits",),
+    ),
+]  # fmt: skip
+
+CALLS = LOSSES + BASE
+ARGUMENTS = [pytest.param(call, name, id=f"{call}-{name}") for call in CALLS for name in call.sample()]
+
+every_call = pytest.mark.parametrize("call", CALLS, ids=repr)
+every_argument = pytest.mark.parametrize(("call", "argument"), ARGUMENTS)
+
+
+def test_no_public_function_is_missing() -> None:
+    """Modules of a gated MLP call linear layers first, whose tensors are torch's affair."""
+    functions = {name for name in kernels.__all__ if name.startswith("liger_")}
+    modules = {name for name in lc.__all__ if re.match(r"Liger\w*(Norm|Loss|JSD|Logits)$", name)}
+    called = {call.id for call in BASE} | {type(call.function).__name__ for call in LOSSES}
+    assert functions | modules <= called
+
+
+# Kinds that are served
+
+
+class Tag(Tensor):
+    """A subclass that adds nothing."""
+
+
+class TaggedParameter(nn.Parameter):
+    """As FSDP's flat parameters and those of quantizers are."""
+
+
+class Logged(Tensor):
+    """A subclass with a `__torch_function__` of its own, as torchvision's images have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Asynchronous(torch.autograd.Function):
+    """The result of a collective, not waited for, as tensor parallelism hands it to the next module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+SERVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": lambda x: x.as_subclass(Tag),
+    "torch_function": lambda x: x.as_subclass(Logged),
+    "buffer": nn.Buffer,
+    "asynchronous": Asynchronous.apply,
+}
+
+
+def replaced(batch: Batch, argument: str, kind: Callable[[Tensor], Tensor]) -> Batch:
+    return {**batch, argument: kind(batch[argument])}
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@every_argument
+def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
+    batch = call.batch()
+    found, leaf = {}, batch[argument]
+    given = replaced(batch, argument, SERVED[kind])
+    output = call.function(**given)
+    while not isinstance(output, Tensor):
+        output = output[0]
+    assert type(output) is Tensor
+    found["output"] = output.detach()
+    if leaf.requires_grad and kind != "buffer":  # which is a tensor of its own
+        (found[argument],) = torch.autograd.grad(output.sum(), leaf)
+    expected = call.run(batch)
+    assert equal(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [pytest.param(call, name, id=f"{call}-{name}") for call in CALLS for name in call.differentiable],
+)
+def test_the_gradient_of_a_parameter_of_another_class(call: Call, argument: str) -> None:
+    batch = call.batch()
+    parameter = TaggedParameter(batch[argument].detach().clone())
+    output = call.function(**{**batch, argument: parameter})
+    while not isinstance(output, Tensor):
+        output = output[0]
+    output.sum().backward()
+    assert torch.equal(parameter.grad, call.run(batch)[argument])
+
+
+def test_leaves_of_another_class_are_not_written_over() -> None:
+    """The gradients of a gated unit may take the place of results, not of parameters."""
+    gate, up = (TaggedParameter(x) for x in halves().values())
+    before = gate.detach().clone()
+    lc.liger_swiglu(gate, up, inplace=True).sum().backward()
+    assert torch.equal(gate, before)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+def test_an_asynchronous_upstream_gradient_is_waited_for(call: Call) -> None:
+    batch = call.batch()
+    output = call.function(**batch)
+    while not isinstance(output, Tensor):
+        output = output[0]
+    wanted = [batch[name] for name in call.differentiable]
+    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    expected = torch.autograd.grad(output, wanted, upstream, retain_graph=True)
+    found = torch.autograd.grad(output, wanted, AsyncCollectiveTensor(upstream.clone()))
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+
+
+# Kinds that are refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder: Path = tmp_path_factory.mktemp("rendezvous")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def distributed(x: Tensor, placement: Any) -> Any:
+    return distribute_tensor(x.detach(), init_device_mesh("cpu", (1,)), [placement])
+
+
+class Pair(Tensor):
+    """A wrapper of two tensors, without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> Pair:
+        made = Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)
+        made.first, made.second = first, second
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def part(name: str) -> Any:
+            return tree_map(lambda x: getattr(x, name) if isinstance(x, Pair) else x, (args, kwargs or {}))
+
+        firsts, seconds = (func(*a, **k) for a, k in map(part, ("first", "second")))
+        return Pair(firsts, seconds) if isinstance(firsts, Tensor) else firsts
+
+
+def nested(x: Tensor, layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([row.contiguous() for row in x.detach()], layout=layout)
+
+
+FULL = r"a DTensor, distributed over ranks: pass {}\.full_tensor\(\), or {}\.to_local\(\)"
+
+# A kind, the least number of dimensions that it has, and what its refusal says, {} for the argument.
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
+    "dtensor": (lambda x: distributed(x, Replicate()), 0, FULL),
+    "dtensor-sharded": (lambda x: distributed(x, Shard(0)), 1, FULL),
+    "fake": (
+        lambda x: FakeTensorMode().from_tensor(x.detach()),
+        0,
+        "a FakeTensor, which has no values: pass real tensors, or trace the call with torch.compile",
+    ),
+    "wrapper": (
+        lambda x: Pair(x.detach(), x.detach()),
+        0,
+        "a Pair, a subclass of torch.Tensor with a __torch_dispatch__ .* pass the plain torch.Tensor that {} stands for",
+    ),
+    "sparse": (lambda x: x.detach().to_sparse(), 1, r"of layout torch.sparse_coo: pass {}\.to_dense\(\)"),
+    "complex": (
+        lambda x: x.detach().to(torch.complex64),
+        0,
+        "complex64 on cpu, whose numbers are not real ones: pass its real and imaginary parts as two real tensors",
+    ),
+    "quantized": (
+        lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.quint8),
+        0,
+        r"quint8 on cpu, whose numbers are not real ones: pass {}\.dequantize\(\)",
+    ),
+    "nested": (
+        lambda x: nested(x, torch.strided),
+        2,
+        r"tensor without a shape, .* a nested tensor: pass torch.nested.to_padded_tensor\({}, ",
+    ),
+    "nested-jagged": (lambda x: nested(x, torch.jagged), 2, r"a NestedTensor, a nested tensor: pass .*\({}, "),
+}
+
+expects_quantized = pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+expects_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+
+
+@expects_nested
+@expects_quantized
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@every_argument
+def test_refused_by_name(call: Call, argument: str, kind: str, grad: bool) -> None:
+    make, ndim, message = REFUSED[kind]
+    batch = call.batch()
+    if batch[argument].ndim < ndim:
+        pytest.skip(f"{kind} has {ndim} dimensions or more")
+    expected = f"^{argument} must be a plain dense torch.Tensor, got .*{message.replace('{}', argument)}"
+    with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=expected):
+        call.function(**replaced(batch, argument, make))
+
+
+@every_call
+def test_the_meta_device(call: Call) -> None:
+    """Base kernels give shapes, as torch's own functions do; a loss has to know which tokens count."""
+    batch = {name: x.detach().to("meta") for name, x in call.sample().items()}
+    if call in LOSSES:
+        with pytest.raises(ValueError, match="^input and weight are on the meta device and have no values: pass real"):
+            call.function(**batch)
+        return
+    output = call.function(**batch)
+    output = output if isinstance(output, Tensor) else output[0]
+    assert output.is_meta and output.shape == call.run(call.batch())["output"].shape
+
+
+def test_class_weights_of_other_kinds() -> None:
+    """They come to the constructor, and may be replaced later."""
+    batch, weights = tokens(SMALL, 0), normal(SMALL.vocab).abs()
+    expected = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)(**batch)
+    loss = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.as_subclass(Tag))
+    assert torch.equal(loss(**batch), expected)
+    with pytest.raises(TypeError, match="^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
+        lc.LigerFusedLinearCrossEntropyLoss(ce_weight=distributed(weights, Replicate()))
+    loss.ce_weight = distributed(weights, Replicate())
+    with pytest.raises(TypeError, match="^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
+        loss(**batch)
+    base = lc.LigerCrossEntropyLoss(distributed(weights, Replicate()))
+    with pytest.raises(TypeError, match="^weight must be a plain dense torch.Tensor, got .* a DTensor"):
+        base(normal(5, SMALL.vocab), torch.arange(5))
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
+    batch = call.batch()
+    output = call.function(**batch)
+    while not isinstance(output, Tensor):
+        output = output[0]
+    wanted = [batch[name] for name in call.differentiable]
+    with pytest.raises(TypeError, match="an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
+        torch.autograd.grad(output, wanted, Pair(torch.ones_like(output), torch.ones_like(output)))
+
+
+# Transforms
+
+# Torch compiles a script of its own when it first takes a derivative forward.
+expects_script = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@expects_script
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+def test_transforms_of_torch_func_are_refused(call: Call, transform: str, grad: bool) -> None:
+    batch = call.sample()
+    name = call.differentiable[0]
+
+    def loss(x: Tensor) -> Tensor:
+        output = call.function(**{**batch, name: x})
+        while not isinstance(output, Tensor):
+            output = output[0]
+        return output.sum()
+
+    advice = "is under a transform of torch.func .* differentiate with backward"
+    with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=advice):
+        TRANSFORMS[transform](loss, batch[name])
+
+
+@expects_script
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("call", [call for call in CALLS if call.differentiable], ids=repr)
+def test_forward_mode_is_refused(call: Call, grad: bool) -> None:
+    batch, name = call.sample(), call.differentiable[0]
+    plain = call.run(batch)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        assert equal(call.run(batch), plain)  # nothing there has a tangent
+        batch[name] = forward_ad.make_dual(batch[name], torch.ones_like(batch[name]))
+        with pytest.raises(NotImplementedError, match=f"^{name} has a tangent of torch.autograd.forward_ad"):
+            call.function(**batch)
+
+
+def test_functional_call_is_served() -> None:
+    """It only gives a module other parameters; a transform around it is refused."""
+    head, batch = nn.Linear(SMALL.hidden, SMALL.vocab, bias=False).double(), tokens(SMALL, 0, bias=False)
+    loss = lc.LigerFusedLinearCrossEntropyLoss()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self) -> Tensor:
+            return loss(self.head.weight, batch["input"], batch["target"])
+
+    def of(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(Model(), {"head.weight": weight}, ())
+
+    weight = batch["weight"].requires_grad_()
+    assert torch.equal(of(weight), loss(**batch))
+    with pytest.raises(NotImplementedError, match="under a transform of torch.func"):
+        torch.func.grad(of)(weight.detach())
+
+
+def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd then refuses in its own words."""
+    monkeypatch.setattr("liger_chunked.kernels.checks._transforms_are_active", lambda: False)
+    batch = tokens(SMALL, 0)
+    loss = lc.LigerFusedLinearCrossEntropyLoss()
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
+        torch.func.grad(lambda x: loss(**{**batch, "input": x}))(batch["input"])
+
+
+# Messages
+
+
+class Speaking(Tensor):
+    """Its values must not be looked at."""
+
+    def __repr__(self, **_: Any) -> str:
+        raise AssertionError("a message prints the values of a tensor")
+
+
+def settings() -> dict[str, Callable[[Any], Any]]:
+    x, w = normal(2, 4), normal(4)
+    batch = tokens(SMALL, 0)
+    step = {"weight": batch["weight"], "input": batch["input"], "target": batch["target"]}
+    return {
+        "temperature": lambda value: lc.LigerFusedLinearDPOLoss(temperature=value),
+        "softcap": lambda value: lc.linear_token_stats(**step, softcap=value),
+        "logits_budget": lambda value: lc.LigerFusedLinearKTOLoss(logits_budget=value),
+        "beta-of-dpo": lambda value: lc.LigerFusedLinearDPOLoss(beta=value),
+        "loss_type": lambda value: lc.LigerFusedLinearKTOLoss(loss_type=value),
+        "reduction": lambda value: lc.LigerFusedLinearCrossEntropyLoss(reduction=value),
+        "surrogate": lambda value: lc.LigerFusedLinearGRPOLoss(surrogate=value),
+        "delta": lambda value: lc.LigerFusedLinearGRPOLoss(delta=value),
+        "outputs": lambda value: lc.linear_token_stats(**step, outputs=(value,)),
+        "num_items": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**step, num_items=value),
+        "target": lambda value: lc.LigerFusedLinearCrossEntropyLoss()(**{**step, "target": value}),
+        "beta-of-jsd": lambda value: lc.LigerFusedLinearJSDLoss(beta=value),
+        "beta-of-base-jsd": lambda value: lc.liger_jsd(x, x, beta=value),
+        "casting": lambda value: lc.liger_rms_norm(x, w, casting=value),
+        "approximate": lambda value: lc.liger_geglu(x, x, value),
+        "unsqueeze_dim": lambda value: lc.liger_rotary_pos_emb(*heads().values(), unsqueeze_dim=value),
+        "label_smoothing": lambda value: lc.liger_cross_entropy(x, torch.arange(2), label_smoothing=value),
+        "weight": lambda value: lc.liger_rms_norm(x, value),
+        "vocab_size": lambda value: lc.estimate_memory(
+            lc.linear_token_stats, vocab_size=value, hidden_size=8, shape=(2, 4)
+        ),
+        "capability": lambda value: lc.estimate_memory(
+            lc.linear_token_stats, vocab_size=8, hidden_size=8, shape=(2, 4), capability=value
+        ),
+    }
+
+
+VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    "tensor": (lambda: torch.full((3, 2), 0.123).as_subclass(Speaking), r"\(3, 2\) float32 on cpu|\(3, 2\)"),
+    "array": (lambda: torch.full((3, 2), 0.123).numpy(), r"ndarray"),
+    "list": (lambda: [0.123] * 50, "list"),
+    "module": (lambda: nn.Linear(3, 123), "Linear"),
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("setting", settings())
+def test_messages_say_what_came_without_its_values(setting: str, value: str) -> None:
+    make, expected = VALUES[value]
+    if (setting, value) in (("loss_type", "list"), ("reduction", "array"), ("outputs", "array")):
+        pytest.skip("Python or NumPy refuses the comparison with a name")
+    with pytest.raises((TypeError, ValueError)) as raised:
+        settings()[setting](make())
+    message = str(raised.value)
+    assert re.search(expected, message), message
+    assert "123" not in message, message
+
+
+def test_long_texts_are_cut() -> None:
+    with pytest.raises(TypeError, match="temperature must be a number, got 'a{79}..., a str$"):
+        lc.LogitOptions(temperature="a" * 500)
