@@ -188,15 +188,18 @@ BASE = [
         Call(name, getattr(lc, name), two("student_logits", "teacher_logits", labels=True), ("student_logits",))
         for name in WITH_LOGITS
     ),
-    Call("LigerRMSNorm", Normed(lc.LigerRMSNorm(8)), lambda: {"x": normal(2, 3, 8), "weight": normal(8)}, ("x", "weight")),
+    Call(
+        "LigerRMSNorm",
+        Normed(lc.LigerRMSNorm(8)),
+        lambda: {"x": normal(2, 3, 8), "weight": normal(8)},
+        ("x", "weight"),
+    ),
     Call("LigerLayerNorm", Normed(lc.LigerLayerNorm(8)), norm, ("x", "weight", "bias")),
     Call("LigerKLDIVLoss", lc.LigerKLDIVLoss(log_target=True), two("input", "target"), ("input",)),
     Call("LigerJSD", lc.LigerJSD(), two("log_q", "log_p", labels=True), ("log_q",)),
     Call("LigerTVDLoss", lc.LigerTVDLoss(), two("p", "q", labels=True), ("p",)),
     *(
-        Call(
-            module.__name__, module(), two("student_logits", "teacher_logits", labels=True), ("student_logits",)
-        )
+        Call(module.__name__, module(), two("student_logits", "teacher_logits", labels=True), ("student_logits",))
         for module in (lc.LigerKLDIVWithLogitsLoss, lc.LigerJSDWithLogits, lc.LigerTVDWithLogitsLoss)
     ),
     Call(
@@ -205,7 +208,7 @@ BASE = [
         lambda: {name: x for name, x in logits().items() if name != "weight"},
         ("logits",),
     ),
-]  # fmt: skip
+]
 
 CALLS = LOSSES + BASE
 ARGUMENTS = [pytest.param(call, name, id=f"{call}-{name}") for call in CALLS for name in call.sample()]
@@ -373,7 +376,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "wrapper": (
         lambda x: Pair(x.detach(), x.detach()),
         0,
-        "a Pair, a subclass of torch.Tensor with a __torch_dispatch__ .* pass the plain torch.Tensor that {} stands for",
+        r"a Pair, a subclass of torch.Tensor with a __torch_dispatch__ .* pass the plain torch.Tensor that {} stands",
     ),
     "sparse": (lambda x: x.detach().to_sparse(), 1, r"of layout torch.sparse_coo: pass {}\.to_dense\(\)"),
     "complex": (
@@ -418,7 +421,7 @@ def test_the_meta_device(call: Call) -> None:
     """Base kernels give shapes, as torch's own functions do; a loss has to know which tokens count."""
     batch = {name: x.detach().to("meta") for name, x in call.sample().items()}
     if call in LOSSES:
-        with pytest.raises(ValueError, match="^input and weight are on the meta device and have no values: pass real"):
+        with pytest.raises(ValueError, match=r"^input and weight are on the meta device and have no values: pass real"):
             call.function(**batch)
         return
     output = call.function(**batch)
@@ -432,13 +435,13 @@ def test_class_weights_of_other_kinds() -> None:
     expected = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)(**batch)
     loss = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.as_subclass(Tag))
     assert torch.equal(loss(**batch), expected)
-    with pytest.raises(TypeError, match="^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
+    with pytest.raises(TypeError, match=r"^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
         lc.LigerFusedLinearCrossEntropyLoss(ce_weight=distributed(weights, Replicate()))
     loss.ce_weight = distributed(weights, Replicate())
-    with pytest.raises(TypeError, match="^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
+    with pytest.raises(TypeError, match=r"^ce_weight must be a plain dense torch.Tensor, got .* a DTensor"):
         loss(**batch)
     base = lc.LigerCrossEntropyLoss(distributed(weights, Replicate()))
-    with pytest.raises(TypeError, match="^weight must be a plain dense torch.Tensor, got .* a DTensor"):
+    with pytest.raises(TypeError, match=r"^weight must be a plain dense torch.Tensor, got .* a DTensor"):
         base(normal(5, SMALL.vocab), torch.arange(5))
 
 
@@ -449,7 +452,7 @@ def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
     while not isinstance(output, Tensor):
         output = output[0]
     wanted = [batch[name] for name in call.differentiable]
-    with pytest.raises(TypeError, match="an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
+    with pytest.raises(TypeError, match=r"an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
         torch.autograd.grad(output, wanted, Pair(torch.ones_like(output), torch.ones_like(output)))
 
 
@@ -516,7 +519,7 @@ def test_functional_call_is_served() -> None:
 
     weight = batch["weight"].requires_grad_()
     assert torch.equal(of(weight), loss(**batch))
-    with pytest.raises(NotImplementedError, match="under a transform of torch.func"):
+    with pytest.raises(NotImplementedError, match=r"under a transform of torch.func"):
         torch.func.grad(of)(weight.detach())
 
 
@@ -525,7 +528,7 @@ def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("liger_chunked.kernels.checks._transforms_are_active", lambda: False)
     batch = tokens(SMALL, 0)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
-    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
+    with pytest.raises(RuntimeError, match=r"autograd.Function with functorch transforms"):
         torch.func.grad(lambda x: loss(**{**batch, "input": x}))(batch["input"])
 
 
@@ -593,5 +596,5 @@ def test_messages_say_what_came_without_its_values(setting: str, value: str) -> 
 
 
 def test_long_texts_are_cut() -> None:
-    with pytest.raises(TypeError, match="temperature must be a number, got 'a{79}..., a str$"):
+    with pytest.raises(TypeError, match=r"temperature must be a number, got 'a{79}..., a str$"):
         lc.LogitOptions(temperature="a" * 500)
