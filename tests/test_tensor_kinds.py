@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
 import liger_chunked as lc
@@ -454,6 +456,46 @@ def test_upstream_gradients_of_other_kinds_are_refused(call: Call) -> None:
     wanted = [batch[name] for name in call.differentiable]
     with pytest.raises(TypeError, match=r"an upstream gradient must be a plain dense torch.Tensor, got .* a Pair, "):
         torch.autograd.grad(output, wanted, Pair(torch.ones_like(output), torch.ones_like(output)))
+
+
+# Modules in parallel models
+
+
+def in_a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), lc.LigerRMSNorm(8))
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """The output and the gradients, whole."""
+    output = model(normal(2, 3, 8).float())
+    output.square().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    return [output.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)]
+
+
+PARALLEL: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "fsdp2": fully_shard,
+    "after-rowwise": lambda model: parallelize_module(
+        model, init_device_mesh("cpu", (1,)), {"0": RowwiseParallel(input_layouts=Replicate())}
+    ),
+    "after-colwise": lambda model: parallelize_module(
+        model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(output_layouts=Replicate())}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", PARALLEL)
+def test_a_base_kernel_in_a_parallel_model(way: str) -> None:
+    """Hooks of FSDP2 and of tensor parallelism hand whole plain tensors to it, or one to be waited for."""
+    found, expected = step(PARALLEL[way](in_a_model())), step(in_a_model())
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+
+
+def test_a_base_kernel_of_a_sequence_parallel_style_is_refused() -> None:
+    norm = parallelize_module(lc.LigerRMSNorm(8), init_device_mesh("cpu", (1,)), SequenceParallel())
+    with pytest.raises(TypeError, match=r"^x must be a plain dense torch.Tensor, got \(2, 3, 8\) .* a DTensor"):
+        norm(normal(2, 3, 8).float())
 
 
 # Transforms
