@@ -17,7 +17,7 @@ from torch import Tensor
 
 import liger_chunked as lc
 from liger_chunked.engine.passes import gemms
-from liger_chunked.kernels import launch
+from liger_chunked.kernels import launch, rms_norm
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.partial_sums import sum_partials
 
@@ -561,6 +561,21 @@ def test_alignment_may_change(device: str) -> None:
         x = memory[shift:][: 8 * 64].view(8, 64)
         y = lc.liger_rms_norm(x, weight)
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
+
+
+@pytest.mark.triton
+def test_the_installed_triton_launches_as_expected(device: str) -> None:
+    """Otherwise launches would still be right, and take the host three times as long."""
+    if device != "cuda":
+        pytest.skip("launches of NVIDIA's GPUs alone are remembered")
+    x, weight = torch.randn(8, 96, device=device), torch.ones(96, device=device)
+    for _ in range(2):
+        lc.liger_rms_norm(x, weight)
+    assert rms_norm._forward_kernel._is_proven
+    n_remembered = len(rms_norm._forward_kernel.variants)
+    y = lc.liger_rms_norm(x, weight)
+    assert len(rms_norm._forward_kernel.variants) == n_remembered > 0
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
 
 
 @pytest.mark.triton

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -16,11 +17,12 @@ from torch.autograd import forward_ad
 from liger_chunked.types import described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-_NOT_REAL = frozenset({
-    torch.complex32, torch.complex64, torch.complex128, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
-})  # fmt: skip
-# Private, and the only way to ask. Without it, autograd refuses custom functions under torch.func in its own words.
+_COMPLEX = ("complex32", "complex64", "complex128")
+_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated, and to be removed from torch
+_NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
+# Both are private, and the only way to ask in a few nanoseconds. Without them autograd refuses in its own words.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -40,7 +42,7 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if torch.compiler.is_compiling():  # types are the tracer's
         return values
-    served = not _transforms_are_active() and getattr(forward_ad, "_current_level", -1) < 0
+    served = not _transforms_are_active() and _forward_mode._current_level < 0
     for x in values:
         if type(x) in _PLAIN:
             if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
@@ -71,7 +73,7 @@ def _plain(name: str, x: Any) -> Any:
         _refuse(name, x, f"whose numbers are not real ones: pass {advice}")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return _unwrapped(name, x)
-    if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if _forward_mode._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(
             f"{name} has a tangent of torch.autograd.forward_ad, and fused kernels have no forward-mode derivative: "
             "differentiate with backward() or torch.autograd.grad"
