@@ -1,8 +1,8 @@
-"""Cross entropy of logits that exist already.
+"""Cross entropy of materialized logits.
 
-The forward reduces each row to its statistics (logits_stats.py), the loss is a function of these, and the backward
-makes the gradient of the logits of theirs (logits_grad.py). Bytes, in units of the logits: forward 1, backward 2 (read
-the logits, write the gradient). 4096 x 128256 in bfloat16 is 1.05 GB a unit, 0.73 ms for the three at 4.29 TB/s.
+The forward reduces each row to statistics (logits_stats.py), of which the loss is a function. The backward turns their
+gradients into the gradient of the logits (logits_grad.py). Bytes, in units of the logits: forward 1, backward 2 (read
+the logits, write the gradient).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def _stats(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, regularized: bool, softcap: float | None,
     logit_scale: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`(logps, lse, mean_logits, max, sum_exp)` of each row; the second and third None unless `regularized`."""
+    """Return `(logps, lse, mean_logits, max, sum_exp)` of each row; `lse` and `mean_logits` only if `regularized`."""
     target = target.reshape(-1)
     vocab_size = logits.shape[-1]
-    if target.device.type == "cpu":  # elsewhere the answer would have to be waited for
+    if target.device.type == "cpu":  # on a GPU this check would wait for the device
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
@@ -81,7 +81,7 @@ class _LogitsStats(torch.autograd.Function):
         logps, lse, mean_logits, maximum, sum_exp = _stats(*arguments)
         ctx.save_for_backward(logits, target, class_weight, maximum, sum_exp)
         ctx.softcap, ctx.logit_scale = softcap, logit_scale
-        # A compiler is told that no operator writes into its inputs.
+        # The operator declares that it mutates no input, so it must not write in place under torch.compile.
         ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(logits)
         return (logps, lse, mean_logits) if regularized else logps
 
@@ -93,7 +93,7 @@ class _LogitsStats(torch.autograd.Function):
         saved = ctx.saved_tensors
         dlogits = _grad(*saved, g_logps, g_lse, g_mean_logits, ctx.softcap, ctx.logit_scale, ctx.inplace)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(saved[0])  # a second backward is an error, not another gradient
+            torch.autograd.graph.increment_version(saved[0])  # makes a second backward raise
         return dlogits, None, None, None, None, None, None, None
 
 
@@ -137,38 +137,37 @@ def liger_cross_entropy(
     logit_scale: float = 1.0,
     inplace: bool = False,
 ) -> Tensor:
-    """`F.cross_entropy` of logits of any floating dtype, computed in float32, without a float32 copy of them.
+    """Return `F.cross_entropy` of logits of any floating dtype, computed in float32 without a float32 copy of them.
 
     With `z = softcap * tanh(logit_scale * logits / softcap)` (without a softcap `z = logit_scale * logits`), the loss
     of a token with target `y`, in nats, is
 
         (1 - s) * w_y * (lse - z_y) + s / V * sum_v(w_v * (lse - z_v)) + lse_square_scale * lse ** 2
 
-    for a label smoothing of `s` and `lse = logsumexp(z)`.
+    with `s = label_smoothing` and `lse = logsumexp(z)`.
 
     Args:
-        logits: (..., V). Rows that do not lie one stride apart, as those of `logits[:, :-1]`, are copied first: pad the
-            labels rather than cut the logits.
-        target: (...) class indices. One outside the vocabulary is an error on a CPU; elsewhere, where looking would
-            mean waiting, it makes the loss infinite.
-        weight: (V,) `w`, of the classes; None for ones.
-        ignore_index: tokens with this target add nothing to the loss or the mean, and get a gradient of 0.
+        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied first: pad the labels
+            rather than slice the logits.
+        target: (...) class indices. An index outside the vocabulary raises on a CPU. On a GPU the check would wait for
+            the device, so the loss becomes infinite instead.
+        weight: (V,) class weights `w`; None for ones.
+        ignore_index: tokens with this target do not count in the loss or the mean, and their gradient is 0.
         reduction: "mean" divides the cross entropy by the sum of `w_y` over the valid tokens, and the last term by
-            their count; over no tokens it is 0. "none" gives (...) with 0 at ignored tokens.
+            their number; without valid tokens it is 0. "none" returns (...), with 0 at ignored tokens.
         label_smoothing: `s`.
-        lse_square_scale: of the last term (z-loss).
-        softcap: None for none.
-        logit_scale: multiplied.
-        inplace: let the backward write the gradient into the memory of `logits`, and save their size in memory. Whoever
-            reads the logits after it finds the gradient; a second backward raises. Without effect under a compiler, and
-            on expanded logits.
+        lse_square_scale: weight of the last term (z-loss).
+        softcap: None disables it.
+        logit_scale: multiplies the logits.
+        inplace: let the backward overwrite `logits` with the gradient, to save that much memory. A second backward
+            then raises. No effect under torch.compile or on expanded logits.
 
     Returns:
         The loss in float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: logits that are not floating, a target that is not of integers.
-        ValueError: shapes or devices that do not fit, a target out of range, an unknown reduction.
+        TypeError: `logits` is not floating, or `target` is not an integer tensor.
+        ValueError: shapes or devices do not match, a target is out of range, or the reduction is unknown.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

@@ -1,18 +1,17 @@
-"""Divergences of a teacher's rows of logits from a student's: the value, and what the gradient needs beside it.
+"""Compute divergences between teacher and student rows of logits, and the sums that their gradients need.
 
-With `z`, `t` the rows after their transforms but for the temperature `T`, `p = softmax(z / T)` and `q = softmax(t / T)`
-over the same columns, a divergence `D(p, q)` has the gradient
+`z` and `t` are the student's and the teacher's rows after their logit transforms, without the temperature `T`. With
+`p = softmax(z / T)` and `q = softmax(t / T)` over the same columns, a divergence `D(p, q)` has the gradient
 
     T dD/dz_v = p_v (a_v - sum_u p_u a_u)        a_v = dD/dp_v
 
-so that beside its value it takes one more sum, the `slope`. Of the distance, `a` is a half where p > q and minus that
-where p < q; with `above` and `below` the student's mass on either side, half of it where p = q, `a - sum p a` is
-`below` or `-above`, without the cancellation of a slope near a half.
+The gradient needs one more sum per row, `slope = sum_u p_u a_u`. For TVD, `a` is 1/2 where p > q and -1/2 where p < q.
+`below` and `above` are the student's mass where p < q and where p > q; entries with p = q count half in each. Then
+`a - slope` is `below` where p > q and `-above` where p < q. This form avoids the cancellation of a slope near 1/2.
 
-The Kullback-Leibler divergences and the cosine are found while the normalisers are, in the first sweep
-(divergence_sums.py); a mixture of `p` and `q`, or their distance, needs both normalisers first and a second sweep.
-Bytes, in tiles read: 2, or 4 with the second sweep. The gradient (divergence_grad.py) reads 2 and writes 1.
-8192 x 151936 in bfloat16 is 2.49 GB, 0.58 ms at 4.29 TB/s.
+KL divergences and the cosine are computed together with the normalisers, in the first sweep (divergence_sums.py). JSD,
+skewed KL and TVD need both normalisers first, and take a second sweep. Bytes: 2 tile reads, or 4 with the second sweep.
+The gradient (divergence_grad.py) reads 2 tiles and writes 1.
 """
 
 from __future__ import annotations
@@ -28,66 +27,66 @@ from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_tra
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# Below this a log-probability is that of an event without any probability, in float64 too; the mixture of two such
-# events is then a number, where logarithms of zero would make none.
+# Floor of log p for entries without probability. It keeps the mixture of two such entries finite, where log(0) would
+# give NaN.
 LOG_ZERO = -1e4
-# As F.cosine_similarity has it: a row of zeros has no direction.
+# The same bound as in F.cosine_similarity: a row of zeros has no direction.
 _MIN_NORM = 1e-8
-# Divergences whose second sweep starts from the normalisers of the first.
+# Divergences that take a second sweep, because they need the normalisers of the first.
 _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class DivergenceStats(NamedTuple):
-    """What is known of each row when its sweeps are done; each field (N,)."""
+    """Statistics of each row after the sweeps; each field is (N,)."""
 
-    divergence: Tensor  # log_sum without a teacher
+    divergence: Tensor  # the student's log_sum if there is no teacher
     centre: Tensor  # of the student's z
     sum_exp: Tensor  # p = exp((z - centre) / T) / sum_exp
-    log_sum: Tensor  # its logarithm
-    hard_sum_exp: Tensor | None = None  # of p at temperature 1; None where that is sum_exp
-    logps: Tensor | None = None  # log-probability of the target under the student at temperature 1; None without target
+    log_sum: Tensor  # log(sum_exp)
+    hard_sum_exp: Tensor | None = None  # of p at temperature 1; None if that equals sum_exp
+    logps: Tensor | None = None  # log p(target) under the student at temperature 1; None without a target
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    slope: Tensor | None = None  # sum p a; of the cosine, the gradient's coefficient of z; of the distance, `below`
-    other_slope: Tensor | None = None  # of the cosine, the gradient's coefficient of t; of the distance, `above`
+    slope: Tensor | None = None  # sum p a; cosine: the gradient's coefficient of z; TVD: `below`
+    other_slope: Tensor | None = None  # cosine: the gradient's coefficient of t; TVD: `above`
 
 
 @jit
 def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.constexpr):
-    """`p` and `log p`."""
+    """Return `p` and `log p`."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
-    # Not exp(z - log_sum), whose argument is rounded.
+    # exp(z - log_sum) would round its argument first.
     return exp(z, PRECISE) * reciprocal(sum_exp), z - log_sum
 
 
 @jit
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
-    """`log(p / m)` and `log(q / m)` of the mixture `m = one_minus_beta * p + beta * q`; exact zeros where p = q.
+    """Return `log(p / m)` and `log(q / m)`, with `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL, for logits of 16 bits and a beta away from 0 and 1, is off as the hardware's logarithm is: by 2**-22 of the
-    gap between `log p` and `log q`, or by 2**-22 where that is small. (The second sweep of such logits has a way of its
-    own.) The other way is relative to whichever of p and q makes up more of m (`even` is the `log(q / p)` where they
-    make up the same), exact both near p = q and for a beta next to 0 or 1.
+    CENTRAL is for 16-bit logits and a beta away from 0 and 1. Its error is that of the hardware's logarithm: 2**-22 of
+    the gap between `log p` and `log q`, or 2**-22 if the gap is small. (The second sweep computes CENTRAL in base 2
+    instead, see `_compare_block`.) The other path works relative to whichever of p and q contributes more to m. `even`
+    is the `log(q / p)` at which both contribute the same. This path is accurate near p = q and for beta near 0 or 1.
     """
-    # Of what has no probability in float64 either, the logarithm is a number: LOG_ZERO.
-    # A NaN stays one: the hardware's maximum is that of the other number.
+    # -1e4 is LOG_ZERO: it keeps the logarithm of zero probability finite. Propagate NaN explicitly, because the
+    # hardware's maximum returns the other operand.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
-        # float32 holds exp(87), and next to it p counts for nothing.
+        # exp(87) fits in float32; at such a gap p no longer matters.
         gap = tl.minimum(gap, 87.0, propagate_nan=tl.PropagateNan.ALL)
         log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
     else:
         mostly_teacher = gap > even
-        share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the other one
-        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)  # of the other one to the larger part
+        share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the smaller part
+        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)  # smaller part over larger part
         x = share * ratio - share
         mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
-        # Near 0, where 1 + x has lost what matters; the next term is below 1e-7 of the first.
+        # Near 0, 1 + x loses the low bits of x. The series' next term is below 1e-7 of its first.
         series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
         log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
         return tl.where(mostly_teacher, -gap, 0.0) - log_mixed, tl.where(mostly_teacher, 0.0, gap) - log_mixed
@@ -95,10 +94,10 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """`log2 p`, but at least -120: such a p counts for nothing, and `p * (q / p)` is q still.
+    """Return `log2 p`, at least -120: such a p adds nothing to a sum, and `p * (q / p)` still gives q.
 
-    Where p counts in a sum over the vocabulary this is a number of 43 bits at most, and p off by 2e-6 of itself: a
-    thousandth of what the rounding of a logit of 16 bits makes of it.
+    If p matters in a sum over the vocabulary, -log2 p is at most 43, so p has a relative error of 2e-6. Rounding a
+    logit to 16 bits has a thousand times that effect.
     """
     z = z - centre
     if inv_temperature is not None:
@@ -113,9 +112,9 @@ def _compare_block(
     inv_temperature, teacher_inv_temperature, beta, one_minus_beta, even,
     KIND: tl.constexpr, RATIO: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows to what each lane knows; -inf adds nothing."""
+    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in bits, with q from p and their ratio: three special operations an element, not four.
+        # `log_ratios` in base 2, with q from p and q / p: three special-function operations per element, not four.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -161,7 +160,7 @@ def _second_sweep_kernel(
     teacher_centre = tl.load(teacher_centre_ptr + row)
     teacher_sum_exp = tl.load(teacher_sum_exp_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-    on_p = tl.zeros([BLOCK], tl.float32)  # per lane until the row ends
+    on_p = tl.zeros([BLOCK], tl.float32)  # per lane until the end of the row
     on_q = tl.zeros([BLOCK], tl.float32)
     ratio_sum = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
@@ -191,7 +190,7 @@ def _second_sweep_kernel(
         slope += tl.sum(on_p, axis=0)
         tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
-        unit = 0.6931471805599453 if CENTRAL else 1.0  # of these sums: bits or nats
+        unit = 0.6931471805599453 if CENTRAL else 1.0  # the sums are in bits or in nats
         if on_teacher is not None:
             divergence += on_teacher * unit * tl.sum(on_q, axis=0)
         if on_student is not None:
@@ -205,12 +204,12 @@ def _second_sweep_kernel(
 
 
 def _even(beta: float) -> float:
-    """`log(q / p)` where `(1 - beta) * p = beta * q`."""
+    """Return `log(q / p)` where `(1 - beta) * p = beta * q`."""
     return math.log1p(-beta) - math.log(beta) if 0.0 < beta < 1.0 else 0.0
 
 
 def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, float | bool | None]:
-    """The mixture as the kernels take it: what does nothing is None and compiles to nothing."""
+    """Return the mixture's kernel arguments. Terms without effect are None, so that they are compiled out."""
     return {
         "beta": float(divergence.beta),
         "one_minus_beta": 1.0 - divergence.beta,
@@ -255,7 +254,7 @@ def _second_sweep_triton(
 
 
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`log_ratios` in torch."""
+    """Compute `log_ratios` in torch."""
     gap = log_q - log_p
     mostly_teacher = gap > _even(beta)
     of_student, of_teacher = gap.new_tensor(1.0 - beta), gap.new_tensor(beta)
@@ -294,7 +293,7 @@ def log_probs_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`log p` and `log q` of some rows, from their normalisers."""
+    """Return `log p` and `log q` of some rows, from their normalisers."""
     assert stats.teacher_centre is not None and stats.teacher_log_sum is not None
     dtype = accumulation_dtype(student.dtype)
     z = widened(student[rows], options, dtype)
@@ -305,11 +304,11 @@ def log_probs_torch(
 
 
 def _normalised(sums: Sums) -> DivergenceStats:
-    """What the first sweep alone tells."""
+    """Return the statistics that the first sweep alone gives."""
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # In this order: the difference is exact for large logits.
+        # Subtract in this order: the first difference is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
     return DivergenceStats(
         divergence=sums.log_sum if sums.divergence is None else sums.divergence,
@@ -347,14 +346,14 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Sweep pairs of rows of logits: the divergence of each, and what its gradient needs.
+    """Sweep pairs of rows of logits for each row's divergence and the sums that its gradient needs.
 
     Args:
-        student: (N, V) before the transform; rows contiguous.
-        teacher: (N, V) likewise, of any floating dtype.
-        target: (N,) int64, for the log-probability of a token at temperature 1; None without.
-        divergence: which.
-        options, teacher_options: the transform of each.
+        student: (N, V) logits before the transform; each row contiguous.
+        teacher: (N, V), the same layout, any floating dtype.
+        target: (N,) int64 token ids, to return their log-probabilities at temperature 1; None to skip them.
+        divergence: the divergence to compute.
+        options, teacher_options: the logit transform of each model.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options)
@@ -364,16 +363,16 @@ def divergence_stats(
         compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
         value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
         return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
-    # Of the forward KL a = -q / p: the slope is -1 for every p.
+    # Forward KL has a = -q / p, so its slope is -1 for every p and is not stored.
     return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """The normalisers of rows of logits with holes: entries of -inf, before the transform, are not there.
+    """Return the normalisers of rows of logits with holes: entries that are -inf before the transform are excluded.
 
     Args:
-        logits: (N, V) before the transform; rows contiguous.
-        options: the transform.
-        hard: ask for the normaliser at temperature 1, where that is another.
+        logits: (N, V) logits before the transform; each row contiguous.
+        options: the logit transform.
+        hard: also return the normaliser at temperature 1, if the temperature differs.
     """
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

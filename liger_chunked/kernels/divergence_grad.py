@@ -1,9 +1,9 @@
-"""Student logits into the gradient of a divergence and of the target's log-probability, in place or beside them.
+"""Turn student logits into the gradient of a divergence and of the target's log-probability.
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
 
-then back through the rest of the student's transform: `z` is before the temperature. Bytes: both tiles read, the
-student's written. 8192 x 151936 in bfloat16 is 3 x 2.49 GB, 1.74 ms at 4.29 TB/s.
+Here `z` is the logit before the temperature; the gradient then passes back through the rest of the student's transform.
+The result overwrites the logits or goes to a separate tensor. Bytes: both tiles read, the student's tile written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _divergence_grad_kernel(
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer stands for a term that is absent.
+    # A null pointer marks an absent term.
     row = grid_row()
     if row >= n_rows:
         return
@@ -55,7 +55,7 @@ def _divergence_grad_kernel(
     g_divergence = tl.load(g_divergence_ptr + row)
     if g_logps_ptr is None:
         if g_divergence == 0.0:
-            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # whatever the row holds
+            tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # the row may hold NaN
             return
     raw = tl.load(z_ptr + row * z_stride + cols, mask=inside, other=0.0).to(tl.float32)
     z = raw
@@ -133,7 +133,7 @@ def _divergence_grad_triton_(
             dz_ptr=out,
             dz_stride=out.stride(0),
             target_ptr=target,
-            # Autograd's may be expanded, or a column of a matrix.
+            # Autograd may pass an expanded tensor or a column of a matrix.
             g_divergence_ptr=g_divergence.contiguous(),
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
             centre_ptr=stats.centre,
@@ -161,8 +161,8 @@ def _soft_gradient_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, divergence: Divergence,
     options: LogitOptions, teacher_options: LogitOptions,
 ) -> Tensor:  # fmt: skip
-    """`T dD/dz` of some rows."""
-    # A forward KL has no slope, and reads none.
+    """Return `T dD/dz` of some rows."""
+    # Forward KL stores no slope and ignores this value.
     slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
     if divergence.kind == "cosine":
         assert stats.other_slope is not None
@@ -208,7 +208,7 @@ def _divergence_grad_torch_(
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:
-                # p_v - 1[v = y], formed before any rounding.
+                # Form p_v - 1[v = y] before any rounding.
                 p.scatter_add_(1, target[rows, None], p.new_full((p.shape[0], 1), -1.0))
             grad.addcmul_(p, g_logps[rows, None], value=-1.0)
         grad.mul_(options.logit_scale)
@@ -231,13 +231,13 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the student's logits with the gradient of the loss with respect to them, and return them.
+    """Overwrite the student's logits with the gradient of the loss with respect to them, and return it.
 
     Args:
-        student, teacher, target, divergence, options, teacher_options: as `divergence_stats` had them.
-        stats: what it returned.
-        g_divergence, g_logps: (N,) gradient of the loss with respect to each; None for a `logps` that takes no part.
-        out: where to write the gradient instead, like `student`, which then stays as it is.
+        student, teacher, target, divergence, options, teacher_options: the arguments of `divergence_stats`.
+        stats: the result of `divergence_stats`.
+        g_divergence, g_logps: (N,) upstream gradients; `g_logps` is None if the loss does not use `logps`.
+        out: write the gradient here instead, and keep `student`; same shape and dtype as `student`.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
@@ -247,14 +247,14 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, given that of their normalisers; holes get 0.
+    """Overwrite logits with their gradient, given the gradients of their normalisers; holes get 0.
 
     Args:
-        logits, options: as `tail_stats` had them.
-        stats: what it returned.
-        g_log_sum, g_hard_log_sum: (N,) gradient of the loss with respect to each; None for one that is absent.
+        logits, options: the arguments of `tail_stats`.
+        stats: the result of `tail_stats`.
+        g_log_sum, g_hard_log_sum: (N,) upstream gradients; the second is None if it is unused.
     """
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
-    # d(hard_log_sum)/dz = p1, the second term without its target and with its sign turned.
+    # d(hard_log_sum)/dz = p1: the g_logps term without a target and with the opposite sign.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

@@ -1,6 +1,6 @@
-"""The first sweep over pairs of rows of logits: normalisers of both, and the sums that need neither.
+"""First sweep over pairs of rows of logits: both normalisers, and the sums that need neither.
 
-Bytes: both tiles once. 8192 x 151936 in bfloat16 is 2 x 2.49 GB, 1.16 ms at 4.29 TB/s.
+Bytes: both tiles read once.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class Sums(NamedTuple):
-    """What the first sweep knows of each row; each field (N,), None where it was not asked for.
+    """Sums of each row from the first sweep; each field is (N,), or None if it was not requested.
 
-    `centre` and `teacher_centre` lie near the largest logit of the row, so that exponentials relative to them neither
-    overflow nor vanish; -inf for a row of -inf alone.
+    `centre` and `teacher_centre` are close to the row's maximum, so that exponentials relative to them neither overflow
+    nor vanish. They are -inf for a row of -inf only.
     """
 
     centre: Tensor
     sum_exp: Tensor  # sum exp((z - centre) / T)
-    log_sum: Tensor  # its logarithm
+    log_sum: Tensor  # log(sum_exp)
     hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
     target_logit: Tensor | None = None
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    # The KL divergence asked for. From a moment of z and t relative to their centres, so that large logits do not
-    # cancel, and at the temperature: of the forward one sum exp(t) (t - z), of the reverse sum exp(z) (z - t).
+    # The KL divergence, at the temperature. Its moment, sum exp(t) (t - z) (forward) or sum exp(z) (z - t) (reverse),
+    # uses z and t relative to their centres, so that large logits do not cancel.
     divergence: Tensor | None = None
 
 
 class Products(NamedTuple):
-    """Of each pair of rows, (N,) each: `sum z t`, `sum z ** 2`, `sum t ** 2`."""
+    """Products of each pair of rows, (N,) each: `sum z t`, `sum z ** 2`, `sum t ** 2`."""
 
     dot: Tensor
     square: Tensor
@@ -58,7 +58,7 @@ class Products(NamedTuple):
 
 @jit
 def _load(ptr, cols, n_cols, scale, softcap, WHOLE: tl.constexpr, HOLES: tl.constexpr):
-    """A block of logits after the transform, -inf beyond the row; with HOLES, -inf before it is -inf after it."""
+    """Load a block of transformed logits, -inf past the row's end. HOLES keeps an input of -inf at -inf."""
     if WHOLE:
         raw = tl.load(ptr + cols).to(tl.float32)
     else:
@@ -84,7 +84,7 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows to what each lane knows; -inf adds nothing."""
+    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -102,7 +102,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        # At e = 0 use the limit of e log e; the product would be 0 * -inf.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -126,8 +126,8 @@ def _sums_kernel(
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # One program per row, sums in their lanes to its end, relative to the maximum of the row's first block: see
-    # logits_stats.py. A null pointer stands for what nobody asked for.
+    # One program per row. Sums stay per lane until the end of the row, relative to the maximum of its first block: see
+    # logits_stats.py. A null pointer marks an output that was not requested.
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     if t_ptr is not None:
@@ -215,7 +215,7 @@ def _products_kernel(
     for start in tl.range(0, n_cols, BLOCK, num_stages=4):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
-        # The transform maps the zeros beyond the row to zeros.
+            # The transform maps the zeros past the row's end to zeros.
         z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
         t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         t = transform_block(t, teacher_scale, teacher_softcap, None)
@@ -228,7 +228,7 @@ def _products_kernel(
 
 
 def pair_transform(options: LogitOptions, teacher_options: LogitOptions) -> dict[str, float | None]:
-    """Both transforms, as the kernels of a pair of rows take them: the temperature apart from the rest."""
+    """Return the kernel arguments of both transforms, with the temperature separate from the rest."""
 
     def arguments(options: LogitOptions) -> dict[str, float | None]:
         inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
@@ -277,19 +277,19 @@ def _sums_triton(
 
 
 def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
-    """`max` and, in place, `z - max`; rows of -inf alone are not moved."""
+    """Return the row maximum and, in place, `z - max`; rows of -inf only are not shifted."""
     maximum = z.amax(1)
     return maximum, z.sub_(torch.where(maximum == -torch.inf, 0.0, maximum)[:, None])
 
 
 def widened(logits: Tensor, options: LogitOptions, dtype: torch.dtype, holes: bool = False) -> Tensor:
-    """A copy in `dtype` after the transform but for the temperature; with `holes`, -inf before it is -inf after it."""
+    """Return a transformed copy in `dtype`, before the temperature; `holes` keeps an input of -inf at -inf."""
     z = transform(logits.to(dtype, copy=True), options.logit_scale, options.softcap, 1.0)
     return z.masked_fill_(logits == -torch.inf, -torch.inf) if holes else z
 
 
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:
-    """Row sums of `weight * x`, of terms that are 0 where `weight` is, whatever `x` may be there."""
+    """Return the row sums of `weight * x`; a term with zero weight is 0 for any `x`."""
     return (weight * x).masked_fill_(weight == 0, 0.0).sum(1)
 
 
@@ -324,7 +324,7 @@ def _sums_torch(
 
 
 def both_on_triton(student: Tensor, teacher: Tensor | None) -> bool:
-    """Whether the Triton kernels serve a pair of rows."""
+    """Return whether the Triton kernels handle both tensors."""
     return use_triton(student) and (teacher is None or use_triton(teacher))
 
 
@@ -332,22 +332,22 @@ def sums(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
     teacher_options: LogitOptions, hard: bool = False,
 ) -> Sums:  # fmt: skip
-    """Sweep rows of logits, or pairs of them.
+    """Sweep rows of logits, or pairs of rows, for their sums.
 
     Args:
-        student, teacher: (N, V) before the transform, rows contiguous; no teacher, no sums of it.
-        target: (N,) int64, to read its logit; None without.
-        kind: "forward_kl", "reverse_kl": with that divergence; "tail": entries of -inf before the transform are not
-            there.
-        options, teacher_options: the transform of each.
-        hard: ask for the student's normaliser at temperature 1, too.
+        student, teacher: (N, V) logits before the transform, each row contiguous; `teacher` may be None.
+        target: (N,) int64 token ids whose logits to return, or None.
+        kind: "forward_kl" or "reverse_kl" also computes that divergence; "tail" excludes entries that are -inf before
+            the transform.
+        options, teacher_options: the logit transform of each model.
+        hard: also return the student's normaliser at temperature 1.
     """
     compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch
     return compute(student, teacher, target, kind, options, teacher_options, hard)
 
 
 def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
-    """Sweep pairs of rows of logits, both before the transform and taken after it, but for the temperature."""
+    """Return the dot products of pairs of rows of logits (before the transform), transformed except for temperature."""
     n, n_cols = student.shape
     dtype = accumulation_dtype(student.dtype)
     found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))

@@ -1,9 +1,8 @@
-"""Divergences of logits that exist already, a student's from a teacher's, by the kernels of the fused losses.
+"""Divergences between the materialized logits of a student and a teacher, with the kernels of the fused losses.
 
-The forward sweeps pairs of rows (divergence_sums.py, divergence.py), the backward makes the gradient of the student's
-logits (divergence_grad.py); neither forms a softmax in memory. Bytes, in units of one tensor of logits: forward 2, of a
-JSD or TVD 4, backward 3 (read both, write the gradient). 4096 x 128256 in bfloat16 is 1.05 GB a unit, for a JSD 1.71 ms
-for the seven at 4.29 TB/s.
+The forward sweeps pairs of rows (divergence_sums.py, divergence.py). The backward computes the student's gradient
+(divergence_grad.py). Neither stores a softmax. Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4),
+backward 3 (read both, write the gradient).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from liger_chunked.kernels.divergence_grad import divergence_grad_
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# What the backward needs beside the divergence. The slope of a KL is the divergence, or not read.
+# Statistics that the backward needs in addition to the divergence. KL needs no slope: it is the divergence or unused.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -39,7 +38,7 @@ def _stats_fake(student: Tensor, teacher: Tensor, kind: str, *_: float) -> list[
 def _stats(
     student: Tensor, teacher: Tensor, kind: str, beta: float, on_student: float, on_teacher: float, temperature: float
 ) -> list[Tensor]:
-    """The divergence of each row, and what `_SAVED` and `_SLOPES` name."""
+    """Return the divergence of each row, then the fields that `_SAVED` and `_SLOPES` name."""
     divergence = Divergence(kind, beta, on_student, on_teacher)  # type: ignore[arg-type]
     options = LogitOptions(temperature=temperature)
     stats = divergence_stats(matrix(student), matrix(teacher), None, divergence, options, options)
@@ -72,7 +71,7 @@ class _LogitsDivergence(torch.autograd.Function):
         stats = _stats(student, teacher, *how)
         ctx.save_for_backward(student, teacher, *stats)
         ctx.how = how
-        # A compiler is told that no operator writes into its inputs.
+        # The operator declares that it mutates no input, so it must not write in place under torch.compile.
         ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(student)
         return stats[0]
 
@@ -82,7 +81,7 @@ class _LogitsDivergence(torch.autograd.Function):
         student, teacher, *stats = ctx.saved_tensors
         dstudent = _grad(student, teacher, stats, g, *ctx.how, ctx.inplace)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(student)  # a second backward is an error, not another gradient
+            torch.autograd.graph.increment_version(student)  # makes a second backward raise
         return dstudent, None, None, *(None for _ in ctx.how)
 
 
@@ -133,33 +132,32 @@ def liger_kl_div_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """`KL(teacher || student)` of the distributions of logits (Hinton et al. 2015), in nats a row.
+    """Return `KL(teacher || student)` of the distributions of two logits tensors (Hinton et al. 2015), in nats per row.
 
     Equal to `F.kl_div(log_p, log_q, log_target=True, reduction=reduction)` with
     `log_p, log_q = (student_logits / temperature).log_softmax(-1), (teacher_logits / temperature).log_softmax(-1)` in
-    float32, without either in memory. It is not multiplied by `temperature ** 2`.
+    float32, but stores neither of them. The result is not multiplied by `temperature ** 2`.
 
     Args:
-        student_logits: (..., V). Rows that do not lie one stride apart, as those of `logits[:, :-1]`, are copied first:
-            pad the labels rather than cut the logits.
-        teacher_logits: likewise, of the same shape and any floating dtype; no gradient.
-        shift_labels: (...) labels; rows with `ignore_index` take no part. None for all rows.
-        reverse: `KL(student || teacher)`.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; over no rows both
-            are 0. "none" gives (...), a number a row, 0 in ignored rows: its terms are nowhere in memory.
-        temperature: divides the logits of both.
-        ignore_index: as above.
-        inplace: let the backward write the gradient into the memory of `student_logits`, and save their size in memory.
-            Whoever reads them after it finds the gradient; a second backward raises. Without effect under a compiler,
-            and on expanded logits.
+        student_logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied first: pad the
+            labels rather than slice the logits.
+        teacher_logits: (..., V), the shape of `student_logits`, any floating dtype; gets no gradient.
+        shift_labels: (...) labels; rows with `ignore_index` are ignored. None uses all rows.
+        reverse: compute `KL(student || teacher)`.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that number times V; without
+            valid rows both return 0. "none" returns (...), one value per row (not per element), 0 in ignored rows.
+        temperature: divides both models' logits.
+        ignore_index: the label of ignored rows.
+        inplace: let the backward overwrite `student_logits` with the gradient, to save that much memory. A second
+            backward then raises. No effect under torch.compile or on expanded logits.
 
     Returns:
         The divergence in float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError: something that is not a floating tensor.
-        ValueError: shapes or devices that do not fit, an unknown reduction, a temperature that is not positive, teacher
-            logits that want a gradient.
+        TypeError: an input is not a floating tensor.
+        ValueError: shapes or devices do not match, the reduction is unknown, the temperature is not positive, or
+            `teacher_logits` requires a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(
@@ -185,13 +183,13 @@ def liger_jsd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """`liger_jsd` of the distributions of logits (Agarwal et al. 2024, equation 1), in nats a row.
+    """Return `liger_jsd` of the distributions of two logits tensors (Agarwal et al. 2024, equation 1), in nats per row.
 
     With `p` the student's distribution and `q` the teacher's, both at the temperature,
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    For `beta` 0 and 1, where that is 0, `KL(q || p)` and `KL(p || q)`.
+    At `beta` 0 and 1, where this formula is 0, the result is `KL(q || p)` and `KL(p || q)`.
 
     Args:
         student_logits, teacher_logits, shift_labels, reduction, temperature, ignore_index, inplace: see
@@ -202,7 +200,7 @@ def liger_jsd_with_logits(
         The divergence in float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError, ValueError: as `liger_kl_div_with_logits`; a `beta` outside [0, 1].
+        TypeError, ValueError: as in `liger_kl_div_with_logits`; ValueError also for a `beta` outside [0, 1].
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -225,7 +223,7 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Total variation distance of the distributions of logits, `sum_v |p_v - q_v| / 2` a row, in [0, 1].
+    """Return the total variation distance of two logits tensors' distributions, `sum_v |p_v - q_v| / 2` per row.
 
     Args:
         student_logits, teacher_logits, shift_labels, reduction, temperature, ignore_index, inplace: see
@@ -235,7 +233,7 @@ def liger_tvd_with_logits(
         The distance in float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError, ValueError: as `liger_kl_div_with_logits`.
+        TypeError, ValueError: as in `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

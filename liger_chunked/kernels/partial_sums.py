@@ -1,9 +1,9 @@
-"""The last step of a weight's gradient: the sums over a backward's programs, in the dtype of the weight.
+"""Last step of a weight gradient: sum over the programs of a backward, in the dtype of the weight.
 
     dw = cast(sum over programs of partial[program])
 
-A program of a norm's backward goes through many rows and leaves the sum of their contributions, (D,) in float32. They
-add up here, always in the same order, in one launch: the bytes are few, and in the cache, so that latency is all.
+Each program of a norm's backward processes many rows and writes the sum of their contributions, (D,) float32. This
+kernel adds them in one launch, always in the same order. The data is small and in the cache, so only latency matters.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 from liger_chunked.kernels.backend import tl
 from liger_chunked.kernels.launch import Kernel
 
-# Of a tile. Short rows of it, so that many programs share the work; many of them, so that all loads are in flight. The
-# sum over 256 to 512 programs of 896 to 4096 columns takes 2.6 to 3.1 us, by 32 columns 3.0 to 3.6 (H200).
+# Tile size: narrow, so that many programs share the work; tall, so that all loads are in flight. See docs/tuning.md.
 _PARTIALS, _COLS = 256, 16
 
 
@@ -24,7 +23,7 @@ def _sum_kernel(
     n_partials, n_cols,
     PARTIALS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer stands for what is absent.
+    # A null pointer marks an absent output.
     which = tl.program_id(1)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([PARTIALS, COLS], tl.float32)
@@ -42,7 +41,7 @@ def _sum_kernel(
 
 
 def sum_partials(partial: Tensor, *sums: Tensor) -> None:
-    """Write the sums over P of `partial` (1 or 2, P, D), float32 without gaps, into one (D,) each."""
+    """Write the sums over P of `partial`, (1 or 2, P, D) float32 contiguous, into one (D,) tensor each."""
     _, n_partials, n_cols = partial.shape
     first, second = sums if len(sums) == 2 else (*sums, None)
     _sum_kernel(

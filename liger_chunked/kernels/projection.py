@@ -1,19 +1,20 @@
-"""The head's product with the softmax in its epilogue: exponentials are written, and the logits are not.
+"""The head's product with the softmax fused in its epilogue: writes the exponentials, never the logits.
 
     z = scale x W^T                                       in registers, float32
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
     rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
 
-A centre `c` not far from a row's maximum is as good as the maximum, as bfloat16 has float32's exponents: the target's
-logit is one. A row that rises 44 nats above it is rescued: two more launches, which return at once where there is no
-such row, find the row's maximum and write its tiles again, at two more products of its 128 rows. An entropy, which is a
-difference of two sums relative to the centre, is off by up to 5e-6 where that is far from the maximum.
+The centre `c` is the target's logit. It need not be the row's maximum, because bfloat16 has float32's exponent range.
+If a row rises 44 nats above its centre, two more launches recompute it: one finds the row's maximum, one writes the
+tiles of its 128-row block again, at the cost of two products of those rows. Both return at once if no row needs it. The
+entropy is a difference of two sums relative to the centre; its error is up to 5e-6 if the centre is far from the
+maximum.
 
-The target stands apart, so that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is a dot product of
-x with the sum of all weights: a sum of its own in the epilogue made the product a quarter slower.
+The target is excluded from `rest`, so that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is the
+dot product of x with the sum of all weights, because another sum in the epilogue would slow the product down.
 
-FLOPs: 2 N V H. Bytes: E written once, where somebody wants it, and x and W as a GEMM reads them; 4 (V / 128) N of
-partial sums a statistic, or half of it at H > 1536. 4096 x 151936 x 2048 is 2.55 TFLOP.
+FLOPs: 2 N V H. Bytes: E written once if requested, and x and W as a GEMM reads them; per statistic 4 (V / 128) N of
+partial sums, or half of that at H > 1536. Measurements: docs/tuning.md, "Fused epilogue".
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
-# How large a sum of exponentials may be: its products with weights, and its inverse times a gradient, are still floats.
+# Bound on a sum of exponentials: its products with weights, and a gradient times its inverse, still fit in float32.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
-_REDUCED_ROWS, _REDUCED_PARTS = 16, 256  # of the partial sums that a program has in hand
+_REDUCED_ROWS, _REDUCED_PARTS = 16, 256  # tile of partial sums per program
 
 
 class Tiling(NamedTuple):
-    """How the product is cut, and how it is launched.
+    """Tile sizes and launch parameters of the fused product.
 
-    - `rows`, `cols`, `inner`: of a block
-    - `group`: row blocks that share a column of weights while it is in the second-level cache
-    - `programs`: on a multiprocessor at a time
+    - `rows`, `cols`, `inner`: size of a tile
+    - `group`: row blocks that share a column block of weights while it is in the L2 cache
+    - `programs`: resident programs per multiprocessor
     """
 
     rows: int = 128
@@ -52,14 +53,10 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """On an H200, where one of two programs is in its epilogue the other multiplies: the product takes 1.02 of
-        cuBLAS's time for the logits at H = 896, for 1.11 by larger blocks, 1.00 for 1.07 at 1280, and 0.98 for 1.02 or
-        1.06 for 1.10, in two runs, at 1536. Larger blocks are read less often from the second-level cache, which is
-        what counts at 2048: 1.01, and 1.04 by two programs.
+        """Return the tiling for a hidden size. Measured on an H200: docs/tuning.md, "Fused epilogue".
 
-        A GPU that has been busy for a second is held to its power, and further from cuBLAS's time: 1.07 at H = 896, or
-        1.03 with all of 4096 tokens in one group, which read each weight once; 1.08 at 1536, where that is 1.12, as
-        the states of so many tokens leave too little of the cache.
+        With two programs per multiprocessor, one multiplies during the other's epilogue; this wins up to H = 1536.
+        Beyond that, larger tiles win, because they are read less often from the L2 cache.
         """
         if hidden > 1536:
             return cls()
@@ -67,18 +64,18 @@ class Tiling(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """A pack's softmax before its normalization; `values` (N, V) bfloat16, the others (N,) float32."""
+    """A chunk's softmax before normalisation; `values` is (N, V) bfloat16, the other fields are (N,) float32."""
 
-    values: Tensor | None  # exp(z - centre), 0 at the target; None where they were not written
+    values: Tensor | None  # exp(z - centre), 0 at the target; None if not written
     centre: Tensor
-    rest: Tensor  # sum of exp(z - centre) over all but the target
+    rest: Tensor  # sum of exp(z - centre) without the target
     target_exp: Tensor  # exp(z - centre) at the target
-    sum_exp: Tensor  # of both
+    sum_exp: Tensor  # rest + target_exp
 
 
 @jit
 def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
-    """A block of x W^T; zeros beyond the edges."""
+    """Compute a tile of x W^T; zeros outside the matrix."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for k in range(tl.cdiv(hidden, INNER)):
         x = x_desc.load([row_block * ROWS, k * INNER])
@@ -91,8 +88,8 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the exponentials of some columns of a block, if somebody wants them: their sums, and the sums of
-    `e log2 e`, a row.
+    """Write the exponentials of some columns of a tile, if requested; return their row sums and those of
+    `e log2 e`.
     """
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
@@ -102,7 +99,7 @@ def _write_part(
         exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
     moment = centre
     if MOMENT:
-        # At e = 0 the limit of e log e, where the product would be 0 * -inf.
+        # At e = 0 use the limit of e log e; the product would be 0 * -inf.
         moment = tl.sum(e * tl.maximum(centred, -1e30), axis=1)
     return tl.sum(e, axis=1), moment
 
@@ -112,7 +109,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """`_write_part` of a whole block. By halves: a whole one is stored from shared memory that the loads would lack."""
+    """Apply `_write_part` to both halves of a tile: storing a whole tile would take shared memory from the loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -130,16 +127,16 @@ def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a block: its exponentials, and its share of each row's sums. In powers of 2."""
+    """Run a tile's epilogue: write its exponentials and its partial row sums. Exponents are base 2."""
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_rows
-    part = col_block * n_rows + rows  # there are 128 times fewer of them than logits: 32 bits are enough
+    part = col_block * n_rows + rows  # 32 bits suffice: 128 times fewer than logits
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
-    # Few blocks hold a target or the edge: the others are spared comparisons at each element.
+    # Only tiles with a target or the right edge need the mask, so the others skip the comparisons.
     targets = tl.max(((target >= first_col) & (target < first_col + COLS)).to(tl.int32), axis=0)
     if (targets != 0) | (first_col + COLS > n_cols):
         rest, moment = _write_halves(
@@ -162,8 +159,8 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Blocks of a group of rows follow one another along the vocabulary. Flattened, the loop over them and that over H
-    # are one: a block's first loads are under way while the one before is in its epilogue.
+    # Tiles of a row group run along the vocabulary. Flattening merges the tile loop with the loop over H, so that a
+    # tile's first loads overlap the previous tile's epilogue.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -181,7 +178,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Which rows rose too far above their centre: infinity, and NaN, count."""
+    """Return 1 for rows that rose too far above their centre; infinity and NaN count."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -192,7 +189,7 @@ def _rescue_kernel(
     sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE the centres of a row block to their rows' maxima, or write the row block again.
+    # RAISE: raise the centres of a row block to their rows' maxima. Otherwise: write the row block again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
@@ -203,7 +200,7 @@ def _rescue_kernel(
         if RAISE:
             cols = col_block * COLS + tl.arange(0, COLS)
             top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
-            # The largest of numbers, in whatever order: repeatable.
+            # A maximum does not depend on the order of the atomics, so the result is deterministic.
             tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
         else:
             _write_block(
@@ -217,7 +214,7 @@ def _centre_kernel(
     x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, centre_ptr, mean_ptr,
     n_cols, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row: what dot products know of it, the target's logit, which is its centre, and the mean of all.
+    # One program per row: dot products give the target's logit, which is the row's centre, and the mean of all logits.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
@@ -238,7 +235,7 @@ def _centre_kernel(
 
 @jit
 def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Sums over the blocks of columns, always in the same order."""
+    """Sum over the column blocks, always in the same order."""
     total = tl.zeros((PARTS, ROWS), tl.float32)
     for start in range(0, n_parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -253,7 +250,7 @@ def _reduce_kernel(
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer stands for a statistic that nobody asked for. AGAIN: after the rescue.
+    # A null pointer marks an output that was not requested. AGAIN: after `_rescue_kernel`.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     if AGAIN:
@@ -269,7 +266,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # In this order: the first difference is exact for large logits, lse is not.
+        # Subtract in this order: the first difference is exact for large logits, lse is not.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
@@ -289,18 +286,17 @@ def project_exp(
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
 ) -> tuple[Exponentials, TokenStats]:
-    """The exponentials of a pack's logits `scale * x @ weight.T`, and the statistics `outputs` of each row.
+    """Return the exponentials of a chunk's logits `scale * x @ weight.T`, and the statistics `outputs` of each row.
 
     Args:
-        x: (N, H) bfloat16, contiguous and aligned to 16 bytes, as `weight`; H a multiple of 8.
-        weight: (V, H) bfloat16.
+        x: (N, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
+        weight: (V, H) bfloat16, contiguous and 16-byte aligned.
         target: (N,) int64 index into the vocabulary.
-        weight_sum: (H,) float32 `weight.sum(0)`, which the mean of a row's logits is a dot product with; None, unless
-            `outputs` has that.
-        out: (N, V) bfloat16, its rows a multiple of 8 elements apart; None: the statistics alone, and E is not written.
-        scale: of the logits; not zero.
-        outputs: among "logps", "lse", "entropy", "mean_logits".
-        tiling: None for the one that suits H.
+        weight_sum: (H,) float32 `weight.sum(0)`, only for "mean_logits" in `outputs`; otherwise None.
+        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8; None computes the statistics only.
+        scale: multiplies the logits; not zero.
+        outputs: any of "logps", "lse", "entropy", "mean_logits".
+        tiling: None selects the tiling for H.
     """
     n, hidden = x.shape
     vocab_size = weight.shape[0]
@@ -312,7 +308,7 @@ def project_exp(
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # In one piece, each aligned: the first product waits for the host.
+    # One allocation for all five: the first product waits for the host. Padding keeps each aligned.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)
@@ -347,7 +343,7 @@ def project_exp(
         )
 
     reduce(again=False)
-    # One wave: there seldom is a row block in need of it.
+    # One wave is enough: few row blocks are recomputed.
     rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
         grid = row_blocks, rescuers, 1

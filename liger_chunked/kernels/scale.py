@@ -1,7 +1,7 @@
-"""Multiply gradients by the upstream scalar, in place, and at no cost where that scalar is 1.
+"""Multiply gradients in place by the upstream scalar, at no cost if that scalar is 1.
 
-Bytes: none for a scalar of 1, which the kernel finds out on the device, so that the host waits for nothing; otherwise
-each tensor once in and once out. One launch for all of them.
+The kernel reads the scalar on the device, so the host does not wait. Bytes: none for a scalar of 1, otherwise each
+tensor read and written once. One launch for all tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from liger_chunked.kernels.launch import Kernel
 
 _PROGRAMS = 2048  # a few waves on any GPU: enough to saturate memory, few enough to return at once
 _BLOCK = 4096
-_MOST = 3  # of hidden states, weight and bias
+_MOST = 3  # gradients of hidden states, weight and bias
 
 
 @jit
@@ -34,7 +34,7 @@ def _scale_one(x_ptr, n, scalar, BLOCK: tl.constexpr):
 def _scale_kernel(
     scalar_ptr, first_ptr, second_ptr, third_ptr, n_first, n_second, n_third, BLOCK: tl.constexpr
 ):  # fmt: skip
-    # A null pointer stands for what is absent.
+    # A null pointer marks an absent tensor.
     scalar = tl.load(scalar_ptr).to(tl.float32)
     if scalar != 1.0:
         _scale_one(first_ptr, n_first, scalar, BLOCK)
@@ -45,9 +45,9 @@ def _scale_kernel(
 
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
-    """`x *= scalar` for up to three contiguous tensors and a scalar tensor on their device, computed in float32.
+    """Compute `x *= scalar` for up to three contiguous tensors and a scalar tensor on their device, in float32.
 
-    float64 stays float64.
+    float64 tensors are scaled in float64.
     """
     served = [x for x in tensors if use_triton(x) and x.numel()]
     if served:

@@ -1,7 +1,7 @@
-"""What the host has to know of a target before it can cut a batch, and of a teacher's top-k before it reads by it: a
-launch or two, and one wait.
+"""Check a target and a teacher's top-k on the device, with one or two launches and one wait of the host.
 
-Bytes: the target once, int64, and a byte for each token of the mask; the top-k once, with k k / 2 comparisons a row.
+The host needs the counts of valid tokens to cut a batch into chunks, and needs valid top-k ids before it indexes with
+them. Bytes: the int64 target once, plus one mask byte per token; the top-k once, with k k / 2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BLOCK = 4096
 
 
 class Survey(NamedTuple):
-    """Which tokens have a target, and a summary of each block of a row."""
+    """The mask of tokens with a target, and a summary of each block of a row."""
 
     mask: Tensor  # (R, C) bool
-    summary: Tensor  # (3, R, P) int64 of P blocks a row: how many have one, the lowest, the highest
-    on_host: Tensor | None = None  # the same, in memory of the host's that a GPU writes to
+    summary: Tensor  # (3, R, P) int64, P blocks per row: number of valid tokens, lowest and highest target
+    on_host: Tensor | None = None  # `summary` in pinned host memory, written by the GPU
 
     def read(self) -> list[list[list[int]]]:
-        """The summary, once the device is done: here the host waits for it."""
+        """Return the summary; the host waits here for the device."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
@@ -49,7 +49,7 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignor
     valid = target != ignore_index
     tl.store(mask_ptr + row * n_cols + cols, valid, mask=inside)
     target = tl.where(valid, target, 0)
-    # Lanes beyond the row count as tokens without a target.
+    # Lanes past the row's end count as ignored tokens.
     n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     block = row * tl.num_programs(1) + part
     count, lowest, highest = tl.sum(valid.to(tl.int64), axis=0), tl.min(target, axis=0), tl.max(target, axis=0)
@@ -64,7 +64,7 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     block = block_size(n_cols, _BLOCK)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # A kernel that writes to the host's memory spares a copy, half of the 80 us between the launch and the answer.
+    # The kernel writes to pinned host memory, which saves a copy and about half of the latency: docs/tuning.md.
     on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
     _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps=4)
     return Survey(mask, summary, on_host)
@@ -77,11 +77,11 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
 
 
 def survey(target: Tensor, ignore_index: int) -> Survey:
-    """Which tokens have a target, and of each block of a row how many do, and the lowest and highest.
+    """Find the tokens with a target; per block of a row, count them and find the lowest and highest target.
 
     Args:
         target: (R, C) int64, contiguous.
-        ignore_index: marks the tokens that have none; in the search for the lowest and highest, they count as 0.
+        ignore_index: marks ignored tokens; they count as 0 in the lowest and highest target.
     """
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
@@ -89,7 +89,7 @@ def survey(target: Tensor, ignore_index: int) -> Survey:
 
 
 _TOP_K_BLOCK = 64
-_MOST_COMPARED = 1024  # entries of a row; more are sorted
+_MOST_COMPARED = 1024  # entries per row; longer rows are sorted
 
 
 @Kernel
@@ -146,7 +146,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
 def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
     present = logps > -torch.inf
     ids = ids.long()
-    # Entries that are not there, each with an id of its own, are not twice there.
+    # Give absent entries unique ids, so that they are not reported as duplicates.
     distinct = torch.where(present, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(1).values
     lowest, highest = torch.where(present, ids, 0).aminmax()
     twice = (distinct[:, 1:] == distinct[:, :-1]).any()
@@ -156,15 +156,15 @@ def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
 
 
 def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
-    """What is wrong with a teacher's top-k, if anything is. Entries of -inf are not there.
+    """Check a teacher's top-k for errors. Entries of -inf are absent.
 
     Args:
         logps: (N, k), floating, not empty.
         ids: (N, k), integers.
 
     Returns:
-        (5,) int64: `~` the lowest of all ids and 0, the highest of these, and 1 or 0 for whether a row has an id twice,
-        an entry is positive or NaN, a row has no entry.
+        (5,) int64: `~min(0, ids)`, the highest id, and three flags: a row has a duplicate id, an entry is positive or
+        NaN, a row has no entry.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= _MOST_COMPARED
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

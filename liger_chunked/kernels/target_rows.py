@@ -1,14 +1,14 @@
-"""The target's part of the head's gradients, beside products with the exponentials of `project_exp`.
+"""Add the target's terms to the head's gradients, next to the products with the exponentials of `project_exp`.
 
-With `E` zero at the target, and cotangents of `logps` and `lse` alone,
+`E` is zero at the target. If only `logps` and `lse` have upstream gradients,
 
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
     s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
     dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
 
-Bytes, all small beside the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W
-and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the rows of dW that are targets, at most
-10 N H. `occurrences` sorts N targets by 3 N N comparisons, which are 0.05 G at 4096 tokens.
+Bytes, all small compared with the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight`
+reads E W and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the target rows of dW, at most
+10 N H. `occurrences` sorts N targets with 3 N N comparisons.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from liger_chunked.kernels.backend import block_size, grid_of_rows, grid_row, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
 
-_RANKED, _COMPARED = 16, 256  # tokens that a program sorts, and those it compares them with at a time
-_MOST_COMPARED = 1 << 15  # tokens of a pack; more are sorted by torch
+_RANKED, _COMPARED = 16, 256  # tokens that a program sorts, and tokens that it compares them with at a time
+_MOST_COMPARED = 1 << 15  # tokens of a chunk; torch sorts longer ones
 _RUN = 8  # tokens of one target that are added at a time
 _COLS = 512
 _WARPS = 4
 
 
 class RowScales(NamedTuple):
-    """The gradient of a row of logits, as its exponentials know it; (N,) float32."""
+    """Factors of the gradient of a row of logits, relative to its exponentials; (N,) float32."""
 
-    others: Tensor  # s, times E
-    target: Tensor  # a, at the target
+    others: Tensor  # s, multiplies E
+    target: Tensor  # a, added at the target
 
 
 @Kernel
@@ -41,7 +41,7 @@ def _scale_rows_kernel(
     x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
     hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row; a null pointer stands for a cotangent that is absent, or a frozen head.
+    # One program per row. A null pointer marks an absent upstream gradient, or the `scaled` of a frozen head.
     row = tl.program_id(0).to(tl.int64)
     unit = scale / tl.load(sum_exp_ptr + row)
     others = 0.0
@@ -66,14 +66,14 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """The scales of each row's gradient, and `s x`, rounded once, in `scaled` if it is given.
+    """Return the factors `s` and `a` of each row; write `s x`, rounded once, to `scaled` if it is given.
 
     Args:
-        x: (N, H), rows contiguous.
+        x: (N, H), each row contiguous.
         exponentials: of the same rows.
-        logps, lse: (N,) float32 gradients of the loss with respect to these statistics, None for zeros.
-        scale: of the logits.
-        scaled: (N, H), contiguous; None where no gradient of the weight is asked for.
+        logps, lse: (N,) float32 upstream gradients of these statistics, None for zeros.
+        scale: multiplies the logits.
+        scaled: (N, H), contiguous; None if the weight needs no gradient.
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
@@ -117,14 +117,14 @@ def _input_kernel(
 
 
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
-    """`out = s * product + a * weight[target]`, rounded once.
+    """Write `s * product + a * weight[target]` to `out`, rounded once.
 
     Args:
         product: (N, H) float32, E W, contiguous.
-        weight: (V, H), rows contiguous.
+        weight: (V, H), each row contiguous.
         target: (N,) int64.
-        scales: of the rows.
-        out: (N, H), rows contiguous.
+        scales: of the same rows.
+        out: (N, H), each row contiguous.
     """
     if product.is_meta:
         return
@@ -147,7 +147,7 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 def _order_kernel(
     target_ptr, order_ptr, start_ptr, length_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    # One program per ROWS tokens: each counts the tokens whose target is lower, or the same and earlier, or the same.
+    # One program per ROWS tokens. Each token counts the lower targets, equal targets before it, and all equal targets.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)[:, None]
@@ -156,7 +156,7 @@ def _order_kernel(
     equal = tl.zeros([ROWS, COLS], tl.int32)
     for start in range(0, n_rows, COLS):
         other = start + tl.arange(0, COLS)
-        # Beyond the last token is neither a lower target nor the same.
+        # Lanes past the last token are neither lower nor equal.
         others = tl.load(target_ptr + other, mask=other < n_rows, other=2147483647).to(tl.int32)[None, :]
         lower += (others < target).to(tl.int32)
         same = others == target
@@ -174,7 +174,7 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per token and block of columns: that of the first token of a target adds up all of them.
+    # One program per token and block of columns. The program of a target's first token adds all of its tokens.
     row = grid_row()
     if row >= n_rows:
         return
@@ -203,15 +203,15 @@ def _target_rows_kernel(
 
 
 class Occurrences(NamedTuple):
-    """Where each target occurs; (N,) int32."""
+    """Positions of each target; (N,) int32."""
 
-    order: Tensor  # the tokens by target, those of one in their order
-    start: Tensor  # where those of a token's target start
-    length: Tensor  # how many they are, 0 but for the first of them
+    order: Tensor  # tokens sorted by target, stable
+    start: Tensor  # where the tokens of this token's target start in `order`
+    length: Tensor  # number of tokens with this target; 0 except for the first of them
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Those of each of `target` (N,) int64."""
+    """Return the occurrences of each target of `target`, (N,) int64."""
     n = target.shape[0]
     if n > _MOST_COMPARED:
         by_target, order = torch.sort(target, stable=True)
@@ -227,14 +227,14 @@ def occurrences(target: Tensor) -> Occurrences:
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
-    """`grad[target[n]] += scale[n] * x[n]` for every n, in a fixed order; returns `grad`.
+    """Add `scale[n] * x[n]` to `grad[target[n]]` for every n, in a fixed order; return `grad`.
 
     Args:
-        grad: (V, H) float32, rows contiguous.
+        grad: (V, H) float32, each row contiguous.
         target: (N,) int64.
-        found: its occurrences.
+        found: the occurrences of `target`.
         scale: (N,) float32.
-        x: (N, H), rows contiguous.
+        x: (N, H), each row contiguous.
     """
     if x.is_meta:
         return grad
