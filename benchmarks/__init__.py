@@ -1,1 +1,1 @@
-"""Measured, not claimed: `python -m benchmarks.cross_entropy` and its siblings; `make bench` runs them all."""
+"""Benchmarks: run one with `python -m benchmarks.cross_entropy`, or all with `make bench`."""

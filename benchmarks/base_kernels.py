@@ -1,10 +1,10 @@
-"""The base kernels, forward and backward, beside eager torch, torch.compile, torch's own kernels and Liger-Kernel.
+"""Benchmark the base kernels, forward and backward, against torch (eager, compiled, its own kernels) and Liger-Kernel.
 
 python -m benchmarks.base_kernels                      tokens x width of Llama-3-8B and of Qwen2.5-0.5B
 python -m benchmarks.base_kernels --only ours
 
-The floor is the bytes that the operation must move, at the speed of a copy. Rows are timed as CUDA graphs, but for the
-last tasks, where the launches count.
+The floor is the time of a copy of the bytes that the operation must move. Rows are timed as CUDA graphs, except for the
+last tasks, where launch time counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ImportError:
 
 
 class Backward:
-    """Outputs and their upstream gradients, with a `backward` of its own."""
+    """Outputs with their upstream gradients; `backward` runs the backward pass once."""
 
     def __init__(self, outputs: Any, grads: list[Tensor]) -> None:
         self.outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -50,7 +50,7 @@ def measure(
     exact: Function,
     graph: bool = True,
 ) -> None:
-    """Every contender at one task that moves `units` bytes."""
+    """Measure every contender at one task that moves `units` bytes."""
     shapes = [y.shape for y in Backward(exact(*(leaf.detach().double() for leaf in leaves.values())), []).outputs]
     torch.manual_seed(1)
     grads = [torch.randn(shape, device=DEVICE, dtype=torch.float32).to(DTYPE) for shape in shapes]
@@ -63,7 +63,7 @@ def measure(
     given = [leaf.detach().clone() for leaf in leaves.values()]
 
     def loss_of(function: Function) -> Function:
-        # Some write into their upstream gradients, and into their inputs.
+        # Some contenders write into their upstream gradients, and into their inputs.
         own = [g.clone() for g in grads]
         for leaf, x in zip(leaves.values(), given, strict=True):
             leaf.detach().copy_(x)
@@ -120,7 +120,7 @@ def add_rms_norm(table: Table, *shape: int) -> None:
     x, residual, w = sample(*shape), sample(*shape), sample(shape[-1])
     contenders = compared(lambda x, residual, w: lc.liger_rms_norm(x, w, residual=residual), eager, None)
     leaves = {"x": x, "residual": residual, "w": w}
-    # Both leaves have the one gradient. Autograd copies it for the first, for ours as for all others: 2 of the 10.
+    # Both leaves get the same gradient. Autograd copies it for the first, for every contender: 2 of the 10 units.
     task = f"x + residual, RMSNorm {'x'.join(map(str, shape))}"
     measure(table, task, 10 * x.numel() * x.element_size(), contenders, leaves, eager)
 
@@ -195,7 +195,7 @@ def cross_entropy(table: Table, n: int, vocab: int, graph: bool = True) -> None:
     contenders = compared(
         lambda logits: lc.liger_cross_entropy(logits, target),
         eager,
-        None if graph else peer,  # it waits for the device, which a graph cannot
+        None if graph else peer,  # it waits for the device, which a CUDA graph cannot capture
         **{"F.cross_entropy, no upcast": lambda logits: F.cross_entropy(logits, target)},
     )
     units = 3 * logits.numel() * logits.element_size()
@@ -240,7 +240,7 @@ def divergences_with_logits(table: Table, n: int, vocab: int) -> None:
 
     teacher = sample(n, vocab).detach()
     x = sample(n, vocab)
-    # The sweeps read both, of a JSD twice; the gradient reads both and is written.
+    # The sweeps read both inputs (twice for JSD); the gradient reads both and writes one.
     for name, ours, eager, units in (
         ("JSD", lc.liger_jsd_with_logits, jsd, 7),
         ("KL", lc.liger_kl_div_with_logits, kl, 5),
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         layer_norm(table, n, hidden)
         gated(table, n, width)
         packed(table, n, width)
-    rms_norm(table, 16384 // cut, 32, 128)  # of queries and keys
+    rms_norm(table, 16384 // cut, 32, 128)  # queries and keys
     rotary(table, 4, 4096 // cut, 32, 8, 128)
     rotary(table, 1, 4096 // cut, 14, 2, 64)
     cross_entropy(table, 4096 // cut, 128256 // cut)

@@ -1,4 +1,4 @@
-"""Compares two checkouts of the library: step time, peak memory, and the bits of losses and gradients.
+"""Compare two checkouts of the library: step time, peak memory, and the bits of losses and gradients.
 
     python -m benchmarks.before_after ../before                     # this checkout against the one in ../before
     python -m benchmarks.before_after ../before --task DPO --rounds 20
@@ -33,7 +33,7 @@ DIGEST_BLOCK = 1 << 26
 
 
 class Step(NamedTuple):
-    """One forward and backward: `loss()` returns the loss, `leaves` receive gradients."""
+    """Forward and backward of one step: `loss()` returns the loss, `leaves` receive gradients."""
 
     loss: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ def _randn(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def _head(*shape: int, v: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of this shape and a head over `v` classes, both trainable."""
+    """Return hidden states of this shape and a head over `v` classes, both trainable."""
     return _randn(*shape).requires_grad_(), _randn(v, shape[-1], scale=shape[-1] ** -0.5).requires_grad_()
 
 
@@ -168,7 +168,7 @@ TASKS = ON_GPU if DEVICE == "cuda" else ON_CPU
 
 
 def digest(tensors: list[Tensor]) -> list[int]:
-    """Two sums over the bits of each tensor, one of them weighted by position: equal bits give equal numbers."""
+    """Return two sums over the bits of each tensor, one weighted by position: equal bits give equal sums."""
     sums = []
     for x in tensors:
         bits = x.detach().contiguous().view(-1).view(torch.uint8)
@@ -200,7 +200,7 @@ def _median_ms(step: Step, repeats: int) -> float:
 
 
 def worker() -> None:
-    """Answers the requests of the parent process, one JSON object per line."""
+    """Answer the requests of the parent process, one JSON object per line."""
     step: Step | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -270,7 +270,7 @@ def checkouts(*paths: Path) -> Iterator[list[Checkout]]:
 
 
 def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseconds: float) -> dict[str, Any]:
-    """Both checkouts at one task, in turns of about `milliseconds` each."""
+    """Measure both checkouts at one task, alternating every `milliseconds` or so."""
     built = [checkout.ask(task=task) for checkout in (before, after)]
     for checkout, answer in zip((before, after), built, strict=True):
         assert Path(answer["imported"]).is_relative_to(checkout.path), answer["imported"]
@@ -283,7 +283,7 @@ def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseco
     for _ in range(rounds):
         for checkout, times in turns:
             times.append(checkout.ask(repeats=repeats)["ms"])
-        turns.reverse()  # who is first finds the card a little cooler
+        turns.reverse()  # the first one runs on a slightly cooler card
     return {
         "task": task,
         "before_ms": round(statistics.median(before_ms), 4),
@@ -296,7 +296,7 @@ def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseco
 
 
 def commit_of(path: Path) -> str:
-    """The commit of a checkout, or the text of its file COMMIT where git cannot say."""
+    """Return the commit of a checkout, or the content of its COMMIT file if git is unavailable."""
     if (path / "COMMIT").exists():
         return (path / "COMMIT").read_text().strip()
     git = ["git", "-C", str(path), "rev-parse", "HEAD"]

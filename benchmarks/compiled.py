@@ -1,10 +1,10 @@
-"""The end of a compiled model: logits and cross entropy, the fused loss behind it, the fused loss inside of it.
+"""Compare three ways to end a compiled model: logits and cross entropy, the fused loss after it, the fused loss inside.
 
 python -m benchmarks.compiled [tokens:hidden:vocabulary]
 
-A step is forward and backward of a small body (residual MLPs with RMSNorm) and a loss, everything trainable. `x floor`
-is the time above the body's alone, over that of the three matrix products of the head; `MiB` the most memory above
-parameters and input, gradients included.
+A step is forward and backward of a small body (residual MLPs with RMSNorm) and a loss; everything is trainable. `x
+floor` is the time above the body's time, over the time of the head's three matrix products. `MiB` is the peak memory
+above parameters and input, including gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A body and a head, whose weight the loss takes."""
+    """A body and a head; the loss takes the head's weight."""
 
     def __init__(self, hidden: int, vocabulary: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def contenders(model: Model) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """Name and loss, each compiled anew; the first is the body alone."""
+    """Yield names and losses, each compiled anew; the first one is the body alone."""
     body = torch.compile(model.body, dynamic=False)
     yield "the body alone", lambda x, target: body(x).sum()
     yield "F.cross_entropy on logits, compiled", torch.compile(model.by_logits, dynamic=False, fullgraph=True)

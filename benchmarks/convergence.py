@@ -1,16 +1,17 @@
-"""Training with the kernels against training without: same weights, same batches, same optimizer; two loss curves.
+"""Compare the loss curves of training with and without the kernels: same weights, batches and optimizer.
 
 python -m benchmarks.convergence                                   four families; about ten minutes on one core
 python -m benchmarks.convergence --families llama --steps 20
 
-Small models with random weights learn English for 200 steps: AdamW, warm-up and decay, gradients clipped. Variants:
+Small models with random weights train on English text for 200 steps: AdamW, warm-up and decay, clipped gradients.
 
     stock           the model as transformers builds it
-    fused           after `apply_liger_kernel(model)`: everything on, the logits of a step in several chunks
-    stock, nudged   stock from weights a little beside: how far rounding alone drives two curves apart
+    fused           after `apply_liger_kernel(model)`: all kernels on, several chunks of logits per step
+    stock, nudged   stock from slightly different weights: shows how far rounding alone separates two curves
 
-All three in float32, and in bfloat16, parameters included, from the first seed; stock and fused in bfloat16 from every
-seed. Seeds choose initial weights; the batches are the same throughout, so that final losses differ by nothing else.
+The first seed runs all three in float32 and in bfloat16 (parameters included). The other seeds run stock and fused in
+bfloat16. Seeds choose the initial weights only; all runs use the same batches, so nothing else changes the final
+losses.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 160,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "output_router_logits": True,  # and with them the auxiliary loss
+        "output_router_logits": True,  # adds the auxiliary loss
         "router_aux_loss_coef": 0.02,
     },
 }
 
 
 def english_batches(steps: int, device: str) -> list[Batch]:
-    """One for each step: passages of `examples/align_data.py`, in an order of their own epoch after epoch."""
+    """Return one batch per step: passages of `examples/align_data.py`, shuffled again in each epoch."""
     pairs = english_preferences(_DATA_SEED).train
     passages = list({(pair.prompt, pair.chosen): pair for pair in pairs}.values())
     tokenizer = train_tokenizer([pair.prompt + pair.chosen for pair in passages], VOCABULARY)
@@ -81,7 +82,7 @@ def english_batches(steps: int, device: str) -> list[Batch]:
 
 
 def build(family: str, dtype: str, seed: int, device: str) -> PreTrainedModel:
-    """A model in training mode. Attention is the eager one: it alone applies Gemma 2's softcap, and it repeats."""
+    """Build a model in training mode, with eager attention: it supports Gemma 2's softcap, and it is deterministic."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
@@ -90,17 +91,17 @@ def build(family: str, dtype: str, seed: int, device: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def nudge(model: PreTrainedModel) -> None:
-    """Move every weight to the next float32; in bfloat16, where the next number is up to 1% away, a single weight."""
+    """Move every weight to the next float32. In bfloat16 a step is up to 1%, so move a single weight."""
     single = model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]
     for weight in [single] if model.dtype == torch.bfloat16 else model.parameters():
         weight.copy_(torch.nextafter(weight, weight.new_tensor(torch.inf)))
 
 
 class Adam(NamedTuple):
-    """Of `torch.optim.AdamW`, what decides how fast a difference of rounding grows.
+    """The arguments of `torch.optim.AdamW` that decide how fast rounding differences grow.
 
-    With the usual `eps` of 1e-8 a weight whose gradient is little more than rounding moves as far as any other, in a
-    direction that rounding chooses.
+    With the default `eps` of 1e-8, a weight whose gradient is mostly rounding error moves as far as any other, in a
+    random direction.
     """
 
     lr: float = 1e-3
@@ -111,7 +112,7 @@ DEFAULT_ADAM = Adam()
 
 
 def train(model: PreTrainedModel, batches: Sequence[Batch], adam: Adam) -> list[float]:
-    """The loss of every step, rounded as float32 is."""
+    """Train, and return the loss of every step, rounded to float32."""
     optimizer = torch.optim.AdamW(model.parameters(), **adam._asdict())
     schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP * len(batches)), len(batches))
     losses: list[Tensor] = []
@@ -128,7 +129,7 @@ def train(model: PreTrainedModel, batches: Sequence[Batch], adam: Adam) -> list[
 
 
 def variants(seeds: int) -> Iterator[tuple[str, str, int]]:
-    """What is trained of every family: dtype, variant, seed."""
+    """Yield the dtype, variant and seed of each run of a family."""
     for dtype in (FLOAT32, BFLOAT16):
         for variant in (STOCK, FUSED, NUDGED):
             yield dtype, variant, 0

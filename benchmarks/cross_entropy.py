@@ -1,4 +1,4 @@
-"""SFT cross entropy on an `lm_head`, forward and backward, beside eager torch and the installed peers.
+"""Benchmark SFT cross entropy on an `lm_head`, forward and backward, against eager torch and the installed peers.
 
 python -m benchmarks.cross_entropy 8192:4096:128256 8192:1536:151936        tokens:hidden:vocabulary
 """
@@ -68,7 +68,7 @@ def liger() -> Loss:
 
 
 def liger_in_16_chunks() -> Loss:
-    """Large chunks and a float32 accumulator, which its module has no option for."""
+    """Use large chunks and a float32 accumulator, which Liger-Kernel's module does not offer."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction as Function
 
     parameters = inspect.signature(Function.forward).parameters
@@ -76,7 +76,7 @@ def liger_in_16_chunks() -> Loss:
     settings = {"chunk_mem_const": 16, "accum_dtype": torch.float32}
     if not settings.keys() <= defaults.keys():
         raise Skipped("this liger-kernel has a fixed number of chunks")
-    # Past (ctx, _input, weight, target), by position, as an autograd.Function takes them.
+    # An autograd.Function takes positional arguments; skip (ctx, _input, weight, target).
     rest = list({**defaults, **settings}.values())[4:]
     return lambda x, w, t: Function.apply(x, w, t, *rest)[0]
 
@@ -96,7 +96,7 @@ def quack() -> Loss:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        # It tells rows from columns by their number.
+        # CCE tells rows from columns by their number.
         chunk = 2048 if x.shape[1] == 4096 else 4096
         return chunked_linear_cross_entropy(x, w, t, chunk_size=chunk, tuned=False)
 
@@ -120,7 +120,7 @@ def contenders(n: int, v: int) -> Contenders:
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
-    """Every contender at one shape."""
+    """Measure every contender at one shape."""
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (n,), device=DEVICE)
     table.measure(

@@ -1,4 +1,4 @@
-"""The kept loss curves of `benchmarks.convergence`: how far fused training is from stock training, and from itself."""
+"""Read the kept loss curves of `benchmarks.convergence`: how far fused training is from stock training."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 STOCK, FUSED, NUDGED = "stock", "fused", "stock, nudged"
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
-BOUND = 1e-3  # nats, on every step in float32
+BOUND = 1e-3  # nats, at every step in float32
 NAMES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "mixtral": "Mixtral"}
-LAST = 20  # steps whose mean is the final loss
+LAST = 20  # steps that are averaged for the final loss
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training run: the loss of every step, in nats, before the update of that step.
+    """One training run: the loss of every step, in nats, before that step's update.
 
-    - `family`: of the model
-    - `dtype`: of its parameters and activations
+    - `family`: model family
+    - `dtype`: of parameters and activations
     - `variant`: `STOCK`, `FUSED` or `NUDGED`
-    - `seed`: of its initial weights
+    - `seed`: of the initial weights
     """
 
     family: str
@@ -34,13 +34,13 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """Mean of the last steps."""
+        """Return the mean of the last steps."""
         return statistics.fmean(self.losses[-LAST:])
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """One file. The data are the same for every curve in it, batch by batch."""
+    """One result file. All of its curves use the same batches."""
 
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -52,7 +52,7 @@ class Convergence:
         return list(dict.fromkeys(curve.family for curve in self.curves))
 
     def seeds(self, family: str, dtype: str) -> list[int]:
-        """Those of the stock model."""
+        """Return the seeds of the stock model."""
         of_stock = (curve for curve in self.curves if curve.variant == STOCK)
         return [curve.seed for curve in of_stock if (curve.family, curve.dtype) == (family, dtype)]
 
@@ -61,28 +61,28 @@ class Convergence:
         return next(c for c in self.curves if (c.family, c.dtype, c.variant, c.seed) == wanted)
 
     def differences(self, family: str, dtype: str, variant: str, seed: int) -> list[float]:
-        """`|loss - stock loss|` of every step."""
+        """Return `|loss - stock loss|` of every step."""
         pair = (self.curve(family, dtype, which, seed).losses for which in (variant, STOCK))
         return [abs(loss - stock) for loss, stock in zip(*pair, strict=True)]
 
     def largest(self, family: str, variant: str) -> float:
-        """The largest difference of any step in float32."""
+        """Return the largest difference of any step in float32."""
         seeds = self.seeds(family, FLOAT32)
         return max(max(self.differences(family, FLOAT32, variant, seed)) for seed in seeds)
 
     def finals(self, family: str, variant: str) -> list[float]:
-        """In bfloat16, the final loss of every seed."""
+        """Return the final loss of every seed in bfloat16."""
         return [self.curve(family, BFLOAT16, variant, seed).final for seed in self.seeds(family, BFLOAT16)]
 
     @property
     def title(self) -> str:
-        """The hardware, the versions that matter most, and the day."""
+        """Return the hardware, the main versions, and the date."""
         env = self.environment
         versions = ", ".join(f"{name} {env['versions'][name]}" for name in ("torch", "transformers"))
         return f"{env['device']}, {versions}, {env['date']}"
 
     def write(self, path: Path) -> None:
-        """As JSON, a line a curve."""
+        """Write the file as JSON, one line per curve."""
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {"whole": self.whole, "environment": self.environment, "settings": self.settings}
         curves = ",\n  ".join(json.dumps(asdict(curve)) for curve in self.curves)
@@ -100,7 +100,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def markdown(run: Convergence) -> str:
-    """A row a family: differences in float32, final losses in bfloat16."""
+    """Return a table with one row per family: differences in float32, final losses in bfloat16."""
     lines = [
         "| family | float32: fused | nudged | bfloat16: final loss of stock | of fused | fused − stock "
         "| nudged − stock | spread of stock | spread of fused |",

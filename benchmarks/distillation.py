@@ -1,8 +1,9 @@
-"""Distillation on an `lm_head`, forward and backward, beside eager torch and the installed peers.
+"""Benchmark distillation on an `lm_head`, forward and backward, against eager torch and the installed peers.
 
     python -m benchmarks.distillation 8192:1536:4096:151936        tokens:hidden:hidden of the teacher:vocabulary
 
-The floor is three products of the student and one of the teacher, which a teacher's top-k log-probabilities save.
+The floor is three matrix products of the student, plus one of the teacher unless the teacher is given as top-k
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
 
 
 def jsd(z: Tensor, t: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of each token (N,), of logits (N, V) of student and teacher, as the ones below."""
+    """Return the Jensen-Shannon divergence of each token (N,), from student and teacher logits (N, V)."""
     log_p, log_q = z.log_softmax(-1), t.log_softmax(-1)
     log_m = torch.logsumexp(torch.stack([log_p, log_q]), 0) - math.log(2)
     return 0.5 * sum(F.kl_div(log_m, log_r, log_target=True, reduction="none").sum(-1) for log_r in (log_p, log_q))
@@ -66,7 +67,7 @@ def cosine(z: Tensor, t: Tensor) -> Tensor:
 
 
 def top_k_kl(z: Tensor, logps: Tensor, ids: Tensor) -> Tensor:
-    """KL(teacher || student) over the k tokens and the rest together."""
+    """Return KL(teacher || student) over the k tokens and one bin for all others."""
     log_p = z.log_softmax(-1).gather(-1, ids)
 
     def bins(log_r: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def top_k_kl(z: Tensor, logps: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A divergence as plain torch, and who computes its mean fused, of (input, weight, teacher's input, its weight)."""
+    """A divergence in plain torch, and its fused contenders: functions of (input, weight, teacher input and weight)."""
 
     divergence: Callable[[Tensor, Tensor], Tensor]
     module: Callable[..., torch.nn.Module]
@@ -91,7 +92,7 @@ class Task:
         return lambda x, w, teacher_x, teacher_w: loss(w, x, teacher_w, teacher_x)[0]
 
     def expected(self, x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> dict[str, Tensor]:
-        """The gradients in float64."""
+        """Return the gradients in float64."""
         teacher_w = teacher_w.double()
         return logits_gradients(x, w, lambda z, rows: self.divergence(z, teacher_x[rows].double() @ teacher_w.t()))
 
@@ -137,7 +138,7 @@ def trl(beta: float) -> Callable[[], Loss]:
 
 
 def jsd_peers(beta: float) -> Contenders:
-    """Both call KL(teacher || student) a JSD of 0, KL(student || teacher) one of 1."""
+    """Return the peers. Both define beta 0 as KL(teacher || student), and beta 1 as KL(student || teacher)."""
     return {"liger-kernel": liger("JSD", beta=beta), "trl": trl(beta)}
 
 
@@ -163,14 +164,14 @@ def our_top_k() -> Loss:
 
 @torch.no_grad()
 def top_k_of(teacher_x: Tensor, teacher_w: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (N, k) in float32 and ids (N, k) of a teacher's likeliest tokens."""
+    """Return log-probabilities (N, k) in float32 and ids (N, k) of a teacher's most likely tokens."""
     logits = ((rows @ teacher_w.t()).float() for rows in teacher_x.split(1024))
     logps, ids = zip(*(z.log_softmax(-1).topk(TOP_K) for z in logits), strict=True)
     return torch.cat(logps), torch.cat(ids)
 
 
 def measure(table: Table, n: int, h: int, teacher_h: int, v: int) -> None:
-    """Every divergence at one shape."""
+    """Measure every divergence at one shape."""
     student, teacher = gemm_floor(n, h, v), gemm_floor(n, teacher_h, v)
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     teacher_x, teacher_w = hidden_states(n, teacher_h), head_weight(v, teacher_h)

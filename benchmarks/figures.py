@@ -1,7 +1,7 @@
-"""The figures of docs/, and the table, from the kept runs.
+"""Draw the figures of docs/, and write its tables, from the kept runs.
 
 python -m benchmarks.figures                                draws docs/*.svg
-python -m benchmarks.figures --table docs/benchmarks.md     and writes what is between that page's markers;
+python -m benchmarks.figures --table docs/benchmarks.md     also writes between that page's markers
                              --convergence docs/convergence.md   the same for the loss curves
 """
 
@@ -57,7 +57,7 @@ KERNEL_NOTE = (
 
 
 def write_between(path: Path, text: str) -> None:
-    """Replace what is between the markers of a page.
+    """Replace the text between the markers of a page.
 
     Raises:
         ValueError: the page has no markers.

@@ -1,15 +1,15 @@
-"""What every benchmark shares: a clock, a scale for memory, the GEMM floor, float64 error, and a table kept as JSON.
+"""Shared by all benchmarks: timer, memory peak, GEMM floor, float64 error, and a table that is saved as JSON.
 
-A row is one contender at one task. Of a loss or a kernel, forward and backward:
+A row is one contender at one task. For the forward and backward of a loss or a kernel it has:
 
     ms        median of CUDA-event times after warm-up
-    x floor   ms over the time that the task's matrix products alone take, through cuBLAS, one after the other for a
-              while, counted on tokens that have a target
-    MiB       most memory above the inputs, gradients included
-    err       norm of the difference to float64 over the norm of float64, of each gradient
+    x floor   ms over the time of the task's matrix products alone, through cuBLAS, repeated back to back, counted on
+              the tokens that have a target
+    MiB       peak memory above the inputs, including gradients
+    err       norm of the difference to float64 over the norm of float64, for each gradient
 
-A task starts with eager code, whose errors the others' are compared with. `steps.py` has the rows of whole training
-steps. Ratios count within one run; absolute times drift with the card's clocks.
+A task starts with eager code; the errors of the others are compared with its errors. `steps.py` defines the rows of
+whole training steps. Compare ratios within one run only; absolute times drift with the card's clocks.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 RESULTS = Path(__file__).parent / "results"
 OURS = "liger_chunked"
 BASELINE = "eager"
-STOCK = "stock"  # a model or a trainer as its library builds it
+STOCK = "stock"  # a model or a trainer as its own library builds it
 
 Loss = Callable[..., Tensor]
-# A contender imports what it needs when its turn comes, so that a peer may be missing.
+# Each contender imports its library when it runs, so that a peer may be missing.
 Contenders = Mapping[str, Callable[[], Loss]]
 
 
 class Skipped(Exception):
-    """Why a contender is not measured here."""
+    """The reason why a contender is not measured here."""
 
 
 def is_out_of_memory(failure: Exception) -> bool:
-    """Whether the device had no room: torch, cuBLAS and Triton each say so in their own way."""
+    """Return whether the device ran out of memory: torch, cuBLAS and Triton raise different errors."""
     return isinstance(failure, torch.OutOfMemoryError) or (
         isinstance(failure, RuntimeError) and ("out of memory" in str(failure) or "ALLOC_FAILED" in str(failure))
     )
@@ -60,7 +60,7 @@ def synchronize() -> None:
 
 
 def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> float:
-    """Median time of `run` in milliseconds, by CUDA events where there is a GPU."""
+    """Return the median time of `run` in milliseconds, by CUDA events on a GPU."""
     for _ in range(warmup):
         run()
     synchronize()
@@ -81,7 +81,7 @@ def median_ms(run: Callable[[], object], repeats: int = 9, warmup: int = 3) -> f
 
 
 def graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """`run` as a CUDA graph, so that its kernels are timed without their launches; as it is where there is no GPU."""
+    """Return `run` as a CUDA graph, to time its kernels without their launches; on a CPU, `run` unchanged."""
     if DEVICE == "cpu":
         return run
     stream = torch.cuda.Stream()
@@ -96,10 +96,10 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def step_ms(run: Callable[[], object]) -> float:
-    """Median time of a step that has run before: many repeats of a short one, three of one beyond 200 ms.
+    """Return the median time of a warm step: many repeats of a short step, three of one above 200 ms.
 
-    A short step runs for a while first: the host is slow where it comes from other work. So is the one step that tells
-    how long it takes, and is asked again.
+    A short step is repeated before it is timed, because the host is slow after other work. For the same reason the
+    first estimate is measured twice.
     """
     estimate = median_ms(run, repeats=1, warmup=0)
     if estimate > 200:
@@ -109,7 +109,7 @@ def step_ms(run: Callable[[], object]) -> float:
 
 
 def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:
-    """Most memory that `run` takes above what is there before it, gradients of `leaves` included; None on a CPU."""
+    """Return the peak memory of `run` above what is allocated before, with `leaves`' gradients; None on a CPU."""
     if DEVICE == "cpu":
         return None
     for leaf in leaves:
@@ -126,7 +126,7 @@ def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | Non
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds of the three products of a head on N tokens: logits, dX and dW."""
+    """Milliseconds of a head's three matrix products on N tokens: logits, dX and dW."""
 
     logits: float
     dx: float
@@ -138,7 +138,7 @@ class Floor:
 
 
 def gemm_floor(n: int, h: int, v: int) -> Floor:
-    """Time the products together, as they follow one another in a loss: alone they would run at higher clocks."""
+    """Time the products together, in the order of a loss; each alone would run at higher clocks."""
     rows = min(n, 8192)
     x = torch.randn(rows, h, device=DEVICE, dtype=DTYPE)
     w = torch.randn(v, h, device=DEVICE, dtype=DTYPE)
@@ -155,28 +155,28 @@ def gemm_floor(n: int, h: int, v: int) -> Floor:
 
 
 def hidden_states(*shape: int) -> Tensor:
-    """Standard normal, (..., H)."""
+    """Return (..., H) standard normal values."""
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
 def head_weight(v: int, h: int) -> Tensor:
-    """(V, H), for logits of variance 1."""
+    """Return a (V, H) weight that gives logits of variance 1."""
     return (torch.randn(v, h, device=DEVICE) / h**0.5).to(DTYPE)
 
 
 def compiled(loss: Loss) -> Callable[[], Loss]:
-    """`torch.compile(loss)` at fixed shapes, as a contender."""
+    """Return `torch.compile(loss)` at fixed shapes, as a contender."""
 
     def build() -> Loss:
         if DEVICE == "cpu":
-            raise Skipped("compiled on a GPU alone")
+            raise Skipped("torch.compile is only measured on a GPU")
         return torch.compile(loss, dynamic=False)
 
     return build
 
 
 def copy_tb_per_s() -> float:
-    """Device-to-device copy, bytes read plus bytes written."""
+    """Return the bandwidth of a device-to-device copy: bytes read plus bytes written."""
     n_bytes = 1 << (32 if DEVICE == "cuda" else 24)
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -184,7 +184,7 @@ def copy_tb_per_s() -> float:
 
 
 def environment(device: str = DEVICE) -> dict[str, object]:
-    """Hardware, versions, commit and date, as far as they can be told; `BENCH_COMMIT` where git cannot say."""
+    """Return hardware, versions, commit and date where known; `BENCH_COMMIT` gives the commit if git is unavailable."""
 
     def installed(name: str) -> str | None:
         try:
@@ -209,10 +209,10 @@ def environment(device: str = DEVICE) -> dict[str, object]:
 
 @dataclass
 class Row:
-    """One contender at one task; `failure` says why there are no measurements, `seconds` what it all took.
+    """One contender at one task; `failure` says why it has no measurements, `seconds` is the total time it took.
 
     - `ms`: median time
-    - `mib`: most memory above what was there before; None on a CPU
+    - `mib`: peak memory above what was allocated before; None on a CPU
     """
 
     task: str
@@ -223,17 +223,17 @@ class Row:
     seconds: float = 0.0
 
     def line(self, first: Row) -> str:
-        """For the screen; `first` is the first of the task that was measured, of the same kind."""
+        """Return the line to print; `first` is the task's first measured row of the same kind."""
         return f"  {self.name:42s} " + (self.failure or self.measured(first))
 
     def measured(self, first: Any) -> str:
-        """The measurements."""
+        """Return the measurements as text."""
         raise NotImplementedError
 
 
 @dataclass
 class LossRow(Row):
-    """Forward and backward of a loss or a kernel, over its floor; `errors` of the gradients."""
+    """Forward and backward of a loss or a kernel, with its floor and the `errors` of its gradients."""
 
     times_floor: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class LossRow(Row):
 
 
 def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
-    """The options that every benchmark takes; `peer_seconds` is the default of one."""
+    """Return a parser with the options of every benchmark; `peer_seconds` is the default of that option."""
     parse = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--only", default="", help=f"contenders whose name contains this; ours: {OURS} alone")
     parse.add_argument("--task", default="", help="tasks whose name contains this")
@@ -265,10 +265,10 @@ def parser(description: str, peer_seconds: float) -> argparse.ArgumentParser:
 
 
 class Table:
-    """The rows of one benchmark, printed and written as JSON as they come."""
+    """The rows of one benchmark, printed and saved as JSON as they are measured."""
 
     def __init__(self, family: str, args: argparse.Namespace, whole: bool = True) -> None:
-        """`whole`: at the default shapes; unless `args` filters, or the peers' time runs out, figures take this run."""
+        """`whole`: the run has the default shapes. Filters and a peer timeout clear it; figures use whole runs."""
         self.family, self.args = family, args
         self.whole = whole and not (args.only or args.task)
         scale = {"dtype": str(DTYPE).removeprefix("torch."), "copy_tb_per_s": round(copy_tb_per_s(), 3)}
@@ -296,13 +296,13 @@ class Table:
         """Time `loss(*inputs).backward()` of each contender, and compare the gradients of `leaves` with `expected()`.
 
         Args:
-            task: what is computed and at which shape.
-            floor_ms: its matrix products, or the bytes it must move, alone.
-            shape: the same shape in numbers, for whoever draws.
+            task: name and shape.
+            floor_ms: time of its matrix products alone, or of a copy of the bytes that it must move.
+            shape: the shape as numbers, for the figures.
             contenders: in the order of running.
             inputs: arguments of every contender's loss.
-            leaves: those of them that get a gradient.
-            expected: computes the gradients in float64; None where nobody asks for them.
+            leaves: the inputs that get a gradient.
+            expected: computes the gradients in float64; None to skip the errors.
             graph: time the step as a CUDA graph, without its launches.
         """
         if not self._wanted(task, contenders):
@@ -323,15 +323,15 @@ class Table:
         kind: type[Row],
         note: str = "",
     ) -> None:
-        """A row for every contender that is wanted.
+        """Add a row for every selected contender.
 
         Args:
-            task: what is done.
-            facts: what whoever draws must know of it.
-            fills: by contender, in the order of running, what measures it and writes into its row; an exception is
-                the row's failure.
-            kind: of the rows.
-            note: for the screen.
+            task: name and shape.
+            facts: facts about the task for the figures.
+            fills: for each contender, in the order of running, a function that measures it and fills its row; an
+                exception becomes the row's failure.
+            kind: class of the rows.
+            note: text to print.
         """
         wanted = self._wanted(task, fills)
         if not wanted:
@@ -349,7 +349,7 @@ class Table:
             self.save()
 
     def _wanted(self, task: str, names: Iterable[str]) -> list[str]:
-        """Those of the contenders that the command line asks for."""
+        """Return the contenders that the command line selects."""
         only = self.args.only
         names = [name for name in names if (name.startswith(OURS) if only == "ours" else only in name)]
         return names if self.args.task in task else []
@@ -359,7 +359,7 @@ class Table:
         begin = time.perf_counter()
         try:
             if is_peer and self.peer_seconds > self.args.peer_seconds:
-                self.whole &= self.args.peer_seconds < 0  # where none was to be measured
+                self.whole &= self.args.peer_seconds < 0  # unless no peer was to be measured
                 raise Skipped(f"the peers' {self.args.peer_seconds:g} seconds are over")
             fill(row)
         except Skipped as skipped:
@@ -373,7 +373,7 @@ class Table:
             self.peer_seconds += row.seconds
 
     def _clean_up(self, row: Row) -> None:
-        """Memory, and what torch.compile learnt: it would take the next shape for a dynamic one."""
+        """Free memory, and reset torch.compile, which would otherwise treat the next shape as dynamic."""
         if DEVICE == "cpu":
             return
         try:
@@ -384,13 +384,13 @@ class Table:
         except RuntimeError as lost:
             self.rows.append(row)
             self.save()
-            raise SystemExit(f"{row.name} at {row.task} took the device with it: {row.failure or lost}") from lost
+            raise SystemExit(f"{row.name} at {row.task} left the device unusable: {row.failure or lost}") from lost
 
     def finish(self) -> Path:
-        """Say where the rows are.
+        """Print where the rows are saved.
 
         Raises:
-            SystemExit: there are none.
+            SystemExit: there are no rows.
         """
         if not self.rows:
             raise SystemExit(f"nothing is called --task {self.args.task!r} --only {self.args.only!r}")
@@ -398,7 +398,7 @@ class Table:
         return self.path
 
     def save(self) -> None:
-        """Write all there is so far to `path`."""
+        """Write all rows so far to `path`."""
         content = {
             "family": self.family,
             "whole": self.whole,
@@ -443,7 +443,7 @@ def _fill(
 
 
 def new_file(folder: Path, stem: str) -> Path:
-    """`<stem>.json`, or with a number behind it where a run has that name: none overwrites another's."""
+    """Return `<stem>.json`, or a numbered name if that file exists, so that no run overwrites another."""
     path, n = folder / f"{stem}.json", 1
     while path.exists():
         n += 1
@@ -461,13 +461,13 @@ def benchmark(
     peer_seconds: float,
     arguments: Sequence[str] | None,
 ) -> Path:
-    """The command line of a family: `measure(table, *sizes)` at each shape that is named, or at its default ones.
+    """Run the command line of a family: `measure(table, *sizes)` at each given shape, or at the default shapes.
 
     Args:
-        sizes: what the parts of a shape are, separated by colons.
+        sizes: names of the parts of a shape, separated by colons.
         on_gpu, on_cpu: the default shapes.
-        peer_seconds: what compiling and running the peers may take together unless the command line says otherwise.
-        arguments: None: those of the command line.
+        peer_seconds: default limit on the time to compile and run all peers.
+        arguments: None for those of the command line.
     """
     parse = parser(description, peer_seconds)
     parse.add_argument("shapes", nargs="*", help=f"{sizes}; default: {' '.join(on_gpu)}")
@@ -489,7 +489,7 @@ def _parsed(text: str) -> float | str:
 
 
 def error(value: Tensor | None, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`, in slices so that no float64 copy of `value` is made."""
+    """Return the norm of the difference over the norm of `expected`, in slices, without a float64 copy of `value`."""
     assert value is not None
     value, expected = value.reshape(-1, value.shape[-1]), expected.reshape(-1, expected.shape[-1])
     squares = [(v.double() - e).square().sum() for v, e in zip(value.split(8192), expected.split(8192), strict=True)]

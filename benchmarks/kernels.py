@@ -1,9 +1,9 @@
-"""Each kernel of the engine alone, beside the bytes that bound it.
+"""Benchmark each kernel of the engine alone, against the bytes that it must move.
 
 python -m benchmarks.kernels 8192:151936 8192:128256        tokens:vocabulary
 
-`x bytes` is the time over that of a copy which moves as many bytes: every tile of logits that the kernel's file says it
-reads or writes, at the bandwidth that the device copies with.
+`x bytes` is the kernel's time over that of a device copy of as many bytes: every tile of logits that the kernel's file
+says it reads or writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIVERGENCES = {
 
 
 def kernels(n: int, v: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Name, tiles of logits moved, and the call."""
+    """Yield name, number of logits tiles moved, and the call."""
     z = 2 * torch.randn(n, v, device=DEVICE, dtype=dtype)
     work = z.clone()
     target = torch.randint(v, (n,), device=DEVICE)

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, built where they are used, and who puts kernels into them."""
+"""Models of known shapes with random weights, and context managers that patch kernels into them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.harness import DEVICE, DTYPE, Skipped
 from liger_chunked import apply_liger_kernel, revert_liger_kernel
 
-# transformers has got another name for it, but every version we run on knows the old one.
+# transformers renamed it, but every version that we support accepts the old name.
 warnings.filterwarnings("ignore", r".*gradient_checkpointing.* is deprecated and will be removed in v6", FutureWarning)
 
 _LLAMA_3: dict[str, Any] = {
@@ -106,7 +106,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, seed: int = 0, checkpointing: bool = True) -> PreTrainedModel:
-    """A model of `SHAPES` in training mode, on the device from the start; with a seed of its own, always the same."""
+    """Build a model of `SHAPES` in training mode, directly on the device; the same seed gives the same weights."""
     family, sizes = SHAPES[name]
     config = AutoConfig.for_model(family, **copy.deepcopy(sizes))
     torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def vocabulary(name: str) -> int:
     return SHAPES[name][1]["vocab_size"]
 
 
-# Who puts kernels into models, and takes them out again; `fused`: the loss too.
+# Context managers that patch kernels into models and remove them again; `fused` includes the loss.
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def ours(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
 
 @contextmanager
 def liger_kernel(*models: PreTrainedModel, fused: bool) -> Iterator[None]:
-    """It patches the models, which are not used again, and the names of their modeling module."""
+    """Apply Liger-Kernel. It patches the models, which are not reused, and the names in their modeling module."""
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise Skipped("Triton kernels on a GPU alone")
     import liger_kernel.transformers as liger

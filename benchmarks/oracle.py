@@ -1,4 +1,4 @@
-"""Gradients in float64, a block of tokens at a time, so that they fit on the GPU beside what is measured."""
+"""Gradients in float64, one block of tokens at a time, to fit in GPU memory next to the measured code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-_BLOCK = 1 << 27  # logits, of which a block keeps a few float64 copies
+_BLOCK = 1 << 27  # logits; a block holds a few float64 copies of them
 
 
 def _blocks(n: int, v: int) -> Iterator[slice]:
@@ -18,7 +18,7 @@ def _blocks(n: int, v: int) -> Iterator[slice]:
 
 @torch.no_grad()
 def token_statistics(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and entropies, in nats and the shape of `t`, zero at ignored tokens; float64.
+    """Return log-probabilities of the targets and entropies in float64, in nats, shaped as `t`; 0 at ignored tokens.
 
     Args:
         x: (..., H).
@@ -39,7 +39,7 @@ def token_statistics(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def token_gradients(
     x: Tensor, w: Tensor, t: Tensor, objective: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The gradients of `objective(logps, entropy)`, both in the shape of `t`, by `input` and `weight`.
+    """Return the gradients of `objective(logps, entropy)`, both shaped as `t`, by `input` and `weight`.
 
     With `g` and `e` the objective's gradients by the log-probability and the entropy `S` of a token,
 
@@ -65,12 +65,12 @@ def token_gradients(
 
 
 def logits_gradients(x: Tensor, w: Tensor, cost: Callable[[Tensor, slice], Tensor]) -> dict[str, Tensor]:
-    """The gradients of the mean over the tokens of `cost(z, rows)`, of a block's logits and which tokens they are of.
+    """Return the gradients of the mean over tokens of `cost(z, rows)`, evaluated per block of tokens.
 
     Args:
         x: (N, H).
         w: (V, H).
-        cost: logits (n, V) and a slice of the N tokens to (n,).
+        cost: maps logits (n, V) and the slice of the N tokens that they belong to, to (n,).
     """
     x, w = x.detach().double(), w.detach().double()
     dx, dw = torch.empty_like(x), torch.zeros_like(w)

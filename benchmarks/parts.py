@@ -1,11 +1,10 @@
-"""What the parts of a step by the epilogue cost on a busy GPU, whose power is bounded and whose clocks are low.
+"""Measure the parts of a step with the fused epilogue on a busy GPU, whose power limit lowers the clocks.
 
 python -m benchmarks.parts 4096:1536:151936 4096:2048:151936        tokens of a pack:hidden:vocabulary
 
-A cross entropy of two packs, of which parts are put one by one in the place of cuBLAS's products; then the projection
-by itself. Contenders take turns, in blocks of steps that follow one another without a pause: one after the other, as in
-the families' runs, the first would have a card that is still cool. `x floor` is over what cuBLAS takes, with random
-logits.
+The first task is a cross entropy of two chunks in which the parts replace cuBLAS's products one by one. The second is
+the fused projection alone. Contenders alternate in blocks of back-to-back steps; if each ran to its end, the first
+would have a cooler card. `x floor` is relative to cuBLAS's time. The logits are random.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ FLOOR = "cuBLAS's products"
 
 _STEPS, _ROUNDS = (10, 7) if DEVICE == "cuda" else (1, 1)
 _BUSY = 1.0 if DEVICE == "cuda" else 0.0  # seconds before the first block
-# Clocks: 0.7 to 1 ms, about what the host has before the first product.
+# Clock cycles: 0.7 to 1 ms, about the host's time before the first product.
 _IDLE = 1_400_000
 
 Step = Sequence[Callable[[], object]]
 
 
 def in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
-    """Milliseconds a step of each contender, the median of blocks."""
+    """Return milliseconds per step of each contender, the median over alternating blocks."""
 
     def block(step: Step) -> Callable[[], object]:
         return lambda: [part() for _ in range(_STEPS) for part in step]
@@ -54,7 +53,7 @@ def in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def compare(table: Table, task: str, shape: Mapping[str, float], steps: Mapping[str, Step]) -> None:
-    """A row for each contender, where the command line asks for the task."""
+    """Add a row for each contender, if the command line selects the task."""
     if table.args.task not in task:
         return
     times = in_turns(steps)
@@ -66,7 +65,7 @@ def compare(table: Table, task: str, shape: Mapping[str, float], steps: Mapping[
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
-    """Both tasks at one shape."""
+    """Measure both tasks at one shape."""
     x, w, t = hidden_states(n, h), head_weight(v, h), torch.randint(v, (n,), device=DEVICE)
     random_logits = torch.randn(n, v, device=DEVICE).to(x.dtype)
     exponentials, logits = (torch.empty_like(random_logits) for _ in range(2))

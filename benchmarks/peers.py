@@ -1,4 +1,4 @@
-"""Peers that more than one family calls. Each is imported when its turn comes."""
+"""Peers that several benchmark families call. Each is imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def trl_token_stats(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
-    """TRL's chunked function of (input (n, H), weight (V, H), target (n,)).
+    """Return TRL's chunked function of (input (n, H), weight (V, H), target (n,)).
 
     Args:
-        outputs: which of its outputs, (n,) each, in its order: "log_probs", "entropy".
+        outputs: which of its (n,) outputs to return: "log_probs", "entropy".
     """
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    vocabulary_chunk = 32768  # as TRL's trainers call it
+    vocabulary_chunk = 32768  # the value that TRL's trainers use
 
     def token_stats(x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
         return list(

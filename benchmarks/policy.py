@@ -1,8 +1,8 @@
-"""GRPO on an `lm_head`, forward and backward, beside eager torch and the installed peers.
+"""Benchmark GRPO on an `lm_head`, forward and backward, against eager torch and the installed peers.
 
     python -m benchmarks.policy 8:2048:2048:151936        sequences:length:hidden:vocabulary
 
-The mean entropy is computed with the loss, as trainers log it, and in a second task enters it as a bonus.
+The mean entropy is computed with the loss, because trainers log it. In a second task it is also a bonus in the loss.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SMALL = ["2:16:32:1024"]
 
 
 def grpo(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
-    """PPO's clipped surrogate; all sequences have the same length. Of (B, T), (B, T), (B,)."""
+    """Return PPO's clipped surrogate of (B, T), (B, T), (B,); all sequences have the same length."""
     ratio, advantages = (logps - old_logps).exp(), advantages[:, None]
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
 @dataclass(frozen=True)
 class Task:
-    """GRPO with an entropy bonus, who computes it of (input, weight, target, advantages, the sampler's logps)."""
+    """GRPO with an entropy bonus; contenders are functions of (input, weight, target, advantages, old logps)."""
 
     entropy_coef: float
 
@@ -76,7 +76,7 @@ class Task:
 
 
 def liger() -> Loss:
-    """It does not compute the entropy."""
+    """Return Liger-Kernel's loss, which does not compute the entropy."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Liger
 
     loss = Liger(beta=0.0, use_ref_model=False)
@@ -91,12 +91,12 @@ TASKS = {"GRPO": Task(0.0), "GRPO, entropy bonus": Task(0.01)}
 
 
 def measure(table: Table, b: int, length: int, h: int, v: int) -> None:
-    """With and without the bonus at one shape."""
+    """Measure with and without the bonus at one shape."""
     floor = gemm_floor(b * length, h, v).all
     x, w = hidden_states(b, length, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (b, length), device=DEVICE)
     advantages = torch.randn(b, device=DEVICE)
-    # A policy not far from the sampler: clipped tokens have no gradient, and products of zeros are cheap.
+    # Keep the policy close to the sampler: clipped tokens have no gradient, and products with zeros run faster.
     logps = token_statistics(x.detach(), w.detach(), t)[0]
     old_logps = logps.float() + 0.02 * torch.randn(b, length, device=DEVICE)
     inputs = (x, w, t, advantages, old_logps)

@@ -1,8 +1,8 @@
-"""Preference losses on an `lm_head`, forward and backward, beside eager torch and the installed peers.
+"""Benchmark preference losses on an `lm_head`, forward and backward, against eager torch and the installed peers.
 
     python -m benchmarks.preference ORPO:4:2048:4096:128256:0.5      loss:pairs:length:hidden:vocabulary:prompt share
 
-DPO has a reference, given as hidden states and a head: its floor is four products, that of the others three.
+DPO has a reference model, given as hidden states and a head: its floor is four products, that of the others three.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ BETA = 0.1
 
 
 def dpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
-    """Of the log-probabilities of sequences (2 n,), chosen then rejected, as the formulas below."""
+    """Return the loss from log-probabilities of sequences (2 n,), chosen then rejected, as the functions below do."""
     assert ref_logps is not None
     chosen, rejected = (logps - ref_logps).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def nll(logps: Tensor, lengths: Tensor) -> Tensor:
-    """Of the chosen sequences' tokens, a mean."""
+    """Return the mean NLL of the chosen sequences' tokens."""
     return -logps.chunk(2)[0].sum() / lengths.chunk(2)[0].sum()
 
 
@@ -70,15 +70,15 @@ def simpo(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
 
 
 def kto(logps: Tensor, lengths: Tensor, ref_logps: Tensor | None) -> Tensor:
-    """The first half of the batch desirable, without a reference, a KL of zero."""
+    """Return KTO without a reference and with a KL of 0; the first half of the batch is desirable."""
     desirable, undesirable = (BETA * logps / lengths).chunk(2)
     return torch.cat([torch.sigmoid(-desirable), torch.sigmoid(undesirable)]).mean()
 
 
 @dataclass(frozen=True)
 class Task:
-    """A loss as plain torch, and who computes it fused; `ours` and `liger` take (input, weight, target, reference's
-    input, reference's weight)."""
+    """A loss in plain torch, and its fused contenders; `ours` and `liger` take (input, weight, target, reference
+    input, reference weight)."""
 
     formula: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     ours: Callable[[], Loss]
@@ -117,7 +117,7 @@ class Task:
         return loss
 
     def expected(self, x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> dict[str, Tensor]:
-        """The gradients in float64."""
+        """Return the gradients in float64."""
         lengths = (t != IGNORE_INDEX).sum(-1)
         reference = token_statistics(ref_x, ref_w, t)[0].sum(-1) if self.with_reference else None
         return token_gradients(x, w, t, lambda logps, entropy: self.formula(logps.sum(-1), lengths, reference))
@@ -167,7 +167,7 @@ def first_half(x: Tensor) -> Tensor:
 
 
 def our_kto() -> Loss:
-    # Without a reference, sums over tokens saturate the sigmoid, and products of zeros are cheaper than products.
+    # Without a reference, sums over tokens would saturate the sigmoid, and products with zeros run faster.
     loss = LigerFusedLinearKTOLoss(beta=BETA, average_log_prob=True)
     return lambda x, w, t, ref_x, ref_w: loss(w, x, t, first_half(x), kl=0.0)[0]
 
@@ -197,11 +197,11 @@ TASKS = {
 
 
 def measure(table: Table, loss: str, pairs: int, length: int, h: int, v: int, prompt: float) -> None:
-    """One loss, or all of them, at one shape."""
+    """Measure one loss, or all losses, at one shape."""
     n_prompt = int(length * prompt)
     floor = gemm_floor(2 * pairs * (length - n_prompt), h, v)
     x, w = hidden_states(2 * pairs, length, h).requires_grad_(), head_weight(v, h).requires_grad_()
-    # A policy not far from its reference: margins of far ones saturate the loss.
+    # Keep the policy close to its reference: large margins would saturate the loss.
     ref_x, ref_w = x.detach() + 0.1 * hidden_states(*x.shape), w.detach().clone()
     t = torch.randint(v, (2 * pairs, length), device=DEVICE)
     t[:, :n_prompt] = IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""The kept runs, as the figures and the table read them."""
+"""Read the kept runs for the figures and the tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = {"sft": "SFT steps of Hugging Face models", "trainers": "Steps of TRL's 
 
 @dataclass(frozen=True)
 class Run:
-    """One file; `cells` has the rows by task and contender, `again` says of which later run those of a task are."""
+    """One result file: `cells` has the rows by task and contender, `again` the later run of each repeated task."""
 
     environment: dict[str, Any]
     tasks: dict[str, dict[str, Any]]
@@ -30,7 +30,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The hardware, the versions that matter most, and the day."""
+        """Return the hardware, the main versions, and the date."""
         env = self.environment
         versions = ", ".join(
             f"{name} {env['versions'][name]}" for name in ("torch", "triton") if name in env["versions"]
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def source(self) -> str:
-        """The same and the commit, with those of tasks that were measured again."""
+        """Return the title and the commit, and those of later runs that repeated a task."""
         later: dict[str, list[str]] = {}
         for task, run in self.again.items():
             later.setdefault(f"{run.environment['date']}, commit {run.commit}", []).append(_spaced(task))
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def commit(self) -> str:
-        """Its first digits, and whether the tree was clean."""
+        """Return the first digits of the commit, and whether the tree was clean."""
         digits, *dirty = self.environment["commit"].split("-")
         return "-".join([digits[:12] or "unknown", *dirty])
 
     def measured(self, task: str) -> dict[str, dict[str, Any]]:
-        """The rows of a task that are not failures."""
+        """Return the rows of a task that are not failures."""
         return {name: row for name, row in self.cells[task].items() if row["failure"] is None}
 
 
@@ -67,7 +67,7 @@ def load(path: Path) -> Run:
 
 
 def _by_age(folder: Path, family: str) -> list[Path]:
-    """A family's files, those on a GPU last."""
+    """Return a family's files by age, GPU runs last."""
 
     def age(path: Path) -> tuple[bool, str, int, str]:
         content = json.loads(path.read_text())["environment"]
@@ -77,13 +77,13 @@ def _by_age(folder: Path, family: str) -> list[Path]:
 
 
 def newest_file(folder: Path, family: str) -> Path | None:
-    """That of the last whole run of a family, one on a GPU if there is any."""
+    """Return the file of a family's last whole run, on a GPU if there is one."""
     whole = [path for path in _by_age(folder, family) if json.loads(path.read_text())["whole"]]
     return whole[-1] if whole else None
 
 
 def newest(folder: Path, family: str) -> Run | None:
-    """The run in `newest_file`, with the tasks that were measured again since on such a device, by every contender."""
+    """Return the run in `newest_file`, with the tasks that later runs on such a device repeated with all contenders."""
     path = newest_file(folder, family)
     if path is None:
         return None
@@ -98,7 +98,7 @@ def newest(folder: Path, family: str) -> Run | None:
 
 
 def over_eager(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> float | None:
-    """The error of the worse gradient over eager code's, or over that of compiled eager code where it does not fit."""
+    """Return the worse gradient's error over eager code's, or over compiled eager code's if eager does not fit."""
     eager = next(
         (rows[name]["errors"] for name in (BASELINE, "torch.compile") if rows.get(name, {}).get("errors")), None
     )
@@ -137,7 +137,7 @@ _COLUMNS = {
 
 
 def markdown(runs: dict[str, Run]) -> str:
-    """A row a task and one more for each further setting of ours, a column a contender."""
+    """Return a table with a row per task, a row per further setting of ours, and a column per contender."""
     lines = [
         "| task | " + " | ".join(_COLUMNS.values()) + " | error |",
         "|---|" + "---|" * (len(_COLUMNS) + 1),
@@ -156,7 +156,7 @@ def markdown(runs: dict[str, Run]) -> str:
 
 
 def _absent(runs: dict[str, Run]) -> list[str]:
-    """Who was not measured where, and why."""
+    """Return who was not measured where, and why."""
     tasks: dict[tuple[str, str], list[str]] = {}
     for run in runs.values():
         for task, rows in run.cells.items():
@@ -194,7 +194,7 @@ _KERNEL_COLUMNS = {
 
 
 def kernels_markdown(run: Run) -> str:
-    """A row a task, a column a contender: times over that of a copy of as many bytes, and how long that takes."""
+    """Return a table with a row per task and a column per contender: time over that of a copy, and the copy's time."""
     lines = [
         f"| task | copy, µs | {' | '.join(_KERNEL_COLUMNS.values())} |",
         "|---|" + "---|" * (len(_KERNEL_COLUMNS) + 1),
@@ -216,12 +216,12 @@ _STEP_COLUMNS = {
 
 
 def contenders(run: Run) -> list[str]:
-    """Those of whole steps that a run has, in the order of the columns."""
+    """Return the contenders of whole steps in a run, in the order of the columns."""
     return [name for name in _STEP_COLUMNS if any(name in rows for rows in run.cells.values())]
 
 
 def steps_markdown(run: Run) -> str:
-    """A row a task: the steps of every contender, then ours over each of the others, and how far it is from stock."""
+    """Return a row per task: steps of every contender, ours relative to each, and the difference from stock."""
     names = contenders(run)
     others = [name for name in names if name != OURS]
     columns = [_STEP_COLUMNS[name] for name in names] + [f"over {_STEP_COLUMNS[name]}" for name in others]
@@ -238,7 +238,7 @@ def steps_markdown(run: Run) -> str:
 
 
 def longest_markdown(run: Run) -> str:
-    """A row a task, a column a contender: tokens of the longest sequences that fit."""
+    """Return a row per task and a column per contender: tokens of the longest sequences that fit."""
     names = contenders(run)
     lines = [f"| task | {' | '.join(_STEP_COLUMNS[name] for name in names)} |", "|---|" + "---|" * len(names)]
     for task, rows in run.cells.items():
@@ -257,7 +257,7 @@ def _kernel_cell(row: dict[str, Any] | None) -> str:
 
 
 def _step_cell(row: dict[str, Any] | None) -> str:
-    """Tokens a second, peak, and what of it is there in a step alone, in GiB."""
+    """Return tokens per second, peak, and the part of the peak that exists only during a step, in GiB."""
     if row is None or row["failure"]:
         return _absent_cell(row)
     memory = "" if row["mib"] is None else f" · {peak_gib(row):.1f} · {row['mib'] / 1024:.1f}"
@@ -276,7 +276,7 @@ def peak_gib(row: dict[str, Any]) -> float:
 
 
 def _over(ours: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    """Ratio of speeds, and of memory that is there in a step alone."""
+    """Return the ratio of speeds, and of the memory that exists only during a step."""
     if ours is None or other is None:
         return ""
     memory = "" if ours["mib"] is None else f" · {ours['mib'] / other['mib']:.2f}"
@@ -284,7 +284,7 @@ def _over(ours: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
 
 
 def _apart(row: dict[str, Any] | None, stock: dict[str, Any] | None) -> str:
-    """Relative differences of first losses and of the norms of their gradients."""
+    """Return the relative differences of the first losses and of their gradient norms."""
     if row is None or stock is None:
         return ""
     return ", ".join(f"{abs(row[key] - stock[key]) / abs(stock[key]):.0e}" for key in ("loss", "grad_norm"))

@@ -1,13 +1,13 @@
-"""SFT steps of Hugging Face models: forward, backward and AdamW, in bfloat16 throughout, on random tokens.
+"""Benchmark SFT steps of Hugging Face models: forward, backward and AdamW, all in bfloat16, on random tokens.
 
 python -m benchmarks.sft                            Llama-3-8B, Llama-3.2-1B, Qwen2.5-0.5B
 python -m benchmarks.sft llama-3-8b:2:8192          model:sequences:length
 python -m benchmarks.sft --longest llama-3-8b:4:4096      the longest sequences that fit, four at a time
 python -m benchmarks.sft --compile-layers llama-3.2-1b:8:2048      each decoder layer compiled by itself
 
-Weights are random, drawn anew for each contender from one seed. A contender is transformers' model as it is, ours after
-`apply_liger_kernel(model)`, or Liger-Kernel's after its function for the model's family, each with all that is on by
-default. Checkpointing of every layer, attention through SDPA, every token a target.
+Every contender starts from new random weights of the same seed. The contenders are transformers' model unchanged, ours
+after `apply_liger_kernel(model)`, and Liger-Kernel's after its function for the model family, each with its defaults.
+Every layer is checkpointed, attention runs through SDPA, and every token is a target.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SHAPES = [
 ]
 LONGEST = ["llama-3-8b:4:4096", "llama-3.2-1b:1:4096", "qwen2.5-0.5b:1:4096"]
 SMALL = ["tiny-llama:2:32", "tiny-qwen2:2:32"]
-GRID = 4096  # tokens, of the longest sequences
+GRID = 4096  # tokens: step of the search for the longest sequences
 CONTENDERS = {STOCK: models.nobody, OURS: models.ours, "liger-kernel": models.liger_kernel}
 COMPILED = "compiled layers"
 
 
 @contextmanager
 def head_only(model: PreTrainedModel, *, fused: bool) -> Iterator[None]:
-    """Our fused loss, and the layers as transformers has them."""
+    """Apply our fused loss only; the layers stay transformers' own."""
     apply_liger_kernel(model, rope=False, rms_norm=False, swiglu=False)
     yield
 
 
-# With `--compile-layers`. A name that ends in `COMPILED` says that `layer.compile()` was called on each decoder layer.
+# Contenders with `--compile-layers`. In those whose name ends in `COMPILED`, each decoder layer is compiled.
 WITH_COMPILED_LAYERS = {
     OURS: models.ours,
     f"{OURS}, {COMPILED}": models.ours,

@@ -1,11 +1,11 @@
-"""Whole training steps: what is measured of one, and the longest sequences that it fits.
+"""Whole training steps: their measurements, and a search for the longest sequences that fit.
 
-The learning rate is 0: a step does all of its work, and the next one, of any contender, is at the same weights.
+The learning rate is 0. A step does all of its work, but every step of every contender starts from the same weights.
 
-    tok/s        tokens of a step over the median of its times
-    peak         most memory that was allocated in a step, everything in it
-    above        the part of it that is not there between steps: not weights and not moments of the optimizer
-    loss, norm   of the first step and of its gradient; contenders must agree
+    tok/s        tokens of a step over its median time
+    peak         peak of allocated memory in a step, everything included
+    above        the part of the peak that exists only during a step: neither weights nor optimizer state
+    loss, norm   loss of the first step and norm of its gradient; contenders must agree
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from benchmarks.harness import DEVICE, Row, Skipped, Table, is_out_of_memory, median_ms, parser, peak_mib
 
-HEADROOM_MIB = 2048.0  # of the card's memory, for its context and for what no tensor can use
+HEADROOM_MIB = 2048.0  # part of the card's memory for its context, and for what tensors cannot use
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Forward and backward, which return the loss, then `optimizer`, of torch or of accelerate."""
+    """Forward and backward, which return the loss, then the step of `optimizer` (torch's or accelerate's)."""
 
     backward: Callable[[], Tensor]
     optimizer: Any
@@ -38,7 +38,7 @@ class TrainingStep:
         self.optimizer.zero_grad()
 
     def first(self) -> tuple[float, float]:
-        """A step, with its loss and the norm of its gradient; compiles kernels, and makes the optimizer's moments."""
+        """Run the first step; return its loss and gradient norm. Compiles kernels and creates the optimizer state."""
         loss = self.backward()
         gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
         norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).norm()
@@ -53,7 +53,7 @@ def allocated_mib() -> float:
 
 @dataclass
 class StepRow(Row):
-    """A training step; `mib` is what it takes above `resident_mib`, which is there between steps."""
+    """A training step; `mib` is its memory above `resident_mib`, which stays allocated between steps."""
 
     tokens_per_s: float | None = None
     resident_mib: float | None = None
@@ -64,10 +64,10 @@ class StepRow(Row):
         """Measure a step.
 
         Args:
-            step: not yet run.
-            tokens: in one step.
-            repeats: that are timed.
-            before_mib: memory that was allocated before the model was.
+            step: a step that has not run yet.
+            tokens: tokens per step.
+            repeats: timed repetitions.
+            before_mib: memory that was allocated before the model.
         """
         self.loss, self.grad_norm = step.first()
         self.mib = peak_mib(step, ())
@@ -89,7 +89,7 @@ class StepRow(Row):
 
 @dataclass
 class CompiledStepRow(StepRow):
-    """A training step, and how many graphs `torch.compile` has made for it: None where nothing is compiled."""
+    """A training step, and the number of graphs that `torch.compile` made for it; None if nothing is compiled."""
 
     graphs: int | None = None
 
@@ -99,17 +99,17 @@ class CompiledStepRow(StepRow):
 
 
 def apart(value: float, expected: float) -> float:
-    """Relative difference."""
+    """Return the relative difference."""
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
 @dataclass
 class LongestRow(Row):
-    """The longest sequence whose step fits, `mib` at its peak, and the next on the grid that does not.
+    """The longest sequence whose step fits, with its peak `mib`, and the next length on the grid that does not fit.
 
-    - `length`: of each sequence of the batch, in tokens; 0: none fits
-    - `too_long`: None where the time was over before one did not fit
-    - `extrapolated`: then, where the line through the last two peaks reaches the card's memory
+    - `length`: tokens of each sequence of the batch; 0 if none fits
+    - `too_long`: None if time ran out before a length did not fit
+    - `extrapolated`: in that case, where the line through the last two peaks reaches the card's memory
     """
 
     length: int | None = None
@@ -117,13 +117,13 @@ class LongestRow(Row):
     extrapolated: int | None = None
 
     def fill(self, step_of: Callable[[int], TrainingStep], start: int, grid: int, seconds: float) -> None:
-        """Search; `step_of(n)` is a step on sequences of n tokens.
+        """Search for the length; `step_of(n)` is a step on sequences of n tokens.
 
         Raises:
             Skipped: there is no GPU.
         """
         if DEVICE == "cpu":
-            raise Skipped("memory is counted on a GPU alone")
+            raise Skipped("memory is only measured on a GPU")
         capacity = torch.cuda.mem_get_info()[1] / 2**20 - HEADROOM_MIB
 
         def peak_at(n: int) -> float | None:
@@ -133,7 +133,7 @@ class LongestRow(Row):
             print(f"    {n}: {note}, {time.perf_counter() - begin:.1f} s", flush=True)
             return peak
 
-        peak_at(start)  # compiles kernels, which says nothing about the time of the next
+        peak_at(start)  # compiles kernels, so its time predicts nothing
         found = longest(peak_at, start, grid, capacity, seconds)
         self.length, self.too_long = found.fits, found.too_long
         if found.peaks:
@@ -150,7 +150,7 @@ class LongestRow(Row):
 
 
 def peak_of(step: TrainingStep) -> float | None:
-    """Most memory in a step, in MiB; None where it does not fit."""
+    """Return the peak memory of a step in MiB; None if it does not fit."""
     try:
         peak_mib(step, ())
         peak = torch.cuda.max_memory_allocated() / 2**20
@@ -158,7 +158,7 @@ def peak_of(step: TrainingStep) -> float | None:
         if not is_out_of_memory(failure):
             raise
         peak = None
-    # Only here, where the exception and with it the frames that hold the activations are gone.
+    # Free the gradients here: only now the exception is gone, with the frames that hold activations.
     step.optimizer.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ Peaks = list[tuple[int, float]]
 
 
 class Search(NamedTuple):
-    """The largest length that fits, the smallest known not to, and the peaks of those that fit, as they came."""
+    """The largest length that fits, the smallest known not to fit, and the peaks of those that fit, in order."""
 
     fits: int
     too_long: int | None
@@ -177,17 +177,16 @@ class Search(NamedTuple):
 
 
 def longest(peak_at: Callable[[int], float | None], start: int, grid: int, capacity: float, seconds: float) -> Search:
-    """Search the largest multiple of `grid` that fits.
+    """Find the largest multiple of `grid` that fits.
 
-    Doubles until one does not fit, then divides what is between; where the line through the last two peaks meets
-    `capacity` in there, it tries that instead: memory is almost linear in the tokens.
+    Doubles the length until one does not fit, then bisects. If the line through the last two peaks meets `capacity`
+    inside the interval, that length is tried instead, because memory is almost linear in the tokens.
 
     Args:
-        peak_at: the peak at a length; None where it does not fit.
+        peak_at: returns the peak at a length, or None if it does not fit.
         start: the first length, a multiple of `grid`.
-        seconds: after which no trial is begun; one is taken to grow as its length to the power of 1.5, as attention is
-            quadratic in it and the rest linear.
-
+        seconds: start no trial that would end later. A trial's time is estimated as length to the power of 1.5, because
+            attention is quadratic in the length and the rest is linear.
     >>> longest(lambda n: 10 + 2 * n if n <= 45 else None, start=4, grid=4, capacity=100, seconds=60)[:2]
     (44, 48)
     """
@@ -212,7 +211,7 @@ def longest(peak_at: Callable[[int], float | None], start: int, grid: int, capac
 
 
 def length_at(peaks: Peaks, capacity: float) -> float | None:
-    """Where the line through the last two peaks meets `capacity`; None where there is no such line."""
+    """Return where the line through the last two peaks meets `capacity`; None if there is no such line."""
     if len(peaks) < 2 or peaks[-1][1] <= peaks[-2][1]:
         return None
     (n0, y0), (n1, y1) = peaks[-2:]
@@ -220,7 +219,7 @@ def length_at(peaks: Peaks, capacity: float) -> float | None:
 
 
 def _next(fits: int, too_long: int | None, grid: int, limit: float | None) -> int:
-    """A length above `fits`, and below `too_long` if there is one: near `limit` if that is in between."""
+    """Return a length above `fits`, and below `too_long` if given: close to `limit` if that is in between."""
     upper = 2 * fits if too_long is None else too_long - grid
     guess: float = upper if too_long is None else (fits + too_long) / 2
     if limit is not None and fits - grid < limit < upper + grid:
@@ -236,15 +235,15 @@ def compare(
     fills: Mapping[str, Callable[[Any], None]],
     kind: type[StepRow] = StepRow,
 ) -> None:
-    """Every contender at steps of `n` sequences of `length` tokens, or, with `--longest`, of as many as fit.
+    """Measure every contender at steps of `n` sequences of `length` tokens; with `--longest`, search for the length.
 
     Args:
-        table: where the rows go.
-        names: of what is trained, by what they are.
-        n: sequences in a batch.
-        length: of each, in tokens; of a search, to begin with.
-        fills: of each contender, see `Table.compare`.
-        kind: the class of the rows, without `--longest`.
+        table: receives the rows.
+        names: what is trained, such as the model, by kind of name.
+        n: sequences per batch.
+        length: tokens per sequence, or the first length of a search.
+        fills: one function per contender, see `Table.compare`.
+        kind: class of the rows, without `--longest`.
     """
     what, shape = " ".join(names.values()), {**names, "sequences": n, "length": length}
     if table.args.longest:
@@ -254,7 +253,7 @@ def compare(
 
 
 def steps_parser(description: str, shapes: str, repeats: int, seconds: float) -> argparse.ArgumentParser:
-    """The options of benchmarks of whole steps."""
+    """Return a parser with the options of whole-step benchmarks."""
     parse = parser(description, peer_seconds=1800)
     parse.add_argument("shapes", nargs="*", help=shapes)
     parse.add_argument("--repeats", type=int, default=repeats, help="steps that are timed (%(default)s)")

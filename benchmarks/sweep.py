@@ -1,4 +1,4 @@
-"""Cross entropy against the number of tokens, and against the size of the vocabulary: time and memory, for the figures.
+"""Measure time and memory of cross entropy against the number of tokens and the vocabulary size, for the figures.
 
 python -m benchmarks.sweep
 """
@@ -26,7 +26,7 @@ ON_CPU = (32, 2048, (64, 128), 64, (1024, 2048))
 
 
 def measure(table: Table, sweep: str, n: int, h: int, v: int) -> None:
-    """One point of a sweep."""
+    """Measure one point of a sweep."""
     torch.manual_seed(0)
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     every = contenders(n, v)

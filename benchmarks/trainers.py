@@ -1,19 +1,19 @@
-"""Training steps of TRL's trainers: stock, stock on Liger-Kernel's layer kernels, and ours.
+"""Benchmark training steps of TRL's trainers: stock, stock with Liger-Kernel's layer kernels, and ours.
 
 python -m benchmarks.trainers                               every trainer, Llama-3.2-1B and Qwen2.5-0.5B
 python -m benchmarks.trainers DPO:qwen2.5-0.5b:8:4096       trainer:model:sequences:length
 python -m benchmarks.trainers --longest --task SimPO        the longest sequences that fit, two at a time
-python -m benchmarks.trainers --offload-activations DPO:llama-3.2-1b:8:2048      activations wait on the CPU
+python -m benchmarks.trainers --offload-activations DPO:llama-3.2-1b:8:2048      offload activations to the CPU
 
-A step is `training_step`, then AdamW, on one batch that is prepared already: nothing is generated, tokenized or loaded.
-Weights are random, drawn anew for each contender from one seed, and bfloat16 under TRL's default of mixed precision.
-Checkpointing of every layer, attention through SDPA, no padding. Liger-Kernel's layer kernels, and ours, are in every
-model of a trainer; its own fused losses are not, as TRL has no place for them. Where our trainer keeps the loss of
-TRL's, "loss=" is ours with one of the library's in its place, the same one.
+A step is `training_step`, then AdamW, on one prepared batch: nothing is generated, tokenized or loaded. Every contender
+starts from new random weights of the same seed, in bfloat16 under TRL's default mixed precision. Every layer is
+checkpointed, attention runs through SDPA, and there is no padding. The layer kernels (Liger-Kernel's, and ours) are
+applied to every model of a trainer. Liger-Kernel's fused losses are not used, because TRL has no place for them. If our
+trainer keeps the loss of TRL's trainer, "loss=" is ours with the same loss from the library instead.
 
-References are Gaussian steps away from the policy. The teacher of Qwen2.5-0.5B has the shape of Qwen2.5-1.5B, that of
-Llama-3.2-1B its student's; the divergence is the symmetric one, beta 0.5. DPO, KTO, ORPO and SimPO train on the second
-half of each sequence, the others on the last three quarters.
+References are Gaussian steps away from the policy. Qwen2.5-0.5B has a teacher with the shape of Qwen2.5-1.5B,
+Llama-3.2-1B one with its own shape; the divergence is the symmetric JSD, beta 0.5. DPO, KTO, ORPO and SimPO train on
+the second half of each sequence, the others on the last three quarters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO, CPO and GKD: their interface may change
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO, CPO and GKD are experimental in TRL
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +61,9 @@ from liger_chunked.integrations import trl as integration
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
 OURS_WITH_LOSS = f"{OURS}, loss="
-GRID = 1024  # tokens, of the longest sequences
-TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # otherwise the student's shape
-REFERENCE_NOISE = 0.1  # of the standard deviation of the policy's weights
+GRID = 1024  # tokens: step of the search for the longest sequences
+TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # others: the student's shape
+REFERENCE_NOISE = 0.1  # relative to the standard deviation of the policy's weights
 IGNORE_INDEX = -100
 
 disable_progress_bars()
@@ -71,7 +71,7 @@ disable_progress_bars()
 
 @dataclass(frozen=True)
 class Completions:
-    """Sequences (n, T) without padding, the first `n_prompt` tokens of each its prompt; those of a pair share one."""
+    """Sequences (n, T) without padding; the first `n_prompt` tokens are the prompt, which both of a pair share."""
 
     ids: Tensor
     n_prompt: int
@@ -89,7 +89,7 @@ class Completions:
 
     @property
     def mask(self) -> Tensor:
-        """(n, T) 1 on completions."""
+        """Return an (n, T) mask: 1 on completions."""
         mask = self.everywhere
         mask[:, : self.n_prompt] = 0
         return mask
@@ -107,7 +107,7 @@ def pairs(data: Completions, policy: PreTrainedModel) -> Batch:
 
 
 def labelled(data: Completions, policy: PreTrainedModel) -> Batch:
-    """For KTO: and each prompt with the completion of its neighbour."""
+    """Return a batch for KTO, which also pairs each prompt with its neighbour's completion."""
     mismatched = torch.cat([data.ids[:, : data.n_prompt], data.ids[:, data.n_prompt :].roll(1, 0)], dim=1)
     batch = pairs(data, policy)
     label = torch.arange(len(data.ids), device=DEVICE) % 2 == 0
@@ -115,7 +115,7 @@ def labelled(data: Completions, policy: PreTrainedModel) -> Batch:
 
 
 def sides(data: Completions, policy: PreTrainedModel) -> Batch:
-    """For ORPO and CPO: chosen and rejected in tensors of their own."""
+    """Return a batch for ORPO and CPO, with chosen and rejected in separate tensors."""
     fields = {"input_ids": data.ids, "attention_mask": data.everywhere, "labels": data.labels}
     halves = {name: x.chunk(2) for name, x in fields.items()}
     return {f"{side}_{name}": x[i] for i, side in enumerate(("chosen", "rejected")) for name, x in halves.items()}
@@ -134,11 +134,11 @@ def rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
 
 @torch.no_grad()
 def scored_rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
-    """For GRPO: and advantages, and log-probabilities a little beside the policy's."""
+    """Return a batch for GRPO, with advantages, and old log-probabilities close to the policy's."""
     logps = []
     for row in data.ids:
         hidden = policy.base_model(row[None], use_cache=False).last_hidden_state[0, data.n_prompt - 1 : -1]
-        blocks = zip(hidden.split(1024), row[data.n_prompt :].split(1024), strict=True)  # for the room logits take
+        blocks = zip(hidden.split(1024), row[data.n_prompt :].split(1024), strict=True)  # limits the logits' memory
         logps.append(torch.cat([-F.cross_entropy(policy.lm_head(h).float(), t, reduction="none") for h, t in blocks]))
     old_logps = torch.stack(logps)
     torch.manual_seed(2)
@@ -148,7 +148,7 @@ def scored_rollouts(data: Completions, policy: PreTrainedModel) -> Batch:
 
 
 def reference(name: str) -> Batch:
-    """A policy not far from its reference: margins of far ones saturate the loss."""
+    """Return a reference close to the policy: large margins would saturate the loss."""
     model = models.build(name, checkpointing=False)
     with torch.no_grad():
         for p in model.parameters():
@@ -170,15 +170,15 @@ def nothing(name: str) -> Batch:
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer of TRL and ours over it.
+    """A trainer of TRL, and our subclass of it.
 
-    - `batch`: what its `compute_loss` takes
-    - `rows`: of a dataset that it is built with, and never reads
-    - `others`: its arguments beside the policy, of the policy's shape
+    - `batch`: builds the input of its `compute_loss`
+    - `rows`: rows of the dataset that its constructor needs, and never reads
+    - `others`: arguments besides the policy, with the policy's shape
     - `settings`: of its config
     - `prompt`: share of a sequence that it does not train on
-    - `sequences`: in a batch
-    - `loss`: a loss of ours that is the trainer's, where ours keeps that of the trainer beneath it
+    - `sequences`: sequences per batch
+    - `loss`: the library's loss that equals the trainer's, if our trainer keeps TRL's loss
     """
 
     stock: type
@@ -197,7 +197,7 @@ _PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 _LABELLED = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
 _MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 _PROMPTS = [{"prompt": "a"}]
-_KEEP = {"remove_unused_columns": False}  # they would say so, and do it
+_KEEP = {"remove_unused_columns": False}  # TRL would warn, then do the same
 KINDS = {
     "DPO": Kind(
         DPOTrainer, integration.LigerDPOTrainer, DPOConfig, pairs, _PAIRS, reference, loss=LigerFusedLinearDPOLoss
@@ -239,7 +239,7 @@ KINDS = {
         teacher,
         settings={"lmbda": 0.0, "beta": 0.5},
         prompt=0.25,
-        sequences=4,  # of which stock still finds room for the logits
+        sequences=4,  # so that stock has memory for the logits
     ),
     "Distillation": Kind(
         DistillationTrainer,
@@ -258,7 +258,7 @@ SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "ti
 
 
 class Contender(NamedTuple):
-    """The class of a kind that it trains with, who puts kernels into its models, and whether it brings the loss."""
+    """A kind's trainer class, the context manager that patches its models, and whether it passes the library's loss."""
 
     side: Literal["stock", "ours"]
     kernels: Callable[..., Any]
@@ -274,7 +274,7 @@ CONTENDERS = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of bytes: a trainer asks for one."""
+    """Return a byte-level tokenizer, which the trainers require."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bytes_ = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
@@ -284,12 +284,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def dataset(rows: list[Batch]) -> Dataset:
-    # With a fingerprint: to compute one takes pyarrow apart, and fails, where it is not installed but on PYTHONPATH.
+    # Pass a fingerprint: computing one inspects pyarrow, which fails if pyarrow is on PYTHONPATH but not installed.
     return Dataset(InMemoryTable.from_pylist(rows), fingerprint="benchmark")
 
 
 def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batch, folder: str, n: int) -> Any:
-    """A trainer, ready to step as after `train()` has begun."""
+    """Build a trainer in the state after `train()` has begun."""
     batch_size = {"per_device_train_batch_size": n}
     if kind.config is GRPOConfig:
         batch_size["num_generations"] = n
@@ -311,7 +311,7 @@ def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batc
         train_dataset=dataset((kind.rows * n)[:n]),
         **others,
     )
-    trainer._prepare_inputs = lambda inputs: inputs  # they are, where others would be generated
+    trainer._prepare_inputs = lambda inputs: inputs  # they are prepared already; GRPO's would be generated
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()
     trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -337,7 +337,7 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
         others["loss"] = kind.loss()
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)
-        # What `activation_offloading=True` puts around a step; GRPO's config does not have that field.
+        # The context that `activation_offloading=True` puts around a step; GRPO's config lacks that field.
         offload = table.args.offload_activations
         offloading = get_act_offloading_ctx_manager(trainer.model) if offload else nullcontext()
 

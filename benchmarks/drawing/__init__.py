@@ -1,1 +1,1 @@
-"""One file a figure."""
+"""Figures, one per file."""

@@ -1,4 +1,4 @@
-"""Loss curves of fused and of stock training."""
+"""Draw the loss curves of fused and stock training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.drawing.style import FAINT, GRID, INK, LABEL, LOOKS, SECOND, TIT
 from benchmarks.harness import OURS
 
 _STOCK, _BFLOAT16 = "#E69F00", "#AA4488"
-_SMALLEST = 1e-7  # nats: rounding of a loss in float32; less, such as nothing at all, is drawn there
+_SMALLEST = 1e-7  # nats: the float32 rounding of a loss; smaller differences, including 0, are drawn here
 
 
 def draw_convergence(run: Convergence) -> Figure:
-    """A column a family: the two curves in float32, and below them how far apart curves are."""
+    """Draw one column per model family: both curves in float32, and their differences below."""
     figure = Figure(figsize=(WIDTH, 4.8))
     grid: dict[str, Any] = {"left": 0.1, "right": 0.985, "top": 0.82, "bottom": 0.095, "hspace": 0.14, "wspace": 0.12}
     panels = figure.subplots(2, len(run.families), sharex=True, sharey="row", squeeze=False, gridspec_kw=grid)
@@ -40,7 +40,7 @@ def draw_convergence(run: Convergence) -> Figure:
 
 
 def _draw_curves(axes: Axes, run: Convergence, family: str) -> None:
-    """Stock as a broad line, fused as a thin one on it."""
+    """Draw stock as a broad line, and fused as a thin line on top."""
     seed = run.seeds(family, FLOAT32)[0]
     stock, fused = (run.curve(family, FLOAT32, variant, seed).losses for variant in (STOCK, FUSED))
     axes.plot(stock, color=_STOCK, linewidth=3.6, solid_capstyle="round")
@@ -48,7 +48,7 @@ def _draw_curves(axes: Axes, run: Convergence, family: str) -> None:
 
 
 def _draw_differences(axes: Axes, run: Convergence, family: str) -> None:
-    """Fused and nudged stock, in both dtypes, and the bound of float32, on a logarithmic scale."""
+    """Draw the differences of fused and nudged stock in both dtypes, with the float32 bound, on a log scale."""
     seed = run.seeds(family, FLOAT32)[0]
     axes.set(yscale="log", ylim=(_SMALLEST, 1))
     axes.axhline(BOUND, color=INK, linewidth=0.8, linestyle=(0, (4, 2)))
@@ -63,7 +63,7 @@ def _draw_differences(axes: Axes, run: Convergence, family: str) -> None:
 
 
 def _name_lines(above: Axes, below: Axes) -> None:
-    """What the lines of a column are, in its upper panel's upper right corner and by the lines of its lower one."""
+    """Label a column's lines: in the upper right corner above, and at the lines below."""
     for axes, text, y, colour in (
         (above, "stock", 0.93, _STOCK),
         (above, "fused, on it", 0.83, LOOKS[OURS].colour),

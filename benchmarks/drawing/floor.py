@@ -1,4 +1,4 @@
-"""Time over the floor, every task: a lane a task, a mark a contender."""
+"""Draw the time over the floor of every task: one lane per task, one mark per contender."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from benchmarks.drawing.style import GRID, INK, LABEL, LOOKS, SECOND, TITLE, WID
 from benchmarks.harness import OURS
 from benchmarks.report import FAMILIES, Run, name_and_shape
 
-_LEFT, _RIGHT = 2.7, 0.45  # inches beside a panel
-_MOST = 6.0  # times the floor; beyond it a dot stands at the edge, with its number
+_LEFT, _RIGHT = 2.7, 0.45  # inches on each side of a panel
+_MOST = 6.0  # times the floor; slower contenders get a dot at the edge, with their number
 _LEVEL = 10.0  # points: height of a level of labels
 
 
 def levels(starts: Sequence[float], widths: Sequence[float], gap: float = 4) -> list[int]:
-    """How high each label stands above its dot, so that neither labels nor the lines up to them cross.
+    """Return the level of each label above its dot, so that labels and their lines do not cross.
 
-    A label begins at its dot and reaches to the right: it goes above those of all dots that it covers.
+    A label starts at its dot and extends to the right. It is placed above the labels of all dots that it covers.
 
     Args:
-        starts: where the dots are, ascending.
-        widths: of their labels.
-
+        starts: positions of the dots, ascending.
+        widths: widths of their labels.
     >>> levels([0, 5, 30], [20, 10, 10])
     [1, 0, 0]
     """
@@ -41,7 +40,7 @@ def levels(starts: Sequence[float], widths: Sequence[float], gap: float = 4) -> 
 
 @dataclass(frozen=True)
 class Lane:
-    """One task: its rows, fastest first, and at which level each is named; None: a lane above has named it."""
+    """One task: its rows, fastest first, and the level of each label; None if a lane above already has the label."""
 
     task: str
     rows: list[dict[str, Any]]
@@ -49,7 +48,7 @@ class Lane:
 
     @property
     def height(self) -> float:
-        """In points."""
+        """Return the height in points."""
         named = [level for level in self.levels if level is not None]
         return 28.0 if not named else 24.0 + _LEVEL * (1 + max(named))
 
@@ -60,8 +59,8 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def lanes(run: Run) -> list[Lane]:
-    """A contender is named where it first appears, and wherever it stands at the edge."""
-    points = 72 * (WIDTH - _LEFT - _RIGHT) / math.log(_MOST / 0.97)  # of an e-fold
+    """Build the lanes. A contender is labelled where it first appears, and at every dot at the edge."""
+    points = 72 * (WIDTH - _LEFT - _RIGHT) / math.log(_MOST / 0.97)  # points per e-fold
     named: set[str] = set()
     found = []
     for task in run.tasks:
@@ -77,7 +76,7 @@ def lanes(run: Run) -> list[Lane]:
 
 
 def draw_floor(runs: dict[str, Run]) -> Figure:
-    """A panel a family, a lane a task, a dot a contender, at its time over that of the matrix products."""
+    """Draw a panel per family, a lane per task, and a dot per contender at its time over the floor."""
     panels = {family: lanes(run) for family, run in runs.items()}
     totals = [sum(lane.height for lane in panel) for panel in panels.values()]
     between, top, bottom = 36.0, 66.0, 36.0  # points
@@ -108,7 +107,7 @@ def draw_floor(runs: dict[str, Run]) -> Figure:
 
 
 def _draw_lane(axes: Axes, lane: Lane, base: float) -> None:
-    """A line, the dots on it, their labels above, name and shape at the left."""
+    """Draw a lane: a line, dots, labels above them, and the task's name and shape on the left."""
     axes.axhline(base, color="#d0d7de", linewidth=0.8, zorder=1)
     name, shape = name_and_shape(lane.task)
     shape, _, prompt = shape.partition(", prompt ")
@@ -116,7 +115,7 @@ def _draw_lane(axes: Axes, lane: Lane, base: float) -> None:
     for text, down, size, colour in ((name, 3, 8.5, INK), (note, -7, 7, SECOND)):
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(text, (0, base), (-8, down), ha="right", fontsize=size, color=colour, **place)
-    # The slowest first, so that ours is on top.
+    # Draw the slowest first, so that ours is on top.
     for row, level in reversed(list(zip(lane.rows, lane.levels, strict=True))):
         look, ours = LOOKS[row["name"]], row["name"] == OURS
         x = min(row["times_floor"], _MOST)

@@ -1,4 +1,4 @@
-"""Time and memory against tokens and vocabulary: a line a contender."""
+"""Draw time and memory against tokens and vocabulary, one line per contender."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES_FLOOR = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
 
 
 def draw_scaling(run: Run) -> Figure:
-    """Time over that of the matrix products, and memory, of the cross entropy in four panels."""
+    """Draw four panels for cross entropy: time over that of the matrix products, and memory."""
     figure = Figure(figsize=(WIDTH, 6.4))
     grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
     for column, sweep in enumerate(("tokens", "vocabulary")):
@@ -56,12 +56,12 @@ def draw_scaling(run: Run) -> Figure:
 
 
 def _rows(run: Run, tasks: Sequence[tuple[int, str]]) -> list[tuple[int, str, str, dict[str, Any]]]:
-    """Value, task, contender and row of all that was measured."""
+    """Return (value, task, contender, row) of everything that was measured."""
     return [(value, task, name, row) for value, task in tasks for name, row in run.measured(task).items()]
 
 
 def _draw_lines(axes: Axes, points: Sequence[tuple[int, str, float]]) -> list[tuple[float, float, str, str]]:
-    """A line a contender through (x, contender, y), ours on top; returns where each ends, its label and colour."""
+    """Draw a line per contender through (x, contender, y), ours on top; return the ends with labels and colours."""
     ends = []
     for name in dict.fromkeys(name for _, name, _ in points):
         x, y = zip(*((x, y) for x, of, y in points if of == name), strict=True)
@@ -72,7 +72,7 @@ def _draw_lines(axes: Axes, points: Sequence[tuple[int, str, float]]) -> list[tu
 
 
 def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name each line right of the panel, at the height of its end, labels pushed apart to 10 points."""
+    """Label each line to the right of the panel, at the height of its end, at least 10 points apart."""
     points = [axes.transData.transform((x, y)) * 72 / figure.dpi for x, y, *_ in ends]
     edge = axes.transAxes.transform((1, 0))[0] * 72 / figure.dpi
     y = float("-inf")

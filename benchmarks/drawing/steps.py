@@ -1,4 +1,4 @@
-"""Whole training steps: bars of speed and of memory."""
+"""Draw speed and memory of whole training steps as bars."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from benchmarks.drawing.style import LOOKS, SECOND, TITLE, WIDTH
 from benchmarks.report import Run, contenders, peak_gib
 
-_BAR = 0.8  # of the lane of a task, shared by its contenders
+_BAR = 0.8  # share of a task's lane, divided between its contenders
 
 
 def draw_steps(run: Run, title: str) -> Figure:
-    """A lane a task, a bar a contender: speed over that of the task's fastest, and the peak."""
+    """Draw a lane per task and a bar per contender: speed relative to the task's fastest, and peak memory."""
     names, tasks = contenders(run), list(run.tasks)
     height = 1.1 + 0.2 * len(tasks) * (len(names) + 1)
     figure = Figure(figsize=(WIDTH, height))

@@ -1,4 +1,4 @@
-"""What all figures share: sizes, colours, how a contender looks, how numbers are written."""
+"""Shared style of all figures: sizes, colours, markers and number formats."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 LABEL = 7.5  # points
-WIDTH = 8.6  # inches, at 100 pixels each a little more than a README's column
+WIDTH = 8.6  # inches, at 100 pixels each slightly wider than a README's column
 INK, SECOND, FAINT, GRID = "#24292f", "#57606a", "#8b949e", "#e6e8eb"
 TITLE: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "va": "top"}
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # of one width
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],  # similar widths
     "font.size": 8.5,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -21,13 +21,13 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "svg.fonttype": "none",
-    "svg.hashsalt": "liger_chunked",  # the same data make the same file
+    "svg.hashsalt": "liger_chunked",  # deterministic ids: the same data give the same file
 }
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a contender is shown: Okabe and Ito's colours for the colour-blind, darkened for text, and a shape."""
+    """Colour and marker of a contender: Okabe and Ito's colour-blind palette, darkened for text."""
 
     label: str
     colour: str

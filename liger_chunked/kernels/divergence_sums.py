@@ -215,7 +215,7 @@ def _products_kernel(
     for start in tl.range(0, n_cols, BLOCK, num_stages=4):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
-            # The transform maps the zeros past the row's end to zeros.
+        # The transform maps the zeros past the row's end to zeros.
         z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
         t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         t = transform_block(t, teacher_scale, teacher_softcap, None)
