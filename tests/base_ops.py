@@ -1,4 +1,4 @@
-"""The base kernels as a table: each operation, eager code that computes the same, and inputs for both."""
+"""Table of the base kernels: each operation, equivalent eager code, and inputs for both."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from liger_chunked.kernels.backend import INTERPRETED
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-# Rounding the exact result costs at most eps / sqrt(12) in the norm. Triton's interpreter truncates, which costs twice
-# that, and twice where an intermediate is rounded too. float32 sums add in another order.
+# Rounding the exact result costs at most eps / sqrt(12) in the norm. Triton's interpreter truncates, which doubles the
+# error, and doubles it again if an intermediate is rounded too. float32 sums have another order.
 FLOOR = 4.0 if INTERPRETED else 1.0
 
 
@@ -56,7 +56,7 @@ def eager_glu(gate: Tensor, up: Tensor | None = None, *, activation: Callable[[T
     return activation(gate) * up
 
 
-# Constants are numbers that every dtype holds, so that all compute the same function.
+# Constants are exact in every dtype, so that all compute the same function.
 
 
 def rotation(tokens: int, rotary_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def teacher(x: Tensor) -> Tensor:
 
 def eager_kl(x: Tensor, *, reduction: str, log_target: bool) -> Tensor:
     t = wide((log_teacher if log_target else teacher)(x))
-    scale = x.shape[1] if reduction == "mean" else 1  # "mean" warns in torch
+    scale = x.shape[1] if reduction == "mean" else 1  # torch warns about "mean"
     reduction = "batchmean" if reduction == "mean" else reduction
     return F.kl_div(wide(x), t, reduction=reduction, log_target=log_target) / scale
 
@@ -212,7 +212,7 @@ def our_with_logits(x: Tensor, *, kind: str, inplace: bool = False, **options: A
 
 @dataclass(frozen=True)
 class Op:
-    """One variant of one operation: ours and eager code, both of tensors of the shapes that `make` gives."""
+    """One variant of an operation: ours and eager code, both taking tensors of the shapes that `make` gives."""
 
     id: str
     ours: Callable[..., Any]
@@ -228,9 +228,9 @@ class Op:
 
 
 NORM_SHAPES = (
-    (3, 5, 64),  # several rows a program
-    (2, 896),  # no power of two
-    (19, 1500),  # one row a program, several programs' worth of rows for each
+    (3, 5, 64),  # several rows per program
+    (2, 896),  # not a power of two
+    (19, 1500),  # one row at a time, several rows per program
     (5, 3),
     (33,),
 )
@@ -369,7 +369,7 @@ OPS = [
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.id)
 
 
-# One for each operator: what is said of the machinery around a kernel holds for all that it computes.
+# One per operator, for tests of the code around a kernel.
 ONE_EACH = [op for op in OPS if op.id in (
     "rms_norm-residual", "layer_norm", "swiglu", "swiglu-packed", "rope-partial", "cross_entropy-everything", "jsd-0.1",
     "with_logits-jsd",
@@ -389,11 +389,11 @@ def upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def run(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor] | None = None) -> list[Tensor]:
-    """The outputs, and after them the gradients of the inputs that want one."""
+    """Return the outputs, then the gradients of the inputs that require one."""
     outputs = outputs_of(function(*inputs))
     grads = upstream(outputs) if grads is None else grads
     wanted = [x for x in inputs if x.requires_grad]
-    # In place, what is made of a frozen input has no gradient either.
+    # An in-place result of a frozen input has no gradient either.
     paired = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     gradients = torch.autograd.grad([y for y, _ in paired], wanted, [g for _, g in paired])
     return [*(y.detach() for y in outputs), *gradients]
@@ -404,9 +404,9 @@ def error(value: Tensor, expected: Tensor) -> float:
 
 
 def dynamo_warns(test: Callable[..., None]) -> Callable[..., None]:
-    """Let the compiler's own warnings pass."""
+    """Ignore the compiler's own warnings."""
     for message in (
-        ".*should not be instantiated:DeprecationWarning",  # it makes instances of the Functions that it traces
+        ".*should not be instantiated:DeprecationWarning",  # it instantiates the Functions that it traces
         ".*torch.jit.script_method.*:DeprecationWarning",  # on import
         ".*TensorFloat32 tensor cores.*:UserWarning",
     ):

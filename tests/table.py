@@ -1,6 +1,6 @@
-"""The rows that every test of the suite runs over: a loss, its eager oracle, a batch for it, and what it may cost.
+"""Table of losses for the whole suite: each row has a loss, its eager oracle, a batch, and a bound on its cost.
 
-A new loss adds rows here, and no test file.
+A new loss adds rows here, not a test file.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PARAMETERS = ("weight", "input", "bias")
 
 
 class Sizes(NamedTuple):
-    """`sequences` is even, chosen and rejected; `length` is padded; with `ignored` False every token has a target."""
+    """`sequences` is even (chosen and rejected); `length` is padded; `ignored=False` gives every token a target."""
 
     sequences: int = 6
     length: int = 7
     hidden: int = 5
     vocab: int = 23  # a small prime
-    ref_hidden: int = 8  # not the policy's
+    ref_hidden: int = 8  # differs from the policy's
     ignored: bool = True
 
 
@@ -57,16 +57,16 @@ class Row:
     """A loss in one setting.
 
     Args:
-        id: what a test report calls it.
-        ours: `(batch, **options) -> loss`, a scalar, with `options` those of `LogitOptions`.
-        oracle: `(batch, **transform) -> loss` by full logits, in the dtype of the batch.
-        sample: a batch in float64 of the given sizes and seed.
-        scope: what the objective cannot split: "token", "sequence", "pair", or "batch".
-        fused: gradients are computed in forward, so that packs within the budget cost nothing extra.
-        kernels: it runs kernels of this library, and not autograd alone.
+        id: name in test reports.
+        ours: `(batch, **options) -> loss`, a scalar; `options` are those of `LogitOptions`.
+        oracle: `(batch, **transform) -> loss` from full logits, in the dtype of the batch.
+        sample: returns a float64 batch of the given sizes and seed.
+        scope: the unit that the objective cannot split: "token", "sequence", "pair", or "batch".
+        fused: the forward computes the gradients, so that several chunks within the budget cost nothing extra.
+        kernels: runs kernels of this library, and not only autograd.
         stops_gradients: part of the loss is held constant, so that its gradient is not its derivative.
-        batches: tests of rounding errors take as many times more batches, until luck averages out: a loss that raises a
-            whole sequence's log-probability to the exponent makes of each sequence a single error.
+        batches: factor on the number of batches in tests of rounding errors. A loss that exponentiates a sequence's
+            log-probability gives one error per sequence, and needs more batches to average.
     """
 
     id: str
@@ -91,7 +91,7 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _head(sizes: Sizes, generator: torch.Generator, prefix: str = "", bias: bool = True) -> Batch:
-    """Logits of a standard deviation of about 2: neither uniform nor certain."""
+    """Return a head with logits of a standard deviation of about 2: neither uniform nor certain."""
     hidden = sizes.ref_hidden if prefix else sizes.hidden
     batch = {
         f"{prefix}weight": 2 * hidden**-0.5 * _normal(generator, sizes.vocab, hidden),
@@ -103,7 +103,7 @@ def _head(sizes: Sizes, generator: torch.Generator, prefix: str = "", bias: bool
 
 
 def tokens(sizes: Sizes, seed: int, bias: bool = True) -> Batch:
-    """Plain tokens, a half of them ignored, here and there."""
+    """Return plain tokens, half of them ignored at random positions."""
     generator = torch.Generator().manual_seed(seed)
     batch = _head(sizes, generator, bias=bias)
     shape = (sizes.sequences, sizes.length)
@@ -115,12 +115,12 @@ def tokens(sizes: Sizes, seed: int, bias: bool = True) -> Batch:
 
 
 def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states") -> Batch:
-    """Chosen, then rejected sequences, each a prompt and padding around a completion of its own length."""
+    """Return chosen, then rejected sequences, each with a prompt, padding, and a completion of a different length."""
     generator = torch.Generator().manual_seed(seed)
     batch = _head(sizes, generator, bias=bias)
     shape = (sizes.sequences, sizes.length)
     lengths = torch.randint(1, sizes.length + 1, shape[:1], generator=generator)
-    lengths[0], lengths[sizes.sequences // 2] = sizes.length, 1  # a pair as unequal as can be
+    lengths[0], lengths[sizes.sequences // 2] = sizes.length, 1  # one pair with the most unequal lengths
     if not sizes.ignored:
         lengths[:] = sizes.length
     starts = (torch.rand(shape[:1], generator=generator) * (sizes.length - lengths + 1)).long()
@@ -137,7 +137,7 @@ def pairs(sizes: Sizes, seed: int, bias: bool = True, ref: str | None = "states"
 
 
 def students(sizes: Sizes, seed: int, bias: bool = True, padding: int = 0, top_k: int = 0) -> Batch:
-    """Plain tokens beside a teacher: with `padding` classes more than the student, or its `top_k`, some not there."""
+    """Return plain tokens and a teacher: with `padding` more classes, or with its `top_k`, some of them absent."""
     batch = tokens(sizes, seed, bias)
     generator = torch.Generator().manual_seed(seed + 1000)
     teacher = _head(sizes._replace(vocab=sizes.vocab + padding), generator, prefix="teacher_", bias=bias)
@@ -146,9 +146,9 @@ def students(sizes: Sizes, seed: int, bias: bool = True, padding: int = 0, top_k
     logits = teacher["teacher_input"] @ teacher["teacher_weight"].T
     logps, ids = logits.log_softmax(-1).topk(min(top_k, sizes.vocab), dim=-1)
     batch["teacher_logps"], batch["teacher_ids"] = logps, ids
-    # As servers pad: a token of its own is not there, and its id is another's.
+    # Pad as inference servers do: an absent entry (-inf) repeats another entry's id.
     batch["teacher_logps"][:, 0, 0], batch["teacher_ids"][:, 0, 0] = -torch.inf, ids[:, 0, 1]
-    batch["target"][:, -1] = ids[:, -1, 0]  # a target among the teacher's, and most others not
+    batch["target"][:, -1] = ids[:, -1, 0]  # one target in the top-k; most others are not
     return batch
 
 
@@ -162,10 +162,10 @@ LABELS = {
 def examples(
     sizes: Sizes, seed: int, ref: str | None = "states", labels: str = "mixed", mismatched: str | None = None
 ) -> Batch:
-    """Sequences as in `pairs`, a label each, and with `mismatched` as many completions that answer other prompts.
+    """Return sequences as in `pairs` with a label each; `mismatched` adds completions that answer other prompts.
 
-    These have the tokens of the sequence before, as TRL's collator gives them. The policy, being nearly uniform there,
-    likes them more than the reference does.
+    These have the tokens of the previous sequence, as in TRL's collator. The policy is nearly uniform there, so it
+    gives them a higher probability than the reference does.
     """
     batch = pairs(sizes, seed, ref=ref)
     batch["preference_labels"] = LABELS[labels](sizes.sequences)
@@ -188,7 +188,7 @@ def rollouts(
     weights: str | None = None,
     transform: dict[str, float] | None = None,
 ) -> Batch:
-    """Completions as in `pairs`; `advantages` and importance `weights` of "tokens" or "sequences"."""
+    """Return completions as in `pairs`; `advantages` and importance `weights` per "tokens" or "sequences"."""
     batch = pairs(sizes, seed)
     states = {name: batch.pop(name) for name in ("ref_weight", "ref_input", "ref_bias")}
     generator = torch.Generator().manual_seed(seed + 2)
@@ -196,11 +196,11 @@ def rollouts(
     logps = reference.token_stats(**head, **transform or {})["logps"]
     shapes = {"tokens": batch["target"].shape, "sequences": batch["target"].shape[:1]}
     sides = {"advantages": _normal(generator, *shapes[advantages])}
-    if old:  # a few updates ago
+    if old:  # a policy a few updates older
         sides["old_logps"] = logps + 0.3 * _normal(generator, *shapes["tokens"])
     if ref == "tokens":
         sides["ref_logps"] = logps + 0.5 * _normal(generator, *shapes["tokens"])
-    elif ref == "states":  # where the policy came from: its ratio to one drawn anew would be one token's affair
+    elif ref == "states":  # close to the policy: one token would dominate the ratio to an independent one
         shared = min(sizes.hidden, sizes.ref_hidden)
         for name in ("weight", "input"):
             states[f"ref_{name}"][..., :shared] = batch[name][..., :shared]
@@ -209,12 +209,12 @@ def rollouts(
         batch |= states
     if weights:
         sides["importance_weights"] = 0.5 + torch.rand(shapes[weights], generator=generator, dtype=torch.float64)
-    # Numbers that every dtype has: what a test compares is not their rounding.
+    # Use values that every dtype holds exactly, so that tests do not compare their rounding.
     return batch | {name: x.bfloat16().double() for name, x in sides.items()}
 
 
 def moved(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:
-    """The batch with its floating tensors in `dtype`, all of it on `device`."""
+    """Return the batch on `device`, with floating tensors in `dtype`."""
     return {name: x.to(device).to(dtype if x.is_floating_point() else None) for name, x in batch.items()}
 
 
@@ -228,7 +228,7 @@ def n_valid(batch: Batch, ignore_index: int = -100) -> int:
 def evaluate(
     loss: Callable[[Batch], Tensor], batch: Batch, trainable: Iterable[str] = PARAMETERS, upstream: float = 1.0
 ) -> dict[str, Tensor]:
-    """The loss and its gradient by each parameter of the batch, by name; copies, so that the batch stays as it is."""
+    """Return the loss and its gradient by each parameter, by name; works on copies of the batch."""
     leaves = {name: batch[name].detach().clone().requires_grad_() for name in trainable if name in batch}
     value = loss({**batch, **leaves})
     (upstream * value).backward()
@@ -236,7 +236,7 @@ def evaluate(
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """The norm of the error over the norm of the exact value; where that is zero, as it is."""
+    """Return the norm of the error over the norm of the exact value, or the norm of the error if that is zero."""
     norm = float(exact.norm())
     return float((x.double() - exact).norm()) / (norm or 1.0)
 
@@ -255,7 +255,7 @@ def _token_weights(batch: Batch) -> Tensor:
 
 
 def _per_token(loss: Tensor) -> Tensor:
-    """A scalar of `reduction="none"` that hands every token another gradient: negative, zero or positive."""
+    """Reduce a `reduction="none"` loss to a scalar that gives the tokens negative, zero and positive gradients."""
     flat = loss.flatten()
     upstream = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device) % 7 - 2
     return (flat * upstream).sum() / max(1, flat.numel())
@@ -270,7 +270,7 @@ def _cross_entropy(
     bias: bool = True,
     **settings: Any,
 ) -> Row:
-    """`settings` are of the module, transform included."""
+    """`settings` are the module's arguments, transform included."""
 
     def scalar(loss: Tensor) -> Tensor:
         return _per_token(loss) if settings.get("reduction") == "none" else loss
@@ -301,7 +301,7 @@ def _cross_entropy(
 
 
 def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str = "pair", **settings: Any) -> Row:
-    """`settings` are of the module, transform included."""
+    """`settings` are the module's arguments, transform included."""
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         return LigerFusedLinearDPOLoss(**settings | options)(**batch)[0]
@@ -318,7 +318,7 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
 def _reference_free(
     id: str, module: type, oracle_: Callable[..., Tensor], *, nll_target: bool = False, **settings: Any
 ) -> Row:
-    """`settings` are of the module; with `nll_target` every other token of the target is the NLL's."""
+    """`settings` are the module's arguments; with `nll_target` the NLL uses every other token of the target."""
 
     def targets(batch: Batch, options: dict[str, Any]) -> Batch:
         if not nll_target:
@@ -348,7 +348,7 @@ def _unpaired(
     delta: float | Tensor | None = None,
     **settings: Any,
 ) -> Row:
-    """`settings` are of the module; what is not a tensor of the batch is made from it, or passed as it is."""
+    """`settings` are the module's arguments; inputs missing from the batch are derived from it, or passed directly."""
 
     def arguments(batch: Batch, options: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {**batch}
@@ -380,7 +380,7 @@ def _unpaired(
 
 
 class _SquaredError(LigerFusedLinearDistillationBase):
-    """A user's divergence, which sees offsets of the logits."""
+    """A user's divergence that depends on offsets of the logits."""
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         return (student_logits - teacher_logits).square().mean(-1)
@@ -398,7 +398,7 @@ def _distillation(
     top_k: int = 0,
     **settings: Any,
 ) -> Row:
-    """`module` makes the loss `reference.distillation` of `name` and `parameter`; `settings` go to both."""
+    """`module` configures ours to equal `reference.distillation` of `name` and `parameter`; `settings` go to both."""
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         settings_ = settings | options
@@ -428,9 +428,9 @@ def _grpo(
     sample: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Row:
-    """`settings` are of the module, transform included; `sample` goes to `rollouts`.
+    """`settings` are the module's arguments, transform included; `sample` goes to `rollouts`.
 
-    A row says "sequence" at token level too: its batch must have sequences, which reductions weigh.
+    Token-level rows also use scope "sequence": reductions weight sequences, so the batch must have them.
     """
     transform = {name: value for name, value in settings.items() if name in _TRANSFORM}
 
@@ -458,13 +458,13 @@ def _grpo(
 
 
 def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
-    """An objective that mixes `outputs` with coefficients of every token, so that each token gets its own gradients."""
+    """An objective that mixes `outputs` with per-token coefficients, so that each token gets different gradients."""
 
     def objective(stats: dict[str, Tensor], target: Tensor) -> Tensor:
         first = next(iter(stats.values()))
         phase = torch.arange(target.numel(), dtype=first.dtype, device=first.device).view(target.shape)
         terms = [torch.cos(phase + i) * stats[name] + 0.1 * stats[name].square() for i, name in enumerate(outputs)]
-        # Differentiable in each, and not a sum of functions of one each.
+        # Differentiable in each output, but not a sum of functions of single outputs.
         return (sum(terms) * torch.sigmoid(stats[outputs[0]])).sum() / max(1, target.numel())
 
     def ours(batch: Batch, **options: Any) -> Tensor:
@@ -479,7 +479,7 @@ def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
 
 _TRANSFORM = {"softcap": 3.0, "logit_scale": 1.7, "temperature": 0.6}
 _SMOOTHED = {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}  # these read label_smoothing
-# exp(-margin) of long random pairs would make one pair of many the whole loss, and its luck the whole error.
+# For long random pairs, one pair's exp(-margin) would dominate the loss and its error.
 _MILD = {"discopop": {"beta": 0.02, "discopop_tau": 0.5}}
 
 CROSS_ENTROPY = [
@@ -548,7 +548,7 @@ DPO = [
     _dpo("dpo-sigmoid+apo_zero+sft", loss_type=["sigmoid", "apo_zero", "sft"], loss_weights=[0.8, 0.3, 0.2]),
 ]
 
-# Scores that grow exponentially with log-ratios: of tokens, so that no sequence is the whole loss.
+# Scores that grow exponentially with log-ratios: average over tokens, so that no sequence dominates the loss.
 _SCORES = {"average_log_prob": True, "beta": 0.5}
 
 DPO_VARIANTS = [
@@ -604,7 +604,7 @@ REFERENCE_FREE = [
 
 _KTO, _BCO = LigerFusedLinearKTOLoss, LigerFusedLinearBCOLoss
 
-# Without a reference log-ratios are log-probabilities: with a beta of 0.1 these would be certain by their length alone.
+# Without a reference, log-ratios are log-probabilities: with a beta of 0.1 their length alone would saturate the loss.
 UNPAIRED = [
     _unpaired("kto", _KTO, reference.kto, kl=0.0),
     _unpaired("kto-kl", _KTO, reference.kto, kl=3.0),
@@ -737,14 +737,14 @@ ROWS = [*CROSS_ENTROPY, *SFT_KIN, *DPO, *DPO_VARIANTS, *REFERENCE_FREE, *UNPAIRE
 
 
 def rows(*ids: str) -> list[Row]:
-    """Those with these ids, in the order of the table; one that is not there is a KeyError."""
+    """Return the rows with these ids, in the order of the table; raise KeyError for an unknown id."""
     if missing := set(ids) - {row.id for row in ROWS}:
         raise KeyError(*missing)
     return [row for row in ROWS if row.id in ids]
 
 
 def rows_like(part: str) -> list[Row]:
-    """Those with this in their ids, one at least."""
+    """Return the rows whose id contains `part`; raise KeyError if there is none."""
     found = [row for row in ROWS if part in row.id]
     if not found:
         raise KeyError(part)

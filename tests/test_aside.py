@@ -1,4 +1,4 @@
-"""A pack's dW beside its dX: what waits for what."""
+"""Test that a chunk's dW on the side stream and its dX wait for each other where they must."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from liger_chunked.engine.aside import Aside
 from liger_chunked.engine.passes import HeadGradients
 
 TOKENS, HIDDEN, VOCAB = 16, 72, 603
-BUDGET = 8 * VOCAB * 2  # two packs
+BUDGET = 8 * VOCAB * 2  # two chunks
 
 
 class Recorded:
-    """Streams that say what they are given, on a CPU."""
+    """Streams on a CPU that record what is put on them."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log = name, log
@@ -29,7 +29,7 @@ class Recorded:
 
 @pytest.fixture
 def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The order of what the current stream and the other one are given."""
+    """Record the order of work on the current stream and on the side stream."""
     if device == "cuda":
         pytest.skip("recorded on a CPU")
     entries: list[str] = []
@@ -85,7 +85,7 @@ def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Te
 
 @pytest.fixture(autouse=True)
 def small_packs(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go by the epilogue too."""
+    """Let small chunks use the fused epilogue too."""
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
 
 
@@ -101,7 +101,7 @@ def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
     end = ["current: product of dX", JOIN, "current: write dX"]
     end += (blocks - 1) * ["current: product of dX", "current: write dX"]
     product, targets = "other: dW", "other: targets of dW"
-    # Where there is a dW already, what is small comes first.
+    # If there is a dW already, the small kernels come first.
     assert log == [*begin, product, targets, *end, *begin, targets, product, *end]
 
 
@@ -114,17 +114,17 @@ def test_one_gradient_stays_on_its_stream(trainable, device, log):
 
 @pytest.mark.triton
 def test_a_failure_joins(device, log, monkeypatch):
-    """Memory that is freed on the way out may be given to others."""
+    """After an error the streams must join: memory that the exception frees may be reused."""
 
     def fail(*_args, **_kwargs):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(epilogue, "add_target_rows_of_weight", fail)  # after a join
+    monkeypatch.setattr(epilogue, "add_target_rows_of_weight", fail)  # fails after a join
     with pytest.raises(torch.OutOfMemoryError):
         step(device)
     assert log.count(FORK) == log.count(JOIN) == 1
     log.clear()
-    monkeypatch.setattr(HeadGradients, "add_exponentials", fail)  # before one
+    monkeypatch.setattr(HeadGradients, "add_exponentials", fail)  # fails before a join
     with pytest.raises(torch.OutOfMemoryError):
         step(device)
     assert log[-1] == JOIN
@@ -132,7 +132,7 @@ def test_a_failure_joins(device, log, monkeypatch):
 
 @pytest.mark.triton
 def test_a_late_dw(device, monkeypatch):
-    """The next pack's exponentials, dX in the place of its factor, and what comes after wait for it."""
+    """A late dW: the next chunk's exponentials, the dX that overwrites dW's factor, and later work wait for it."""
     if device == "cpu":
         pytest.skip("a CPU has one stream")
     in_time = step(device)

@@ -1,4 +1,4 @@
-"""The contract on work and memory: which GEMMs run, and how large anything that is alive may be."""
+"""Test the bounds on work and memory: which GEMMs run, and how large live tensors may be."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from liger_chunked.engine import passes
 from liger_chunked.kernels import backend
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
-SIZES = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)  # a half of the rows ignored
+SIZES = Sizes(sequences=6, length=9, hidden=16, vocab=2503, ref_hidden=24)  # half of the tokens ignored
 
 
 def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None = None, grad: bool = True) -> float:
-    """FLOPs of a step in units of 2 * N_valid * H * V, a product of all valid tokens with the head."""
+    """Return the FLOPs of a step in units of 2 * N_valid * H * V, one product of all valid tokens with the head."""
     leaves = {name: batch[name].clone().requires_grad_() for name in trainable if name in batch}
-    # PyTorch counts addmm, and forgets addmm_.
+    # FlopCounterMode counts addmm, but not addmm_.
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     counter = FlopCounterMode(display=False, custom_mapping=in_place)
     with counter, torch.set_grad_enabled(grad):
@@ -33,7 +33,7 @@ def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None
 
 
 def of_reference(batch: Batch) -> float:
-    """A reference, or a teacher, costs one product of its own size; mismatched completions one of each head's."""
+    """Return the products of a reference or teacher: one of its size, and one more per head if mismatched."""
     one = SIZES.ref_hidden / SIZES.hidden
     reference = one if {"ref_weight", "teacher_weight"} & batch.keys() else 0.0
     mismatched = ("kl_input" in batch) + one * ("ref_kl_input" in batch)
@@ -59,7 +59,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
 
 @by_row
 def test_gemms_of_many_packs(row):
-    """As many as of one, while each group fits; a loss on the whole batch, or in backward, projects again."""
+    """Chunks cost no extra products while each group fits; batch-scoped losses and backward recompute one."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
     if row.fused and row.scope != "batch":
@@ -70,12 +70,12 @@ def test_gemms_of_many_packs(row):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.scope == "pair" or not row.fused], ids=repr)
 def test_gemms_over_the_budget(row):
-    """One product more, but for the last tile's share, whose logits are still there when backward begins."""
-    # One pair of 2 x 9 tokens, all valid: as many tokens for the losses of single tokens.
+    """One more product, except for the last tile, whose logits are still in memory when backward begins."""
+    # One pair of 2 x 9 valid tokens; per-token losses get the same number of tokens.
     sizes = SIZES._replace(sequences=2, ignored=False)
     batch = row.sample(sizes, seed=0)
-    # Room for 11 of 18 rows: slices of 11 * 2503 // 18 = 1529 columns, 1280 when cut to whole tiles; two of them are
-    # even at 1252, 1280 in whole tiles.
+    # The budget fits 11 of 18 rows: slices of 11 * 2503 // 18 = 1529 columns, rounded down to 1280 (whole tiles). Two
+    # even slices have 1252 columns, rounded up to 1280.
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 11 * 2503)
     last_tile = (2503 - 1280) / 2503
     assert count == pytest.approx(4 - last_tile + of_reference(batch), rel=1e-12)
@@ -90,7 +90,7 @@ def test_no_reference_gemm_for_reference_log_probs():
 
 
 class Memory(TorchDispatchMode):
-    """Bytes alive, at their peak, and of the largest tensor, of what is created under it."""
+    """Track the bytes of tensors created under this mode: their peak, and the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Memory(TorchDispatchMode):
         self.alive -= n_bytes
 
     def expect(self, *given: torch.Tensor) -> None:
-        """These were there before."""
+        """Exclude tensors that existed before."""
         for x in given:
             self._known[x.untyped_storage()] = 0
 
@@ -119,7 +119,7 @@ class Memory(TorchDispatchMode):
         return result
 
 
-# A hidden size that makes [V, H], and a count of tokens that makes N * V, stand out.
+# Chosen so that the sizes [V, H] and N * V are easy to recognize.
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
@@ -135,7 +135,7 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
     ],
 )
 def test_memory(row, dtype, tokens_in_budget, monkeypatch):
-    # The blocks in which a CPU works are a constant: keep it out of shapes as small as these.
+    # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
     monkeypatch.setattr(passes, "_UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
@@ -153,8 +153,8 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     assert memory.largest <= max(budget, weight_gradient, n * h * 4)
     if tokens_in_budget < n:
         assert memory.largest < n * v * dtype.itemsize
-    # At once: the logits; the weight gradient, and its rounding where it was accumulated; the rows that take part and
-    # their gradient, twice while it is put in its place; a product's operand in float32; a few numbers a token.
+    # In memory at once: the logits; the weight gradient, and its rounded copy if it was accumulated; the valid rows and
+    # their gradient, twice during the scatter; a product's float32 operand; a few numbers per token.
     rounding = 0 if one_write or dtype == torch.float32 else v * h * dtype.itemsize
     rows = 2 * n * h * dtype.itemsize + 2 * n * h * 4
     upcast = 0 if dtype == torch.float32 else max(n, v) * h * 4
@@ -165,7 +165,7 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
 
 @pytest.mark.ordinary_memory
 def test_statistics_alone_keep_no_logits():
-    """Without a backward to come, nothing of the logits outlives the call."""
+    """Without a backward, no logits outlive the call."""
     generator = torch.Generator().manual_seed(0)
     weight, input = torch.randn(1009, 16, generator=generator), torch.randn(64, 16, generator=generator)
     target = torch.randint(1009, (64,), generator=generator)

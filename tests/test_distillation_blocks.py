@@ -1,4 +1,4 @@
-"""Blocks of a teacher's logits, beside a chunk of the student's."""
+"""Test blocks of teacher logits within a chunk of the student."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_chunked.engine.passes import HeadGradients, HeadPass
 
 
 def test_blocks_of_a_chunk(monkeypatch):
-    """One product for each gradient, whatever part of the teacher's logits is alive."""
+    """Each gradient takes one product, for any number of teacher blocks."""
     batch = students(SMALL, seed=0)
     losses = {**LOSSES, "one's own": SymmetricKL(**SOFT)}
     whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
@@ -45,7 +45,7 @@ def test_blocks_of_a_chunk(monkeypatch):
 
 @pytest.mark.parametrize("vocab", [1024, 151936])
 @pytest.mark.parametrize("budget", [1, 10**8, 10**9, 5 * 10**9, None])
-@pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a divergence of one's own
+@pytest.mark.parametrize("beside", [0, 2, 34])  # nothing, a teacher's logits, a user-defined divergence
 def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
     n = 8192 * 151936 // vocab
     options, shape = LogitOptions(logits_budget=budget), torch.Size((vocab, 1536))
@@ -63,7 +63,7 @@ def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
 
 
 def test_a_frozen_head_holds_no_more_for_fewer_chunks():
-    """There is no weight gradient to add to."""
+    """A frozen head has no weight gradient to accumulate, so larger chunks gain nothing."""
     shape, options = torch.Size((151936, 1536)), LogitOptions()
     for n in (5000, 8192, 16384):
         frozen = schedule.budget_chunk(options, shape, torch.bfloat16, n, 4, wants_weight=False)

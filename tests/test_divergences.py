@@ -1,4 +1,4 @@
-"""The kernels of divergences, against formulas in float64: equal, disjoint, large and skewed rows."""
+"""Test the divergence kernels against float64 formulas: equal, disjoint, large and skewed rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_chunked.kernels import divergence_grad_, divergence_stats, tail_grad_
 
 
 def by_kernels(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """The divergence of each row, and its gradient."""
+    """Return the divergence of each row, and its gradient."""
     made = LogitOptions(**options)
     z = z.clone()
     stats = divergence_stats(z, t, None, loss.closed_form(), made, made)
@@ -31,7 +31,7 @@ def by_kernels(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor, **o
 
 
 def by_autograd(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the loss's own `divergence`."""
+    """Return the same from the loss's `divergence` method."""
     z = z.clone().requires_grad_()
     divergence = loss.divergence(z, t)
     return divergence.detach(), torch.autograd.grad(divergence.sum(), z)[0]
@@ -50,13 +50,13 @@ def test_kernels_match_autograd(loss, cols, device):
     exact = by_autograd(loss, z.double(), t.double())
     eager = by_autograd(loss, z, t)
     for value, expected, naive in zip(ours, exact, eager, strict=True):
-        # Every row counts the same: pooled as they are, the one row with the largest numbers would decide alone.
+        # Weigh rows equally: pooled errors would depend on the row with the largest values only.
         rows = expected.view(32, -1).norm(dim=1)
         error, naive_error = (
             float(((x.double() - expected).view(32, -1).norm(dim=1) / (rows + rows.median())).square().mean().sqrt())
             for x in (value, naive)
         )
-        # As many roundings as in eager code, in another order; where that is exact by luck, a unit in the last place.
+        # As many roundings as in eager code, in another order; one unit in the last place if eager happens to be exact.
         assert error <= max(2 * naive_error, 2**-23)
 
 
@@ -65,11 +65,11 @@ def test_kernels_match_autograd(loss, cols, device):
 @by_loss
 def test_offset_logits(loss, offset, device):
     generator = torch.Generator().manual_seed(0)
-    # Multiples of 1/64, which the offset leaves exact.
+    # Multiples of 1/64, which stay exact under the offset.
     z, t = ((64 * torch.randn(2, 3, 300, generator=generator)).round() / 64).to(device)
     value, gradient = by_kernels(loss, z, t)
     shifted, shifted_gradient = by_kernels(loss, z + offset, t - offset)
-    # The same differences from the centre, in float32: no more than a few roundings of their sums.
+    # The centred values are equal in float32, so only a few roundings of their sums remain.
     assert torch.allclose(shifted, value, rtol=1e-6, atol=0)
     assert torch.allclose(shifted_gradient, gradient, rtol=1e-5, atol=1e-9)
 
@@ -80,20 +80,20 @@ def test_student_equal_to_teacher(loss, device):
     z = 5 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).to(device)
     value, gradient = by_kernels(loss, z, z.clone())
     assert float(value.abs().max()) <= 2**-22
-    assert float(gradient.abs().max()) <= 2**-22  # of a sum of probabilities that is 1 but for rounding
+    assert float(gradient.abs().max()) <= 2**-22  # the probabilities sum to 1 up to rounding
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("gap", [200.0, 1e4, 1e30])
 @by_loss
 def test_disjoint_student_and_teacher(loss, gap, device):
-    """Where one is certain of what the other excludes; the plain divergences are as large as the gap, and finite."""
+    """One is certain of a class that the other excludes: unbounded divergences equal the gap, and stay finite."""
     z = torch.tensor([[gap, 0.0, 0.0], [0.0, gap, 0.0]], device=device)
     t = torch.tensor([[0.0, gap, 0.0], [0.0, gap, 0.0]], device=device)
     value, gradient = by_kernels(loss, z, t)
     exact, exact_gradient = by_autograd(loss, z.double(), t.double())
     assert torch.isfinite(value).all() and torch.isfinite(gradient).all()
-    # A few operations of the hardware's on top of one another, each off by 2**-22, about 0 where the rows are equal.
+    # A few chained hardware functions, each off by 2**-22; rows that are equal give about 0.
     assert torch.allclose(value.double(), exact, rtol=1e-5, atol=1e-7)
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-5, atol=1e-7)
 
@@ -101,12 +101,12 @@ def test_disjoint_student_and_teacher(loss, gap, device):
 @pytest.mark.triton
 @pytest.mark.parametrize("loss", [LOSSES[name] for name in LOSSES if name not in ("kl", "kl-reverse")], ids=repr)
 def test_excluded_columns(loss, device):
-    """Columns of -inf, in either or both, have no probability, and no part in a bounded divergence's numbers."""
+    """Columns of -inf, in one or both rows, have no probability and do not affect a bounded divergence."""
     z, t = torch.randn(2, 2, 40, generator=torch.Generator().manual_seed(0)).to(device)
     z[:, :4], t[:, 2:6] = -math.inf, -math.inf
     value, gradient = by_kernels(loss, z, t)
     exact, exact_gradient = by_autograd(loss, z.double().clamp(min=-1e3), t.double().clamp(min=-1e3))
-    # As above; of a gradient more, a difference of logarithms that cancel.
+    # As above; a gradient is also a difference of logarithms that cancel.
     assert torch.allclose(value.double(), exact, rtol=1e-5, atol=1e-7)
     assert torch.allclose(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-7)
 
@@ -142,16 +142,16 @@ MIXTURES = {
 @pytest.mark.parametrize("loss", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize("rows", ROWS_OF_16_BITS.values(), ids=ROWS_OF_16_BITS)
 def test_mixtures_of_16_bit_logits(rows, loss, dtype, temperature, device):
-    """Their second sweep has a way of its own to the mixture."""
+    """The second sweep of 16-bit logits computes mixtures in base 2."""
     z, t = (x.to(device, getattr(torch, dtype)) for x in rows)
     value, gradient = by_kernels(loss, z, t, temperature=temperature)
     exact_z, exact_t = (x.double().clamp(min=-1e5) / temperature for x in (z, t))
     exact, exact_gradient = by_autograd(loss, exact_z, exact_t)
-    # The hardware's logarithm is off by 2**-22 of itself, and cancels the gap between log p and log q.
+    # The hardware's logarithm has a relative error of 2**-22, and the gap between log p and log q cancels.
     gap = (exact_z.log_softmax(1) - exact_t.log_softmax(1)).abs().max() / math.log(2)
     bound = 2**-22 * min(120.0, float(gap)) + 1e-6
     assert torch.allclose(value.double(), exact, rtol=0, atol=bound)
-    # Rounded to 8 bits, and by Triton's interpreter truncated to them.
+    # Rounded to 8 bits, or truncated by Triton's interpreter.
     assert torch.allclose(gradient.double(), exact_gradient / temperature, rtol=2**-7, atol=bound)
 
 
@@ -178,13 +178,13 @@ def test_jsd_of_equal_rows_is_zero(dtype, device):
 @pytest.mark.triton
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6])
 def test_jsd_near_its_ends_keeps_its_precision(beta, device):
-    """It is of the order of beta (1 - beta), and log(p / m) or log(q / m) of the same order in most places."""
+    """The loss is of the order of beta (1 - beta), and so is log(p / m) or log(q / m) in most entries."""
     batch = moved(students(SMALL, seed=0), torch.float32, device)
     loss = LigerFusedLinearJSDLoss(beta=beta, **SOFT)
     near = evaluate(lambda b: loss(**b)[0], batch)
     exact = evaluate(lambda b: loss(**b)[0], moved(batch, torch.float64))
     for name in exact:
-        # On a CPU 6e-7 at most; 1 - beta of a beta that is rounded to float32 would be off by a hundredth.
+        # At most 6e-7 on a CPU. With beta rounded to float32, 1 - beta would have an error of a hundredth.
         assert relative_error(near[name], exact[name]) < 1e-5, name
 
 
@@ -192,7 +192,7 @@ def test_jsd_at_a_half_is_symmetric_and_bounded():
     z, t = 50 * torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(0))
     there, _ = by_kernels(LOSSES["jsd"], z, t)
     back, _ = by_kernels(LOSSES["jsd"], t, z)
-    # Equal on a CPU; compilers may order the two terms of each sum as they like.
+    # Equal on a CPU; compilers may reorder the two terms of each sum.
     assert torch.allclose(there, back, rtol=1e-6)
     assert (there >= 0).all() and (there <= math.log(2) * (1 + 1e-6)).all()
 
@@ -201,7 +201,7 @@ def test_jsd_at_a_half_is_symmetric_and_bounded():
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_rows_that_rise_after_their_first_block(loss, temperature, device):
-    """Either row, or both, far beyond the reach of the maximum of its first block."""
+    """One or both rows rise far above the maximum of their first block."""
     z, t = 2 * torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(0)).to(device)
     z[0, 4500:] += 100
     t[1, 4600:] += 100
@@ -210,13 +210,13 @@ def test_rows_that_rise_after_their_first_block(loss, temperature, device):
     ours = by_kernels(loss, z, t, temperature=temperature)
     exact = by_autograd(loss, z.double() / temperature, t.double() / temperature)
     for value, expected in zip(ours, (exact[0], exact[1] / temperature), strict=True):
-        # A logit of 100 is rounded by up to 4e-6, which a temperature of 0.3 makes 1.3e-5; found were 4e-6.
+        # A logit of 100 rounds by up to 4e-6; a temperature of 0.3 turns that into 1.3e-5. Measured: 4e-6.
         assert relative_error(value, expected) < 1e-5
 
 
 @pytest.mark.triton
 def test_tail_keeps_its_precision(device):
-    """A student that is certain of the top-k: what is left is found by a sum of its own, and not as 1 - sum(p)."""
+    """The student is certain of the top-k: the tail needs a separate sum, because 1 - sum(p) would cancel."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).to(device)
     logits[:, :3] += 40
     holes = logits.clone()
@@ -226,7 +226,7 @@ def test_tail_keeps_its_precision(device):
         z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
         exact = (z / options.temperature).logsumexp(1)
         stats = tail_stats(holes, options, hard=True)
-        # A few units in the last place of float32, which 1 - sum(p) has nothing left of.
+        # A few units in the last place of float32; 1 - sum(p) would have no correct digits.
         assert torch.allclose(stats.centre / options.temperature + stats.log_sum, exact.float(), rtol=1e-6)
         gradient = tail_grad_(holes.clone(), stats, torch.ones_like(stats.centre), None, options)
         assert (gradient[:, :3] == 0).all()

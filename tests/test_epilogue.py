@@ -1,4 +1,4 @@
-"""Steps whose exponentials come out of the projection's epilogue: values, gradients, and when that path is taken."""
+"""Test steps with the fused epilogue: values, gradients, and when that path is used."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from liger_chunked.kernels import backend, projection, target_rows
 from liger_chunked.types import Head
 
 OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
-# As in test_values.py. Triton's interpreter truncates to bfloat16, which is off by twice as much, and twice: a sum of
-# exponentials that are all but 1 or 0 is then rounded beside its result.
+# As in test_values.py. Triton's interpreter truncates to bfloat16, which doubles the error, and doubles it again where
+# nearly all exponentials are 0 or 1.
 FACTOR = 1.1 * (8**0.5 if backend.INTERPRETED else 1)
-HIDDEN, VOCAB = 72, 603  # a ragged last block of either, and rows of the buffer that need padding
-BUDGET = 13 * VOCAB * 2  # 13 tokens a pack
+HIDDEN, VOCAB = 72, 603  # ragged last tiles in both, and buffer rows that need padding
+BUDGET = 13 * VOCAB * 2  # 13 tokens per chunk
 _SMALLEST = epilogue._SMALLEST
 
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go by the epilogue too."""
+    """Let small chunks use the fused epilogue too."""
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
 
 
 @pytest.fixture
 def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each pack that went by the epilogue."""
+    """Record the rows of each chunk that uses the fused epilogue."""
     rows = []
     statistics = EpiloguePass.statistics
 
@@ -80,14 +80,14 @@ def alternating(batch: Batch) -> Batch:
 
 
 def certain(batch: Batch) -> Batch:
-    """Every target's probability is near 1."""
+    """Make every target's probability close to 1."""
     rows = batch["weight"][batch["target"]]
     batch["input"] = 0.1 * batch["input"] + 16 * rows / rows.norm(dim=1, keepdim=True)
     return batch
 
 
 def lost(batch: Batch) -> Batch:
-    """Logits hundreds above those of the targets."""
+    """Make logits hundreds above those of the targets."""
     batch["weight"][[1, 301, 601]] *= 100
     batch["target"] = batch["target"] // 2 * 2
     return batch
@@ -97,7 +97,7 @@ BATCHES = {"plain": lambda batch: batch} | {f.__name__: f for f in (ignored, rep
 
 
 def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: str, **kwargs) -> None:
-    """The root mean square of several batches, where the error of one is that of its few largest weights, and luck."""
+    """Compare root mean squares over several batches: one batch's error depends on its few largest weights."""
     errors: dict[str, list[tuple[float, float]]] = {}
     for batch in batches:
         batch = moved(batch, torch.bfloat16, device)
@@ -108,7 +108,7 @@ def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: st
             both = tuple(relative_error(x[name], exact[name]) for x in (value, eager))
             errors.setdefault(name, []).append(both)
     for name, of_batches in errors.items():
-        # A loss is a single error, and luck: a unit in the last place of what it sums.
+        # A loss is a single error: allow one unit in the last place of its terms.
         floor = 2**-8 / 3 if name == "loss" else 0.0
         error, bound = (math.hypot(*each) / len(each) ** 0.5 for each in zip(*of_batches, strict=True))
         assert error <= max(FACTOR * bound, floor), f"{name}: {error:.2e} against {bound:.2e}"
@@ -154,7 +154,8 @@ def test_frozen(trainable, device, passes):
 
 @pytest.mark.triton
 def test_one_pack(device, passes):
-    """Where dW is written once, in bfloat16, the target's part has no place to be added; a frozen head has none."""
+    """With one chunk, dW is written once in bfloat16, without an accumulator for the target rows; a frozen head
+    has none either."""
     batch = moved(tokens(2), torch.bfloat16, device)
     loss = LigerFusedLinearCrossEntropyLoss()
     evaluate(lambda batch: loss(**batch), batch)
@@ -196,7 +197,7 @@ def sequences(seed: int, n: int = 4, length: int = 10) -> Batch:
 def test_dpo(device, passes):
     batch = sequences(5)
     batch["ref_logps"] = -6 - torch.rand(4, 10, dtype=torch.float64)
-    budget = 20 * VOCAB * 2  # a pair, of 16 valid tokens
+    budget = 20 * VOCAB * 2  # one pair with 16 valid tokens
     assert_error_is_that_of_eager_code(
         lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
         lambda batch: reference.dpo(**batch)[0],
@@ -209,7 +210,7 @@ def test_dpo(device, passes):
 @pytest.mark.triton
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_grpo(entropy_coef, device, passes):
-    """The entropy is a metric, or else a loss that wants the logits."""
+    """The entropy is a metric, or part of the loss, which then needs the logits."""
     batches = [sequences(seed) for seed in range(6, 12)]
     for batch in batches:
         batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
@@ -228,7 +229,7 @@ def test_grpo(entropy_coef, device, passes):
 
 
 class Shifted(LigerFusedLinearPreferenceBase):
-    """Reaches a statistic that preference losses only report."""
+    """Uses a statistic that preference losses only report."""
 
     def preference_loss(self, pairs):
         return pairs.token_stats.mean_logits.sum((1, 2)) - pairs.token_logps.sum((1, 2))
@@ -278,7 +279,7 @@ REFUSED = {
 
 
 def test_serves_what_a_cast_aligns():
-    """Autocast makes a copy of a weight in float32, wherever in a flat parameter that is."""
+    """Autocast makes an aligned copy of a float32 weight, at any offset in a flat parameter."""
     weight = torch.zeros(16 * 8 + 1)[1:].view(16, 8)
     assert served({"head": Head(weight), "dtype": torch.bfloat16})
     assert not served({"head": Head(weight.t()), "dtype": torch.bfloat16})
@@ -314,7 +315,7 @@ AUTOMATIC = {
 
 @pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
 def test_the_automatic_budget(change, tokens, monkeypatch):
-    """Two packs by the epilogue, where a step could be one chunk of logits."""
+    """The fused epilogue takes two chunks, where the step could be one chunk of logits."""
     monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
     estimate = estimate_memory(arguments.pop("loss"), **arguments)
@@ -350,7 +351,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
 
 
 def test_small_packs_are_left_to_the_logits(monkeypatch):
-    """Where the host takes longer than the device: the larger of the packs decides."""
+    """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
     monkeypatch.setattr(epilogue, "_SMALLEST", largest)
     packs = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
@@ -404,7 +405,7 @@ def test_serves_no_cpu(monkeypatch):
 
 
 class NotLaunched:
-    """A kernel that does nothing: on a GPU, too, none allocates anything."""
+    """A kernel that does nothing; on a GPU kernels do not allocate either."""
 
     def __getitem__(self, grid):
         return self
@@ -415,7 +416,7 @@ class NotLaunched:
 
 @pytest.fixture
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes the epilogue's path on a CPU, and allocates what it would on a GPU, products included."""
+    """Run the epilogue's path on a CPU with the allocations of a GPU, products included."""
     if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
     monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
@@ -427,7 +428,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sizes(NamedTuple):
-    """Of a step, in packs of `pack` tokens."""
+    """Sizes of a step, in chunks of `pack` tokens."""
 
     n: int
     pack: int
@@ -435,7 +436,7 @@ class Sizes(NamedTuple):
     vocab: int
 
 
-# What holds the peak beside the exponentials: the partial sums where H is small, or else a product.
+# The tensors that reach the peak with the exponentials: partial sums for a small H, otherwise a product.
 SIZES = {"sums": Sizes(2048, 512, 64, 40013), "products": Sizes(2048, 512, 1536, 10007)}
 TRAINABLE = {
     "all": {},
@@ -445,7 +446,7 @@ TRAINABLE = {
 }
 LOSSES = {
     "cross-entropy": LigerFusedLinearCrossEntropyLoss,  # one partial sum
-    "grpo": LigerFusedLinearGRPOLoss,  # and one for the entropy
+    "grpo": LigerFusedLinearGRPOLoss,  # another for the entropy
 }
 
 
@@ -455,7 +456,7 @@ LOSSES = {
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
 def test_estimate(of, sizes, trainable, valid, nothing_launched):
-    """What a step allocates is what was estimated, but for what a loss makes of the statistics."""
+    """A step allocates the estimated memory, apart from the loss's own use of the statistics."""
     head, states = {"trainable_head": True, "trainable_input": True, **trainable}.values()
     weight = torch.zeros(sizes.vocab, sizes.hidden, dtype=torch.bfloat16, requires_grad=head)
     input = torch.zeros(4, sizes.n // 4, sizes.hidden, dtype=torch.bfloat16, requires_grad=states)
@@ -486,7 +487,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched):
 
 @pytest.mark.triton
 def test_no_exponentials_without_a_backward(device, passes, monkeypatch):
-    """An evaluation has the loss of a training step, to the bit, and writes a vector or two."""
+    """An evaluation has the loss of a training step, bit for bit, and writes one or two vectors."""
     batch = moved(lost(tokens(11)), torch.bfloat16, device)
     loss = LigerFusedLinearCrossEntropyLoss(logits_budget=BUDGET, lse_square_scale=1e-2)
     trained = evaluate(lambda batch: loss(**batch), batch)["loss"]

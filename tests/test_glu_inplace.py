@@ -1,4 +1,4 @@
-"""Gradients of gated linear units in the place of their inputs: where it is done, and where it is not."""
+"""Test gradients of gated linear units that overwrite their inputs: where this happens, and where it must not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ by_kind = pytest.mark.parametrize("glu", KINDS.values(), ids=KINDS)
 
 
 class Projections:
-    """Gate and up as products, and whether each of their gradients has the place of one of them."""
+    """Compute gate and up as products, and record whether their gradients reuse their memory."""
 
     def __init__(self, device: str, packed: bool = False) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_a_retained_graph_keeps_its_tensors(glu, device):
 def test_whoever_has_saved_an_input_is_told(device):
     h = Projections(device)
     gate, up = h()
-    h.gradients(gate.exp().sum() + lc.liger_swiglu(gate, up, inplace=True).sum())  # exp saves its result alone
+    h.gradients(gate.exp().sum() + lc.liger_swiglu(gate, up, inplace=True).sum())  # exp saves its result only
     gate, up = h()
     square = gate.square().sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -77,7 +77,7 @@ def test_whoever_has_saved_an_input_is_told(device):
 
 
 def test_a_gradient_is_no_node_of_the_graph(device):
-    """It has the memory of the gate, and nothing else of it."""
+    """The gradient reuses the gate's memory, but not its place in the graph."""
     gate, up = Projections(device)()
     (gradient,) = torch.autograd.grad(lc.liger_swiglu(gate, up, inplace=True).sum(), [gate])
     assert gradient.data_ptr() == gate.data_ptr()
@@ -136,7 +136,7 @@ def test_checkpointing(reentrant, device):
 @pytest.mark.parametrize("hooked", ["projection", "inside", "everywhere"])
 @pytest.mark.parametrize("name", ["LigerSwiGLUMLP", "LigerGEGLUMLP"])
 def test_a_hook_that_keeps_a_projection(name, hooked, device):
-    """What it has kept stays as it was."""
+    """A projection that a hook keeps stays unchanged."""
     torch.manual_seed(0)
     act = "silu" if name == "LigerSwiGLUMLP" else "gelu_pytorch_tanh"
     mlp = getattr(lc, name)(SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act=act)).to(device)

@@ -1,4 +1,4 @@
-"""Real sizes, on a CUDA device: vocabularies past any block, offsets past 32 bits, memory by the allocator."""
+"""Test real sizes on a CUDA device: vocabularies beyond any block size, 64-bit offsets, allocator memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_memory():
 
 
 def sample(tokens: int, hidden: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    """A head, hidden states, and targets, a few of them ignored."""
+    """Return a head, hidden states, and targets, a few of them ignored."""
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(vocab, hidden, generator=generator, device="cuda", dtype=dtype) * 2 * hidden**-0.5
     input = torch.randn(tokens, hidden, generator=generator, device="cuda", dtype=dtype)
@@ -45,14 +45,14 @@ def sample(tokens: int, hidden: int, vocab: int, dtype=torch.bfloat16) -> tuple[
 
 
 def gradients(loss: Callable[[Tensor, Tensor], Tensor], weight: Tensor, input: Tensor) -> tuple[Tensor, ...]:
-    """The loss, dW and dX."""
+    """Return the loss, dW and dX."""
     weight, input = weight.detach().requires_grad_(), input.detach().requires_grad_()
     value = loss(weight, input)
     return value.detach(), *torch.autograd.grad(value, (weight, input))
 
 
 def test_under_another_default_device():
-    """The count of targets comes by memory of the host's, whatever device tensors are made on by default."""
+    """The count of targets is read through host memory, for any default device."""
     weight, input, target = sample(70, 64, 1000)
     loss = LigerFusedLinearCrossEntropyLoss()(weight, input, target)
     with torch.device("cuda"):
@@ -76,7 +76,7 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
         return -logps.sum() / (target != -100).sum()
 
     def in_chunks(weight, input):
-        # A product of fewer rows may sum its long inner dimension in another order: the bound is eager code's error in
+        # A product of fewer rows may sum its long inner dimension in another order: compare with eager code's error in
         # products of the same rows.
         rows = input.shape[0] if budget is None else budget // (vocab * input.element_size())
         parts = zip(input.split(rows), target.split(rows), strict=True)
@@ -88,15 +88,15 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
     for ours, eager in ((gradients(fused, weight, input), in_chunks), (gradients(primitive, weight, input), whole)):
         eager = eager if isinstance(eager, tuple) else gradients(eager, weight, input)
         for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
-            # A scalar is one error, and luck: a unit in the last place of the logits, averaged over 2048 tokens, and
-            # one of the float32 that the loss itself is.
+            # A scalar is a single error: allow one unit in the last place of the logits, averaged over 2048 tokens, or
+            # one of the loss's float32.
             floor = max(torch.finfo(dtype).eps / 2048**0.5, torch.finfo(torch.float32).eps) if name == "loss" else 0.0
             assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
 
 
 @pytest.mark.parametrize("vocab", [499, QWEN], ids=str)
 def test_float32_kernels_round_as_eager_code_does(vocab):
-    """Without the products: statistics and gradient of given logits, against autograd of log_softmax on the same."""
+    """Compare statistics and gradient of given logits, without products, with autograd of log_softmax."""
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 2 * torch.randn(2048, vocab, generator=generator, device="cuda")
     target = torch.randint(vocab, (2048,), generator=generator, device="cuda")
@@ -140,7 +140,7 @@ def test_dpo_error_at_a_real_vocabulary():
 
 @pytest.mark.parametrize("budget", [20000 * LLAMA * 2, 512 * MIB], ids=["one-tile-past-2**31", "512MiB"])
 def test_offsets_past_31_bits(budget):
-    """20000 x 128256 is 2.57e9 logits: the last rows of one tile lie beyond what 32 bits address."""
+    """20000 x 128256 is 2.57e9 logits: the last rows of a tile have offsets beyond 32 bits."""
     weight, input, target = sample(20000, 128, LLAMA)
     part = slice(20000 - 500, 20000)
     _, dw, dx = gradients(
@@ -157,7 +157,7 @@ def test_offsets_past_31_bits(budget):
     assert dw.isfinite().all()
     with torch.no_grad():
         stats = linear_token_stats(weight, input, target, logits_budget=budget)
-    # Sums of 500 log-probabilities from logits that were rounded to bfloat16 in other products.
+    # Sums of 500 log-probabilities from logits that other products rounded to bfloat16.
     assert -stats.logps[part].sum().item() == pytest.approx(last.item(), rel=1e-4)
 
 
@@ -208,7 +208,7 @@ def test_peak_memory(kind, frozen):
             loss = -linear_token_stats(weight, input, target, logits_budget=budget).logps.mean()
         loss.backward()
 
-    step()  # workspaces of cuBLAS
+    step()  # allocates cuBLAS workspaces
     weight.grad = input.grad = None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -218,8 +218,8 @@ def test_peak_memory(kind, frozen):
     peak = torch.cuda.max_memory_allocated() - before
 
     head, rows = v * h, n * h
-    # The weight gradient in bfloat16, and the float32 sum that it is rounded from where it is added to more than once.
+    # The weight gradient in bfloat16, and its float32 accumulator if it has several terms.
     weight_gradient = 0 if frozen else 2 * head if kind == "statistics" else 6 * head
-    # The rows that have a target, their gradient in float32 and in bfloat16, and in its place.
+    # The valid rows, their gradient in float32 and bfloat16, and the scattered gradient.
     per_row = 2 * rows + 4 * rows + 2 * rows + 2 * rows
     assert peak <= budget + weight_gradient + per_row + 8 * MIB, f"{peak / MIB:.0f} MiB"

@@ -1,4 +1,4 @@
-"""Gradients in float16, where packs differ by many orders of magnitude."""
+"""Test float16 gradients of chunks that differ by many orders of magnitude."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 
 
 def saturated_pair(w: Tensor, x: Tensor, y: Tensor, budget: int | None) -> Tensor:
-    """The first pair's gradient is 1e-7 of the second's."""
+    """Return a batch in which the first pair's gradient is 1e-7 of the second's."""
     ref = logps(w, x, y)
     ref[0] -= 160
     return LigerFusedLinearDPOLoss(beta=0.1, logits_budget=budget and 2 * budget)(w, x, y, ref_logps=ref)[0]

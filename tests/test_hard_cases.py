@@ -1,4 +1,4 @@
-"""What has gone wrong in such code before: odd inputs, autograd's corners, mixed precision."""
+"""Test cases that such code often gets wrong: odd inputs, corner cases of autograd, mixed precision."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_cross_entropy_of_no_target_is_not_minus_zero(n):
 
 
 def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
-    """Plain cross entropy, in several packs: autograd differentiates nothing on the way."""
+    """Plain cross entropy in several chunks: the forward runs no autograd."""
     row = next(row for row in ROWS if repr(row) == "ce")
     batch = row.sample(SMALL, seed=0)
     exact = evaluate(row.oracle, batch)
@@ -90,7 +90,7 @@ def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
 
 
 def test_a_sum_of_many_log_probabilities_is_not_rounded_on_the_way():
-    """One token of 2^24 nats, and small ones that float32 would lose beside it."""
+    """Sum one token of 2^24 nats and small ones, which a float32 sum would lose."""
     n = 4096
     weight, input = torch.tensor([[0.0], [1.0]]), torch.full((n, 1), -0.25)
     input[0] = -(2.0**24)
@@ -203,7 +203,7 @@ def test_inputs_are_left_alone(row, budget):
 
 @by_row
 def test_weight_used_twice_in_one_graph(row):
-    """Tied embeddings: the head is also what the hidden states come from."""
+    """Tied embeddings: the hidden states depend on the head's weight, too."""
     batch = row.sample(SMALL, seed=0)
 
     def tied(loss, batch):
@@ -246,13 +246,13 @@ def test_every_statistic_by_value(device):
 
 
 def _strided(x: Tensor) -> Tensor:
-    """The same values, every other element of a wider tensor."""
+    """Return the same values as every second element of a wider tensor."""
     others = ~x if x.dtype == torch.bool else x + 1
     return torch.stack([x, others], dim=-1)[..., 0]
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """The same values, the first two dimensions the other way round in memory."""
+    """Return the same values with the first two dimensions swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -273,7 +273,7 @@ def test_inputs_need_not_be_contiguous(row, layout, ignored):
 
 @pytest.mark.triton
 def test_kernels_meet_a_target_with_gaps(device):
-    """All of it valid, so that no selection of its tokens closes them."""
+    """Every token is valid, so that no selection makes a contiguous copy."""
     batch = moved(tokens(SMALL._replace(ignored=False), seed=0), device=device)
     batch["target"] = _strided(batch["target"])
     exact = evaluate(lambda batch: LigerFusedLinearCrossEntropyLoss()(**batch), batch)
@@ -329,12 +329,12 @@ def test_tokens_in_one_dimension(row):
 @by_row
 @pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
 def test_offset_logits(row, offset, device):
-    """A constant on every logit moves lse and the mean, and no probability."""
+    """A constant added to every logit changes lse and the mean, but no probability."""
     batch = moved(row.sample(SMALL, seed=0), device=device)
     batch["bias"] = torch.full_like(batch["weight"][:, 0], offset)
     exact = evaluate(row.oracle, batch)
     for name, value in evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch).items():
-        # 1e4 of an eps of 2e-16, and squares of it in the z-loss.
+        # 1e4 times an eps of 2e-16, and its square in the z-loss.
         assert relative_error(value, exact[name]) < 1e-9 or torch.allclose(value, exact[name], atol=1e-9), name
 
 
@@ -342,7 +342,7 @@ def test_offset_logits(row, offset, device):
 @pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
 @pytest.mark.parametrize("loss", ["ce", "dpo", "stats"])
 def test_columns_of_minus_infinity(loss, columns, budget):
-    """Tokens that a mask in the bias rules out; mean_logits is rightly -inf there, and its gradient asked of nobody."""
+    """A mask in the bias excludes tokens; mean_logits is then -inf, and no test asks for its gradient."""
     row = {
         "ce": next(row for row in ROWS if row.id == "ce-sum"),
         "dpo": next(row for row in ROWS if row.id == "dpo-no-reference"),
@@ -357,12 +357,12 @@ def test_columns_of_minus_infinity(loss, columns, budget):
 
 @pytest.mark.parametrize("probability", [0.9, 0.99, 0.999, 1 - 1e-5], ids=str)
 def test_gradient_near_certainty_in_bfloat16(probability, device):
-    """p - 1 is small and must not come out of two rounded numbers."""
+    """p - 1 is small, and must not be the difference of two rounded numbers."""
     v, h = 257, 16
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(v, h, generator=generator)
     target = torch.arange(64) % v
-    # Towards the target's row by as much as makes it this probable.
+    # Move the input towards the target's row to reach this probability.
     input = 4 * weight[target] / weight[target].norm(dim=1, keepdim=True)
     for _ in range(40):
         p = (input @ weight.T).softmax(-1).gather(1, target[:, None])
@@ -381,7 +381,7 @@ def test_gradient_near_certainty_in_bfloat16(probability, device):
 
 @by_row
 def test_identical_rows(row):
-    """Every token alike: ties everywhere, and sorts without an order."""
+    """Every token is the same: ties everywhere, and sorts without a defined order."""
     batch = row.sample(SMALL._replace(ignored=False), seed=0)
     for name in ("input", "ref_input"):
         if name in batch:
@@ -389,7 +389,7 @@ def test_identical_rows(row):
     batch["target"].fill_(3)
     ours, exact = evaluate(row.ours, batch), evaluate(row.oracle, batch)
     for name in exact:
-        # Chosen and rejected cancel in DPO's gradients: no norm to be relative to.
+        # Chosen and rejected cancel in DPO's gradients, so there is no norm to compare with.
         torch.testing.assert_close(ours[name], exact[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
@@ -397,7 +397,7 @@ def test_identical_rows(row):
 
 
 class Products(TorchDispatchMode):
-    """The dtypes of the operands of every matrix product under it."""
+    """Record the dtypes of the operands of every matrix product under this mode."""
 
     NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 
@@ -413,16 +413,16 @@ class Products(TorchDispatchMode):
 
 @by_row
 def test_autocast(row, device, monkeypatch):
-    """GEMMs in the autocast dtype, the result as if the inputs had been cast by hand, gradients in float32."""
-    # A step whose dW is in float32 may go by the epilogue, that of the cast weight does not: logits are rounded or not.
+    """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
+    # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
     monkeypatch.setattr(fused, "has_wide_tiles", lambda device: False)
     batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
-    # One pack: a CPU accumulates several in float32 products of upcast operands.
+    # One chunk: on a CPU, several are accumulated with float32 products of upcast operands.
     with torch.autocast(device, torch.bfloat16), Products() as products:
         loss = row.ours({**batch, **leaves})
     grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
-    # Outside of autocast by now, and the same step all the same.
+    # The backward outside of autocast does the same.
     again = torch.autograd.grad(loss, list(leaves.values()))
     assert all(map(torch.equal, again, grads))
     assert torch.bfloat16 in products.dtypes
@@ -433,7 +433,7 @@ def test_autocast(row, device, monkeypatch):
     assert torch.equal(loss.detach(), by_hand["loss"])
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         assert grad.dtype == leaf.dtype == torch.float32
-        # The gradients by hand were rounded to bfloat16 at their end.
+        # The gradients by hand were rounded to bfloat16 at the end.
         assert relative_error(grad, by_hand[name].double()) < torch.finfo(torch.bfloat16).eps, name
 
 
@@ -448,7 +448,7 @@ def test_autocast_leaves_float64_alone(row):
 @by_row
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
 def test_float16_with_a_loss_scale(row, scale, device):
-    """Per-token gradients under 6e-8 would underflow; those of the scaled loss must not overflow either."""
+    """Per-token gradients below 6e-8 would underflow; those of the scaled loss must not overflow either."""
     batch = moved(row.sample(Sizes(8, 32, 64, 499, 48, ignored=False), seed=0), torch.float16, device)
     exact = evaluate(row.oracle, moved(batch, torch.float64))
     eager = evaluate(row.oracle, batch, upstream=scale)
@@ -456,7 +456,7 @@ def test_float16_with_a_loss_scale(row, scale, device):
         expected = exact[name] if name == "loss" else scale * exact[name]
         if expected.abs().max() > torch.finfo(torch.float16).max and value.dtype == torch.float16:
             continue  # a trainer skips the step and lowers its scale
-        bound = max(FLOAT16_ULP, 1.1 * relative_error(eager[name], expected))  # NaN of eager code is no bound
+        bound = max(FLOAT16_ULP, 1.1 * relative_error(eager[name], expected))  # a NaN from eager code is no bound
         assert relative_error(value, expected) <= bound, name
 
 

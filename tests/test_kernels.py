@@ -1,4 +1,4 @@
-"""The kernels, on whichever path serves the device, against the formulas in float64."""
+"""Test the kernels, on the device's path, against float64 formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from liger_chunked.kernels.backend import INTERPRETED
 pytestmark = pytest.mark.triton
 
 OUTPUTS = TokenStats._fields
-# Units in the last place that a conversion to bfloat16 is off by: Triton's interpreter truncates.
+# Error of a conversion to bfloat16 in units in the last place: Triton's interpreter truncates.
 ROUNDING = 1.0 if INTERPRETED else 0.5
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 TRANSFORMS = {
@@ -43,7 +43,7 @@ TRANSFORMS = {
 SHAPES = [
     (1, 1),  # a vocabulary of one
     (3, 2),
-    (1, 127),  # no power of two
+    (1, 127),  # not a power of two
     (3, 129),
     (3, 1000),
     (1, 4097),  # one more than a block of columns
@@ -76,7 +76,7 @@ def formulas(logits: Tensor, target: Tensor, options: LogitOptions, class_weight
 
 
 def assert_stats_close(ours: TokenStats, exact: TokenStats) -> None:
-    # Sums of at most 5000 terms of a relative error of 6e-8 each, in whatever order.
+    # Sums of at most 5000 terms, each with a relative error of 6e-8, in any order.
     for name in TokenStats._fields:
         value, expected = getattr(ours, name), getattr(exact, name)
         if value is not None:
@@ -90,7 +90,7 @@ def of_rows(
     outputs: tuple[str, ...] = OUTPUTS,
     class_weight: Tensor | None = None,
 ) -> list[TokenStats]:
-    """In either way: at once, and from sums that might have been merged."""
+    """Return the statistics both ways: `row_stats`, and `logits_stats` with `finish`."""
     partial = logits_stats(logits, target, options, outputs, class_weight=class_weight)
     at_once = row_stats(logits, target, options, outputs, class_weight)
     assert torch.equal(at_once[0].max, partial.max)
@@ -131,7 +131,7 @@ def gradient_of(
     class_weight: Tensor | None = None,
     vocab: slice = slice(None),
 ) -> Tensor:
-    """`logits_grad_` on a copy of the columns `vocab`, from the statistics of all of them."""
+    """Run `logits_grad_` on a copy of the columns `vocab`, with the statistics of all columns."""
     outputs = tuple(dict.fromkeys((*upstream, "entropy")))
     partial = logits_stats(logits, target, options, outputs, class_weight=class_weight)
     stats = finish(partial, target, logits.shape[1], outputs)
@@ -160,7 +160,7 @@ def exact_gradient(
 
 
 def upstream_of(names: tuple[str, ...], rows: int, device: str) -> dict[str, Tensor]:
-    """Positive, negative and zero."""
+    """Return upstream gradients that are positive, negative and zero."""
     return {name: (torch.arange(rows, device=device) - 1.0) * (i + 0.5) + 0.25 * i for i, name in enumerate(names)}
 
 
@@ -202,7 +202,7 @@ def test_half_precision_is_rounded_once(dtype, device, path):
     upstream = upstream_of(("logps",), 3, device)
     ours = gradient_of(logits, target, LogitOptions(), upstream)
     exact = exact_gradient(logits, target, LogitOptions(), upstream)
-    # Beside the rounding to dtype, that of the float32 before it; float16 has subnormal steps of 6e-8.
+    # Add the float32 error to the rounding to dtype; float16 has subnormal steps of 6e-8.
     rtol = ROUNDING * torch.finfo(dtype).eps + 1e-5
     torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=torch.finfo(dtype).tiny)
 
@@ -228,7 +228,7 @@ def test_slices_merge_at_any_cut_in_any_order(weighted, device, data):
         )
         for a, b in pairwise(cuts)
     ]
-    while len(parts) > 1:  # neighbours, in any order
+    while len(parts) > 1:  # merge random neighbours
         i = data.draw(st.integers(0, len(parts) - 2))
         parts[i : i + 2] = [merge(parts[i], parts[i + 1])]
     stats = finish(parts[0], target, cols, OUTPUTS)
@@ -272,11 +272,11 @@ def test_large_logits_do_not_cancel(offset, device, path):
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rise", [20.0, 31.0, 200.0], ids=str)  # within reach of the first block's maximum, and beyond
+@pytest.mark.parametrize("rise", [20.0, 31.0, 200.0], ids=str)  # within REACH of the first block's maximum, and beyond
 @pytest.mark.parametrize("start", ["low", "minus-infinity"])
 def test_a_row_that_rises_after_its_first_block(start, rise, device, path):
     logits, target = sample(3, 5000, device=device)
-    logits -= 300.0  # far below zero, where a reference of zero would leave nothing
+    logits -= 300.0  # far below zero: sums relative to zero would underflow
     logits[1:, 4500:] += rise
     logits[2, 3000:4000] += 2 * rise
     if start == "minus-infinity":
@@ -310,7 +310,7 @@ def test_rows_of_a_wider_buffer(device, path):
     wide, target = sample(3, 400, device=device)
     target = target % 129
     before = wide.clone()
-    logits = wide[:, :129]  # rows contiguous, 400 apart
+    logits = wide[:, :129]  # contiguous rows with a stride of 400
     for stats in of_rows(logits, target):
         assert_stats_close(stats, formulas(logits, target, LogitOptions()))
     upstream = upstream_of(("logps",), 3, device)
@@ -350,7 +350,7 @@ def test_scale(dtype, shape, scalar, device):
 @pytest.mark.parametrize("last", [((0,), torch.float32), ((5,), torch.float64)], ids=["empty", "fp64"])
 @pytest.mark.parametrize("n_tensors", [0, 2, 3])
 def test_scale_several(n_tensors, last, device):
-    """Of any dtypes and sizes, the first not the largest."""
+    """Any dtypes and sizes; the first tensor is not the largest."""
     generator = torch.Generator().manual_seed(0)
     kinds = [((129,), torch.bfloat16), ((3, 4097), torch.float32), last][:n_tensors]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape, dtype in kinds]
@@ -363,7 +363,7 @@ def test_scale_several(n_tensors, last, device):
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 129), (2, 4097), (1, 9000)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 7], ids=str)
 def test_survey(shape, ignore_index, device):
-    """Rows of several blocks, a row of which nothing counts."""
+    """Rows of several blocks, and a row with ignored tokens only."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(-5, 200, shape, generator=generator).to(device)
     target[torch.rand(shape, generator=generator).to(device) < 0.4] = ignore_index
@@ -387,7 +387,7 @@ def test_survey(shape, ignore_index, device):
     ids=str,
 )
 def test_survey_top_k(k, dtype, logp_dtype, device):
-    """Each fault by itself, in the last place or between two blocks, and entries that are not there."""
+    """Each fault alone, in the last entry or at a block boundary, and absent entries."""
     generator = torch.Generator().manual_seed(k)
     ids = torch.stack([torch.randperm(1000, generator=generator)[:k] for _ in range(5)]).to(device, dtype)
     logps = (-torch.rand(5, k, generator=generator) - 1).to(device, logp_dtype)
@@ -404,7 +404,7 @@ def test_survey_top_k(k, dtype, logp_dtype, device):
         assert survey_top_k(logps, changed(ids, place, 4000)).tolist()[1] == 4000
         for value in (0.5, torch.nan, torch.inf):
             assert survey_top_k(changed(logps, place, value), ids).tolist()[3] == 1
-    # What is not there may be anything.
+    # The ids of absent entries may be anything.
     gone = changed(logps, (slice(None), k - 1), -torch.inf)
     assert survey_top_k(gone, changed(ids, (slice(None), k - 1), -7)).tolist()[::4] == [~0, int(k == 1)]
     if k > 1:

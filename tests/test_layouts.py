@@ -1,7 +1,7 @@
-"""How tensors lie in memory changes no value: gaps, other orders, repeated elements, odd addresses.
+"""Test that memory layout changes no value: gaps, other orders, repeated elements, unaligned addresses.
 
-A kernel that reads the tensor of a caller, or of autograd, as if its elements were neighbours is right of all that are.
-Only layouts show the others, and only where the kernels run.
+A kernel that assumes contiguous inputs is correct for contiguous inputs. Only other layouts show the bug, and only if
+the kernels run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import liger_chunked as lc
 from liger_chunked import linear_token_stats
 from liger_chunked.types import DIFFERENTIABLE
 
-# All tokens count: no selection of them closes a gap on the way.
+# Every token is valid: otherwise the selection of valid tokens would make copies without gaps.
 SIZES = Sizes(sequences=4, length=3, hidden=5, vocab=11, ref_hidden=4, ignored=False)
 
 
@@ -28,18 +28,18 @@ SIZES = Sizes(sequences=4, length=3, hidden=5, vocab=11, ref_hidden=4, ignored=F
 
 
 def strided(x: Tensor) -> Tensor:
-    """Every second element of a buffer whose others differ."""
+    """Take every second element of a buffer whose other elements differ."""
     others = ~x if x.dtype == torch.bool else x + 1
     return torch.stack([x, others], dim=-1)[..., 0]
 
 
 def permuted(x: Tensor) -> Tensor:
-    """The last dimension outermost in memory."""
+    """Make the last dimension outermost in memory."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def shifted(x: Tensor) -> Tensor:
-    """One element after what the allocator aligned."""
+    """Move the data one element past an aligned address."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -48,7 +48,7 @@ def rows_of_a_wider_buffer(x: Tensor) -> Tensor:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """The same integers in 32 bits."""
+    """Return the same integers in 32 bits."""
     return x.int() if x.dtype == torch.int64 else x
 
 
@@ -56,27 +56,27 @@ LAYOUTS = (strided, permuted, shifted, rows_of_a_wider_buffer, narrowed)
 
 
 def repeated(x: Tensor) -> Tensor:
-    """One value for all, the largest, at one place in memory."""
+    """Expand the largest value to all elements."""
     return x.flatten().amax().expand(x.shape)
 
 
 def repeated_rows(x: Tensor) -> Tensor:
-    """The first row for all, at one place in memory."""
+    """Expand the first row to all rows."""
     return x[:1].expand(x.shape)
 
 
 def repeated_columns(x: Tensor) -> Tensor:
-    """The first column for all, likewise."""
+    """Expand the first column to all columns."""
     return x[..., :1].expand(x.shape)
 
 
 def expanded(name: str, x: Tensor) -> list[Tensor]:
-    """Values that lie at one place in memory, as far as an argument makes sense with such."""
+    """Return expanded versions of an argument, as far as they make sense for it."""
     if name in ("teacher_ids", "teacher_logps"):
-        return [repeated_rows(x)]  # a token is there once
+        return [repeated_rows(x)]  # ids are unique in a row
     if x.ndim == 1 or not x.is_floating_point():
         return [repeated(x)]
-    # Of a head whose rows are the same all logits are: what chooses among tokens then goes by rounding errors.
+    # If all rows of a head are equal, so are all logits, and rounding errors would choose among tokens.
     return [repeated_columns(x)] if name.endswith("weight") else [repeated_columns(x), repeated_rows(x)]
 
 
@@ -88,11 +88,11 @@ class Case:
     """A call of the library.
 
     Args:
-        id: what a test report calls it.
-        call: from tensors by name to one or more tensors.
+        id: name in test reports.
+        call: maps tensors by name to one or more tensors.
         tensors: makes the arguments.
-        trainable: names of those that want a gradient.
-        interpreted: its arguments' layouts also in the interpreter, where a case takes a hundred times as long.
+        trainable: names of the arguments that get a gradient.
+        interpreted: also test layouts in Triton's interpreter, where a case takes a hundred times as long.
         dtype: of its tensors.
     """
 
@@ -109,7 +109,7 @@ class Case:
     def evaluate(
         self, tensors: Batch, upstream: Callable[[Tensor], Tensor] = lambda g: g, **settings: Any
     ) -> dict[str, Tensor]:
-        """The results, and the gradients of `tensors`; `upstream` is done to the gradients of the results."""
+        """Return the results and the gradients of `tensors`; `upstream` changes the layout of upstream gradients."""
         leaves = {name: x.detach().requires_grad_(name in self.trainable) for name, x in tensors.items()}
         outputs = self.call(**leaves, **settings)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -177,7 +177,7 @@ def statistics(budget: int | None = None, **batch: Tensor) -> list[Tensor]:
 
 
 def one_statistic(name: str, **batch: Tensor) -> Tensor:
-    """Of all that were computed, whose other gradients are None."""
+    """Return one of all computed statistics, so that the other upstream gradients are None."""
     return getattr(linear_token_stats(**batch, outputs=DIFFERENTIABLE), name)
 
 
@@ -192,8 +192,8 @@ def base(id: str, call: Callable[..., Any], trainable: str, **tensors: Tensor) -
 N, V = 6, 11
 TARGET = torch.arange(N) * 3 % V
 ANGLES = normal(2, 5, 8, seed=5)
-FEW_ROWS = 4 * SIZES.vocab * 4  # logits, in float32
-# One for each kernel and each way through the engine.
+FEW_ROWS = 4 * SIZES.vocab * 4  # bytes of float32 logits
+# One case per kernel and per path through the engine.
 INTERPRETED = {
     "ce", "dpo-sigmoid", "grpo-kl", "kl", "kl-reverse", "jsd", "tvd", "cosine", "squared-error", "kl-top-k",
     "jsd-top-k",
@@ -219,7 +219,7 @@ LOSSES = [
          log_p=normal(N, V, seed=1).log_softmax(-1), shift_labels=TARGET),
     base("tvd", lc.liger_tvd, "p", p=normal(N, V).softmax(-1), q=normal(N, V, seed=1).softmax(-1), shift_labels=TARGET),
 ]  # fmt: skip
-# With results that each have a gradient of their own.
+# Functions with several results, each with an upstream gradient.
 FUNCTIONS = [
     *(
         Case(f"ce-none-everything-{budget}", partial(cross_entropy, reduction="none", budget=budget), weighed_tokens)
@@ -264,7 +264,7 @@ def cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
 
 def assert_same(values: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, same in expected.items():
-        # Matrix products in another layout add up in another order; in bfloat16 a logit is then rounded up, or down.
+        # Matrix products in another layout sum in another order, which may change how bfloat16 logits round.
         half = any(x.dtype == torch.bfloat16 for x in expected.values())
         rtol, atol = (2**-6, 2**-6) if half else (1e-5, 2e-6)
         torch.testing.assert_close(values[name], same, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
@@ -323,7 +323,7 @@ def test_upstream(case: Case, device: str) -> None:
     ids=["cross_entropy", "kl", "tvd"],
 )
 def test_gradient_in_the_place_of_expanded_logits(function: Callable[..., Tensor], device: str) -> None:
-    """Has none: what one row writes there the others have yet to read."""
+    """Expanded logits get no in-place gradient: other rows still read the same memory."""
     function = partial(function.func, **{k: x.to(device) for k, x in function.keywords.items()})
     for overlapping in (lambda x: x[:V].expand(N, V), lambda x: x.unfold(0, V, 1)):
         x = normal(N + V - 1).float().to(device).requires_grad_()
@@ -336,7 +336,7 @@ def test_gradient_in_the_place_of_expanded_logits(function: Callable[..., Tensor
 
 @pytest.mark.triton
 def test_gradients_in_the_place_of_one_tensor(device: str) -> None:
-    """A gate that lies where `up` does has room for one gradient."""
+    """If gate and up are the same tensor, its memory holds only one gradient."""
     x = normal(2, 3, V).float().to(device).requires_grad_()
     expected = torch.autograd.grad(lc.liger_swiglu(x, x).sum(), x)[0]
     gate = x * 1.0

@@ -1,4 +1,4 @@
-"""Divergences of logits that exist already: in place, of nothing, of what has no probability, as modules."""
+"""Test divergences of materialized logits: in place, empty, with zero probabilities, and as modules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_divergence_with_logits_in_place(function: Callable[..., Tensor], device
 @pytest.mark.triton
 @each_with_logits
 def test_divergence_with_logits_of_nothing(function: Callable[..., Tensor], device: str) -> None:
-    """Ignored rows have neither value nor gradient, whatever is in them."""
+    """Ignored rows have neither a value nor a gradient, for any content."""
     x, t = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
     shift_labels = torch.tensor([3, 7, 7, 5], device=device)
     expected = function(x[::3], t[::3])
@@ -65,7 +65,7 @@ def test_divergence_with_logits_of_nothing(function: Callable[..., Tensor], devi
 @pytest.mark.parametrize("masked", ["both", "teacher", "student"])
 @each_with_logits
 def test_divergence_with_logits_of_minus_infinity(function: Callable[..., Tensor], masked: str, device: str) -> None:
-    """Tokens that a model forbids: what eager code with `0 log 0 = 0` makes of them."""
+    """Forbidden tokens give the same result as eager code with `0 log 0 = 0`."""
     x, t = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device)
     for z in {"both": (x, t), "teacher": (t,), "student": (x,)}[masked]:
         z[:, 5:30] = -torch.inf
@@ -77,10 +77,10 @@ def test_divergence_with_logits_of_minus_infinity(function: Callable[..., Tensor
         assert loss == torch.inf
         return
     (gradient,) = torch.autograd.grad(loss, x)
-    # The same of a student whose forbidden tokens have hardly any probability.
+    # Compare with a student whose forbidden tokens have a tiny probability.
     near = x.detach().double().clamp(min=-80).requires_grad_()
     expected = function(near, t.double().clamp(min=-80 if masked != "teacher" else -torch.inf))
-    # Sums of float32 against float64; a gradient is a difference of probabilities, and keeps fewer digits of them.
+    # float32 sums against float64; a gradient is a difference of probabilities, with fewer correct digits.
     torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, near)[0].float(), rtol=1e-4, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The kernels of a step by the epilogue: the product with its exponentials, and the targets' part of dW."""
+"""Test the kernels of the fused epilogue: the product with its exponentials, and the target rows of dW."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def assert_matches_formulas(ours, stats, x: Tensor, weight: Tensor, target: Tens
         mean_logits=z.mean(-1),
     )
     for name in OUTPUTS:
-        # Sums in float32 of logits that are themselves sums in float32.
+        # float32 sums of logits that are float32 sums themselves.
         torch.testing.assert_close(getattr(stats, name).double(), getattr(exact, name), rtol=1e-5, atol=2e-5, msg=name)
     e = (z - ours.centre.double()[:, None]).exp().scatter(1, target[:, None], 0)
     ulp = 2**-7 if backend.INTERPRETED else 2**-8
     torch.testing.assert_close(ours.values.double(), e, rtol=1.01 * ulp, atol=1e-30)
-    # Each exponential is off as its logit is, of up to hundreds, in float32.
+    # Each exponential has the float32 error of its logit, which may be in the hundreds.
     torch.testing.assert_close(ours.rest.double(), e.sum(1), rtol=1e-4, atol=1e-30)
 
 
@@ -77,16 +77,16 @@ def test_rescue(device, by_epilogue):
 @pytest.mark.triton
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 def test_weights_that_are_not_finite(value, device, by_epilogue):
-    """No number where eager code gives none, and nowhere else."""
+    """The result is not finite exactly where eager code's is not."""
     batch = moved(tokens(10, 4, 40), torch.bfloat16, device)
     x, weight, target = batch["input"], batch["weight"], batch["target"]
     weight[3, 5] = value
-    # One target without any probability, whose logit is the row's centre at first.
+    # One target has zero probability; its logit is the row's first centre.
     x[0, 5], target[0] = (-1.0 if value > 0 else 1.0), 3
     _, stats = project(x, weight, target, 1.0)
     z = (x @ weight.t()).float()
     log_p = z.log_softmax(-1)
-    # What has no probability has no part in an entropy.
+    # Entries with zero probability do not count in the entropy.
     exact = TokenStats(
         logps=log_p.gather(1, target[:, None])[:, 0],
         lse=z.logsumexp(-1),
@@ -97,7 +97,7 @@ def test_weights_that_are_not_finite(value, device, by_epilogue):
         ours, expected = getattr(stats, name), getattr(exact, name)
         finite = expected.isfinite()
         assert torch.equal(ours.isfinite(), finite), name
-        # Beside logits that are rounded to bfloat16.
+        # The eager logits are rounded to bfloat16.
         torch.testing.assert_close(ours[finite], expected[finite], rtol=0.05, atol=0.05, msg=name)
 
 
@@ -109,11 +109,11 @@ def test_target_rows(targets, by_torch, device, by_epilogue, monkeypatch):
         monkeypatch.setattr(target_rows, "_MOST_COMPARED", 0)
     generator = torch.Generator().manual_seed(0)
     n, hidden = 300, 520
-    assert n > target_rows._COMPARED and hidden > target_rows._COLS  # a ragged last block of either
+    assert n > target_rows._COMPARED and hidden > target_rows._COLS  # ragged last blocks in both
     x = torch.randn(n, hidden, generator=generator).bfloat16().to(device)
     scale, grad = (torch.randn(*s, generator=generator).to(device) for s in ((n,), (64, hidden)))
     target = torch.randint(targets, (n,), generator=generator).to(device)
     expected = grad.double().index_add_(0, target, scale.double()[:, None] * x.double())
-    # Near 0, where dozens of terms of about 1 cancel, the roundings of their sum.
+    # Near 0, dozens of terms of about 1 cancel; allow the rounding of their sum.
     ours = add_target_rows_(grad, target, occurrences(target), scale, x)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Rotary embedding: layouts, the models of transformers, and rotating in place."""
+"""Test rotary embedding: layouts, transformers' models, and rotation in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
 
     inputs = [heads(n, by_token).requires_grad_() for n in (4, 2)]
     outputs = our_rope(*inputs)
-    # Attention may hand its gradients back in another layout.
+    # Attention may return gradients in another layout.
     gradients = torch.autograd.grad(outputs, inputs, [heads(n, not by_token) for n in (4, 2)])
     for x, y, gradient in zip(inputs, outputs, gradients, strict=True):
         assert x.stride() == y.stride() == gradient.stride()
@@ -38,7 +38,7 @@ def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
 
 @pytest.mark.triton
 def test_rope_of_few_columns_of_a_wide_head(device: str) -> None:
-    """Tiles are as large as what passes lets them be."""
+    """The tile size follows the rotated columns, not the whole head."""
     heads = torch.randn(1, 2, 3, 1024, device=device)
     ours, eager = (op(heads, heads, share=2 / 1024)[0] for op in (our_rope, eager_rope))
     torch.testing.assert_close(ours, eager)
@@ -48,7 +48,7 @@ def test_rope_of_few_columns_of_a_wide_head(device: str) -> None:
 @pytest.mark.parametrize(("model", "share"), [("llama", 1.0), ("phi3", 0.75), ("glm4", 0.5), ("olmo2", 1.0)])
 def test_rotary_embedding_of_transformers(model: str, share: float, device: str) -> None:
     theirs = transformers_object(f"{model}.apply_rotary_pos_emb")
-    # As attention makes them: views of projections, heads after tokens in memory.
+    # The layout of attention: views of projections, with heads after tokens in memory.
     q, k = (torch.randn(2, 5, heads, 32, device=device).transpose(1, 2) for heads in (6, 2))
     cos, sin = (x.expand(2, -1, -1) for x in rotation(5, int(32 * share), q))
     ours = lc.liger_rotary_pos_emb(q, k, cos, sin, interleaved=model == "glm4")
@@ -76,7 +76,7 @@ def test_rotary_embedding_keeps_the_dtype_under_float32_angles() -> None:
 
 
 def projections(x: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Four heads of queries and two of keys, of 8: views, as attention has them, or not."""
+    """Return four query heads and two key heads of size 8: views, as in attention, or not."""
     if kind == "packed":
         qkv = x @ weight
         q, k = qkv[..., :32], qkv[..., 32:]
@@ -149,7 +149,7 @@ def test_compile_rotary_embedding_in_place(kind: str, with_gradient: bool, devic
     def attention(weight: Tensor) -> tuple[Tensor, ...]:
         q, k = projections(x, weight, kind)
         rotated = lc.liger_rotary_pos_emb(q, k, cos, sin, inplace=True)
-        return *rotated, q * 1, k * 1  # the given ones hold the results too
+        return *rotated, q * 1, k * 1  # q and k now hold the results
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     found = run(compiled, [weight]) if with_gradient else compiled(weight)

@@ -1,4 +1,4 @@
-"""The target's log-probability is that of a logit that was not rounded."""
+"""Test that the target's log-probability comes from an unrounded logit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exact_logps(x: Tensor, head: Head, target: Tensor, options: LogitOptions) ->
 
 
 def rounded(x: Tensor, head: Head, target: Tensor, options: LogitOptions):
-    """Logits in the dtype of `x`, and what they say: their statistics, and the target's log-probability."""
+    """Return logits in the dtype of `x`, their statistics, and the target's log-probability."""
     z = x @ head.weight.t() if head.bias is None else torch.addmm(head.bias, x, head.weight.t())
     stats = logits_stats(z, target, options, ("logps",))
     return z, stats, (stats.target_logit - stats.max) - stats.sum_exp.log()
@@ -53,7 +53,7 @@ def rounded(x: Tensor, head: Head, target: Tensor, options: LogitOptions):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("hidden", [24, 1100])
 def test_error(hidden, options, bias, dtype, device):
-    """What is left is that of the sum over the vocabulary, in which single logits hardly count."""
+    """The remaining error is that of the sum over the vocabulary, where single logits hardly count."""
     options = LogitOptions(**options)
     head, x = head_of(2000, hidden, dtype, device, bias), states(33, hidden, dtype, device)
     target = torch.arange(33, device=device) * 60
@@ -67,7 +67,7 @@ def test_error(hidden, options, bias, dtype, device):
 @pytest.mark.triton
 @HALVES
 def test_certain_targets(dtype, device):
-    """Probabilities near 1 stay below it, and are those of the exact logit among the others as they are."""
+    """Probabilities near 1 stay below 1, and match the exact logit with the other logits unchanged."""
     head, n = head_of(300, 64, dtype, device), 40
     target = torch.arange(n, device=device)
     rows = head.weight[target].float()
@@ -81,9 +81,9 @@ def test_certain_targets(dtype, device):
     expected = z.log_softmax(-1).gather(1, target[:, None])[:, 0]
     others = unround_logps_(logps, x, head, target, stats.max, stats.sum_exp, options)
     assert (logps <= 0).all()
-    # The rounded probability is a float32, whose distance to 1 is known to 1e-7.
+    # The rounded probability is float32, so its distance to 1 is known to 1e-7.
     torch.testing.assert_close(logps.double(), expected, rtol=2e-4, atol=4e-7)
-    known = left > 1e-3  # of which 1e-7 are 1e-4, twice in a quotient
+    known = left > 1e-3  # an error of 1e-7 is then 1e-4, and a quotient has it twice
     assert known.any()
     torch.testing.assert_close(others[known].double(), (-torch.expm1(expected) / left)[known], rtol=3e-4, atol=0)
 
@@ -91,18 +91,18 @@ def test_certain_targets(dtype, device):
 @pytest.mark.triton
 @pytest.mark.parametrize("logp", [-30.0, -1.0, -0.0301, -0.0299, -1e-3, -1e-6])
 def test_left_to_others(logp, device):
-    """As precise near 1 as anywhere: a logit that moves by ±1 among others that stay."""
+    """The result is accurate near 1 too, if one logit moves by ±1 and the others stay."""
     weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, device=device)
     x = torch.ones(2, 1, dtype=torch.bfloat16, device=device)
     target = torch.tensor([0, 1], device=device)
-    # By its statistics the target's logit is 0.
+    # The statistics imply a target logit of 0.
     logps = torch.full((2,), logp, device=device)
     maximum, sum_exp = torch.full_like(logps, -logp), torch.ones_like(logps)
     others = unround_logps_(logps, x, Head(weight), target, maximum, sum_exp, LogitOptions())
     p = torch.full((2,), logp, device=device).double()
     odds = p - torch.log(-torch.expm1(p)) + torch.tensor([1.0, -1.0], device=device)
     exact = torch.nn.functional.logsigmoid(odds)
-    # Odds of up to 30 are float32 numbers 2e-6 apart, and the quotient has their error twice.
+    # float32 odds of up to 30 are 2e-6 apart, and the quotient has their error twice.
     torch.testing.assert_close(logps.double(), exact, rtol=2e-6, atol=0)
     torch.testing.assert_close(others.double(), torch.expm1(exact) / torch.expm1(p), rtol=4e-6, atol=0)
 
@@ -110,7 +110,7 @@ def test_left_to_others(logp, device):
 @pytest.mark.triton
 @HALVES
 def test_coarse_logits_stay(dtype, device):
-    """Logits of a row in the thousands are all off together, and the more so the target's if it alone were not."""
+    """For logits in the thousands, errors of a row are correlated: correcting only the target's would add error."""
     head, x = head_of(2000, 24, dtype, device), states(400, 24, dtype, device)
     target = torch.arange(400, device=device) * 5
     head.weight[:, 0], x[:, 0] = 1000.0, -10.0
@@ -136,7 +136,7 @@ def test_what_is_no_number_stays(device):
 
 @pytest.mark.triton
 def test_layouts(device):
-    """Rows of a wider tensor, a transposed head, hidden states by columns, a bias with gaps, no rows."""
+    """Rows of a wider tensor, a transposed head, column-major hidden states, a strided bias, no rows."""
     head, x = head_of(90, 32, torch.bfloat16, device, bias=True), states(12, 32, torch.bfloat16, device)
     target = torch.arange(12, device=device) * 7
     options = LogitOptions()
@@ -162,7 +162,7 @@ def test_layouts(device):
 @HALVES
 @pytest.mark.parametrize("budget", [None, 5 * 2000 * 2], ids=["rows", "slices"])
 def test_statistics_of_a_step(budget, dtype, device):
-    """By whole rows or by slices of the vocabulary, and to the bit the same for both."""
+    """Whole rows and vocabulary slices give bit-identical results."""
     head, x = head_of(2000, 48, dtype, device), states(64, 48, dtype, device).view(4, 16, 48)
     target = torch.randint(2000, (4, 16), generator=torch.Generator().manual_seed(2)).to(device)
     stats = linear_token_stats(head.weight, x, target, logits_budget=budget)
@@ -173,13 +173,13 @@ def test_statistics_of_a_step(budget, dtype, device):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gradient_of_a_long_pair(seed, device):
-    """All of it is scaled by one sum over the tokens, which rounded logits put off by tenths of a nat."""
+    """One sum over tokens scales the whole gradient; rounded logits would shift it by tenths of a nat."""
     generator = torch.Generator().manual_seed(seed)
     tokens, hidden, vocab = 4096, 64, 1024
     x, ref = (torch.randn(2, tokens, hidden, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     head = head_of(vocab, hidden, torch.bfloat16, device, seed=seed + 100).weight
     target = torch.randint(vocab, (2, tokens), generator=generator).to(device)
-    budget = tokens * vocab  # a quarter of a pair's
+    budget = tokens * vocab  # a quarter of what a pair needs
 
     def formula(x: Tensor, head: Tensor, ref: Tensor) -> Tensor:
         def logps(x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_gradient_of_a_long_pair(seed, device):
 @pytest.mark.parametrize("confidence", [0.5, 0.99, 0.999, 1 - 1e-5])
 @pytest.mark.parametrize("loss", ["cross entropy", "odds"])
 def test_gradient_of_certain_targets(loss, confidence, tiles, device):
-    """ORPO divides by 1 - p what the gradient of log p multiplies by it: both are of the same p."""
+    """ORPO divides by 1 - p, and the gradient of log p multiplies by it: both must use the same p."""
     generator = torch.Generator().manual_seed(0)
     n, hidden, vocab = 200, 64, 500
     weight = torch.randn(vocab, hidden, generator=generator)
@@ -240,7 +240,7 @@ def test_gradient_of_certain_targets(loss, confidence, tiles, device):
     exact, of_eager, of_ours = gradients(eager, torch.float64), *(gradients(f, torch.bfloat16) for f in (eager, ours))
     for g, by_eager, by_ours in zip(exact, of_eager, of_ours, strict=True):
         error, bound = ((a - g).norm() / g.norm() for a in (by_ours, by_eager))
-        # The target's logit has no part in the gradient of odds: a softmax over the others.
+        # The target's logit cancels in the gradient of odds, which leaves a softmax over the others.
         assert error <= (0.85 if loss == "cross entropy" else 1.02) * bound, f"{error:.1e}, eager {bound:.1e}"
 
 

@@ -1,4 +1,4 @@
-"""Every loss and every gradient against full logits."""
+"""Test every loss and every gradient against full logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from liger_chunked.engine import schedule
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 
-# How many logits may be alive at once, of `n` valid tokens with `v` logits each.
+# The number of logits in memory at once, for `n` valid tokens with `v` logits each.
 BUDGETS = {
     "auto": lambda n, v: None,
     "more-than-all": lambda n, v: (n + 9) * v,
     "all-but-one": lambda n, v: (n - 1) * v,  # a last chunk of 1
-    "5-tokens": lambda n, v: 5 * v,  # a prime, ragged last
+    "5-tokens": lambda n, v: 5 * v,  # a prime number of tokens, ragged last chunk
     "1-token": lambda n, v: v,
     "third-of-a-token": lambda n, v: v // 3,  # tiles of the vocabulary
     "1-logit": lambda n, v: 1,
@@ -42,8 +42,8 @@ def test_float64_matches_oracle(row, budget, device):
 @pytest.mark.parametrize(
     "rows_in_budget",
     [
-        pytest.param(5, id="slices"),  # whole groups of rows, slices of 1536 columns and a ragged last
-        pytest.param(2, id="slices-and-rows"),  # slices at their narrowest, 1024, and blocks of rows
+        pytest.param(5, id="slices"),  # whole groups of rows, slices of 1536 columns and a ragged last one
+        pytest.param(2, id="slices-and-rows"),  # the narrowest slices, 1024, and blocks of rows
     ],
 )
 def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget, device):
@@ -55,7 +55,7 @@ def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget,
         assert relative_error(value, exact[name]) < 1e-12, name
 
 
-# A wrong term is off by far more than this, and rounding, at 6e-8 a number, by far less.
+# A wrong term is off by far more, and rounding (6e-8 per number) by far less.
 WRONG_IN_FLOAT32 = 1e-5
 
 
@@ -65,7 +65,7 @@ def test_float32_matches_oracle(row, device, path):
     assert_right_in_float32(row, 5 * SMALL.vocab, device)
 
 
-# Ways through the kernels, which know no loss: gradient in forward, and the primitive, with every statistic.
+# One row per path through the kernels: gradient in forward, and the primitive with every statistic.
 _ONE_EACH = ("ce-none-everything", "dpo-sigmoid", "grpo-top-entropy", "stats-all")
 
 
@@ -85,7 +85,7 @@ def assert_right_in_float32(row, elements: int, device: str) -> None:
 
 def test_slices_of_the_vocabulary_are_what_they_are_called():
     tiles = schedule.tiles(8, 2503, 5 * 2503)
-    # Room for 1536 columns: two slices, alike but for whole tiles of 256.
+    # The budget fits 1536 columns: two slices, equal up to whole tiles of 256.
     assert [tile.vocab for tile in tiles] == [slice(0, 1280), slice(1280, 2503)]
     assert [tile.rows for tile in tiles] == 2 * [slice(0, 8)]
     tiles = schedule.tiles(8, 2503, 2 * 2503)
@@ -93,20 +93,20 @@ def test_slices_of_the_vocabulary_are_what_they_are_called():
     assert [tile.rows for tile in tiles[:2]] == [slice(0, 4), slice(4, 8)]
 
 
-# The bound is a factor of the error of eager code in the same dtype. Both round the same numbers once each, in other
-# orders, which moves the norm of many errors by a few percent at most: 1.1.
+# The bound is a factor times the error of eager code in the same dtype. Both round the same numbers once, in another
+# order, which changes the norm of many errors by a few percent at most.
 FACTOR = 1.1
-# Every token has a target, so that a GEMM of the weight gradient sums as many products in eager code as in ours: with
-# half of them zero, its partial sums are half as long, and its error is smaller by a matter of blocking.
+# Every token has a target, so that eager code's GEMM of the weight gradient sums as many products as ours. With half of
+# them zero its partial sums would be shorter, and its error smaller.
 ERROR_SIZES = Sizes(sequences=8, length=32, hidden=64, vocab=499, ref_hidden=48, ignored=False)
-# In bfloat16 the rounding of the logits is all of the error, and the same one; in float32 the order of summation
-# differs, and it takes more batches until luck averages out.
+# In bfloat16 nearly all of the error is the same rounding of the logits. In float32 the order of summation differs, and
+# it takes more batches to average.
 SEEDS = {torch.bfloat16: 3, torch.float32: 12}
 
 
 def rms(errors: list[float], sizes: list[float]) -> float:
-    """Root mean square of errors, each relative to its own batch: pooled as they are, the one batch with the largest
-    result would decide alone. Results that happen to cancel are measured against the middle one of all."""
+    """Return the root mean square of errors, each relative to its batch's result: pooled errors would depend on the
+    largest batch only. Results that happen to cancel are divided by the median size instead."""
     scales = torch.tensor(sizes, dtype=torch.float64)
     scales = scales + scales.median()
     return float((torch.tensor(errors, dtype=torch.float64) / scales).square().mean().sqrt())
@@ -140,7 +140,7 @@ def test_gradient_error_is_that_of_eager_code(row, dtype, device):
 @by_row
 @pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
 def test_loss_error_is_that_of_eager_code(row, dtype, device):
-    """A scalar is one error, and luck: take the root of the mean square over many batches."""
+    """A scalar loss has a single error: compare the root mean square over many batches."""
     sizes = ERROR_SIZES._replace(sequences=4, length=32, vocab=331)
     ours, eager, exacts = [], [], []
     for seed in range(64 * row.batches):
@@ -150,7 +150,7 @@ def test_loss_error_is_that_of_eager_code(row, dtype, device):
             ours.append(float(loss.double() - exact))
             eager.append(float(row.oracle(batch).double() - exact))
             exacts.append(float(exact.abs()))
-    # Below one unit in the last place of a result of the usual size there is nothing left to compare.
+    # Below one unit in the last place of a typical result there is nothing to compare.
     error, bound = rms(ours, exacts), max(FACTOR * rms(eager, exacts), torch.finfo(loss.dtype).eps)
     assert error <= bound, f"{error:.3e} against {bound:.3e}"
 

@@ -1,4 +1,4 @@
-"""Eager oracles: the same losses on full logits, written from the formula, on torch alone."""
+"""Eager reference implementations: every loss from full logits, written from its formula in plain torch."""
 
 from liger_chunked.reference.cross_entropy import cross_entropy
 from liger_chunked.reference.distillation import distillation

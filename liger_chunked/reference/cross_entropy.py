@@ -29,25 +29,25 @@ def cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """`F.cross_entropy` on full logits `z`, plus the z-loss `lse_square_scale * logsumexp(z) ** 2`, and its kin.
+    """Return `F.cross_entropy` on full logits `z`, plus `lse_square_scale * logsumexp(z) ** 2` and the options below.
 
     Args:
         weight: (V, H).
         input: (..., H).
         target: (...) token ids, or `ignore_index`.
         bias: (V,) or None.
-        num_items: divides the sum over this batch, instead of its own count of tokens or sum of class weights.
-        ignore_index, reduction, label_smoothing: as in `F.cross_entropy`; without any valid token "mean" is NaN.
-        lse_square_scale: weight of the z-loss, averaged over the valid tokens, each the same.
+        num_items: divides the sum, instead of this batch's number of tokens or sum of class weights.
+        ignore_index, reduction, label_smoothing: as in `F.cross_entropy`; "mean" without valid tokens is NaN.
+        lse_square_scale: weight of the z-loss, which is averaged over the valid tokens.
         ce_weight: (V,) class weights, or None.
-        token_weights: in the shape of `target`, weighs tokens; "mean" divides by the weights that it adds.
+        token_weights: weights of the tokens, in the shape of `target`; "mean" divides by their sum.
         focal_gamma: `-(1 - p_y) ** gamma * log p_y`.
-        dft: `-p_y * log p_y`, the factor held constant.
-        entropy_weight: `- entropy_weight * H(softmax(z))`, averaged like the z-loss.
+        dft: `-p_y * log p_y`, without a gradient through the factor.
+        entropy_weight: adds `- entropy_weight * H(softmax(z))`, averaged like the z-loss.
         softcap, logit_scale, temperature: see `logits`.
 
     Returns:
-        A scalar, or a tensor of the shape of `target` with `reduction="none"`.
+        A scalar, or with `reduction="none"` a tensor in the shape of `target`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(3, 4), torch.tensor([1, -100, 3])
     >>> per_token = cross_entropy(weight, input, target, reduction="none")

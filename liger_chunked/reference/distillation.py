@@ -1,4 +1,4 @@
-"""Distillation from full logits, and from a teacher's top-k."""
+"""Distillation from full logits, or from a teacher's top-k."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DIVERGENCES = ("kl", "reverse_kl", "skew_kl", "skew_reverse_kl", "jsd", "tvd", "
 
 
 def _relative_entropy(a: Tensor, b: Tensor) -> Tensor:
-    """`sum(a * log(a / b))`, where `0 * log(0 / b)` is 0."""
+    """Return `sum(a * log(a / b))`, where `0 * log(0 / b)` is 0."""
     there = a > 0
     return (a * (torch.where(there, a, 1) / torch.where(there, b, 1)).log()).sum(-1)
 
 
 def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tensor:
-    """A divergence of teacher logits `t` from student logits `z`, from its definition; (..., V) to (...).
+    """Return a divergence between teacher logits `t` and student logits `z` from its definition; (..., V) to (...).
 
         kl               sum q log(q / p)                        p = softmax(z), q = softmax(t)
         reverse_kl       sum p log(p / q)
@@ -29,7 +29,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
         squared_error    1/V sum (z - t) ** 2
         cosine           1 - z.t / (|z| |t|)
 
-    A jsd with a parameter of 0 is kl, with one of 1 reverse_kl.
+    With a parameter of 0, jsd is kl; with a parameter of 1, it is reverse_kl.
 
     >>> z, t = torch.randn(3, 7), torch.randn(3, 7)
     >>> bool(torch.allclose(divergence("jsd", z, t), divergence("jsd", t, z)))
@@ -61,7 +61,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
 
 
 def _bins(log_p: Tensor, ids: Tensor, present: Tensor) -> Tensor:
-    """Log-probabilities (..., V) to those of the tokens of `ids` that are present, and of all others together."""
+    """Map log-probabilities (..., V) to one bin per present token of `ids`, and one bin for all other tokens."""
     chosen = torch.zeros_like(log_p, dtype=torch.int).scatter_add(-1, ids, present.int()) > 0
     others = log_p.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids).masked_fill(~present, -torch.inf), others], -1)
@@ -92,18 +92,18 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`weight_soft_loss` times a divergence at the temperature, plus `weight_hard_loss` times the NLL at temperature 1.
+    """Return `weight_soft_loss` times a divergence at the temperature, plus `weight_hard_loss` times the NLL at 1.
 
     Args:
         weight, bias: (V, H), (V,), the head of the student.
         input: (..., H).
         teacher_weight, teacher_input, teacher_bias: (V or more, H_t), (..., H_t), (V or more,); rows beyond V are cut.
         target: (...) token ids or `ignore_index`, or None.
-        teacher_logps, teacher_ids: (..., k) instead of hidden states; log-probability 0 everywhere else is shared.
-        mask: (...) the tokens that count, or None.
+        teacher_logps, teacher_ids: (..., k) top-k instead of hidden states; the rest of the probability is one bin.
+        mask: (...) True at tokens that count, or None.
         num_items: divides the sums, instead of the number of tokens that count.
         name, parameter: see `divergence`.
-        softcap, logit_scale, temperature: see `logits`; the teacher's are the student's unless given.
+        softcap, logit_scale, temperature: see `logits`; the teacher's default to the student's.
 
     Returns:
         The loss, and detached metrics: `soft_loss` and `hard_loss` ().
@@ -122,7 +122,7 @@ def distillation(
     s, z = s[counts], z[counts]
 
     if teacher_logps is not None and teacher_ids is not None:
-        # A bin that is not there has no probability under either, but a logarithm that can be computed with.
+        # Clamp the logarithm of absent bins: their probability stays 0, and the arithmetic stays finite.
         given = teacher_logps[counts].detach().to(z.dtype)
         log_p = z.log_softmax(-1)
         student = _bins(log_p, teacher_ids[counts], given > -torch.inf)

@@ -1,4 +1,4 @@
-"""DPO and its relatives from full logits, pair by pair."""
+"""DPO and its variants from full logits, pair by pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_TYPES = (
 
 
 class _Pair(NamedTuple):
-    """One pair: log-probabilities in nats, scalars, how many tokens each of its sequences has, and what it counts."""
+    """One pair: scalar log-probabilities in nats, the number of tokens of each sequence, and its weight."""
 
     chosen: Tensor
     rejected: Tensor
@@ -34,7 +34,7 @@ class _Divergence(NamedTuple):
     alpha: float
 
     def score(self, logratio: Tensor) -> Tensor:
-        """`f'(t)` of table 1 of f-DPO at `t = pi / pi_ref`."""
+        """Return `f'(t)` of f-DPO (table 1) at `t = pi / pi_ref`."""
         t = logratio.exp()
         match self.name:
             case "reverse_kl":
@@ -51,20 +51,20 @@ class _Divergence(NamedTuple):
 
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
-    """`-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
-    # Binary cross entropy, whose own gradient sigmoid(x) - q cancels where the loss is small.
+    """Return `-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
+    # Not F.binary_cross_entropy_with_logits: its gradient sigmoid(x) - q cancels if the loss is small.
     return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 
 def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float, divergence: _Divergence) -> Tensor:
-    """A loss that looks at one pair, from its paper; rewards are `beta log(pi / pi_ref)`, or of another divergence."""
+    """Return one pair's loss from its paper; rewards are `beta log(pi / pi_ref)`, or those of another divergence."""
     chosen = divergence.score(pair.chosen - pair.ref_chosen)
     rejected = divergence.score(pair.rejected - pair.ref_rejected)
     per_token = chosen / max(1, pair.chosen_length) - rejected / max(1, pair.rejected_length)
     reward_chosen, reward_rejected = beta * chosen, beta * rejected
     margin = reward_chosen - reward_rejected
     match loss_type:
-        case "sigmoid":  # Bradley-Terry: p(chosen > rejected) = sigmoid(margin), labels flipped with probability eps
+        case "sigmoid":  # Bradley-Terry: p(chosen > rejected) = sigmoid(margin), flipped with probability eps
             return _logistic(margin, 1 - epsilon)
         case "sigmoid_norm":
             return _logistic(beta * per_token, 1.0)
@@ -76,12 +76,12 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
             log_q = torch.stack([reward_chosen, reward_rejected]).log_softmax(0)
             log_p = log_q.new_tensor([1 - epsilon, epsilon]).log()
             return (log_q.exp() * (log_q - log_p)).sum()
-        case "nca_pair":  # the chosen answer is data, and each of the two is noise half of the time
+        case "nca_pair":  # the chosen answer is data, and each of the two is noise with probability 1/2
             return _logistic(reward_chosen, 1.0) + (_logistic(reward_chosen, 0.0) + _logistic(reward_rejected, 0.0)) / 2
-        case "robust":  # equation 10: unbiased under labels flipped with probability eps
+        case "robust":  # equation 10: unbiased if labels are flipped with probability eps
             clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
             return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
-        case "bco_pair":  # a classifier of good and bad answers
+        case "bco_pair":  # classifies answers as good or bad
             return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
         case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0: log-ratios of 1/2 and -1/2 over beta
             return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
@@ -96,7 +96,7 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
 
 
 def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
-    """AOT: the logistic loss between equal quantiles of two distributions over the batch, from its paper."""
+    """Return AOT's losses: the logistic loss between equal quantiles of two distributions over the batch."""
     if loss_type == "aot":
         high = [pair.chosen - pair.rejected for pair in pairs]
         low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]
@@ -108,7 +108,7 @@ def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: f
 
 
 def _counts(valid: Tensor, ld_alpha: float | None) -> Tensor:
-    """(2 n, T) what each token counts: 1, 0 where it is ignored, `ld_alpha` beyond the length of the other sequence."""
+    """Return (2 n, T) token weights: 1, 0 at ignored tokens, `ld_alpha` past the length of the other sequence."""
     counts = valid.double()
     if ld_alpha is not None:
         n = valid.shape[0] // 2
@@ -145,25 +145,25 @@ def dpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over the pairs of the losses of `loss_type`, plus `alpha` times the NLL of the chosen tokens.
+    """Return the mean over pairs of the losses of `loss_type`, plus `alpha` times the NLL of the chosen tokens.
 
-    `log pi(y|x)` is the sum of the log-probabilities of the tokens of a sequence, or with `average_log_prob` their
-    mean; without a reference `log pi_ref` is 0. A pair without any token costs nothing, but counts in the mean.
+    `log pi(y|x)` is the sum of a sequence's token log-probabilities, or their mean with `average_log_prob`. Without a
+    reference, `log pi_ref` is 0. A pair without tokens adds 0 to the sum, but counts in the mean.
 
     Args:
         weight, bias: (V, H), (V,), the head of the policy.
         input: (2 n, T, H), chosen sequences, then rejected ones.
         target: (2 n, T) token ids, or `ignore_index`.
-        ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,), the reference.
-        ref_logps: instead of them (2 n, T) log-probabilities of its tokens, or (2 n,) of its sequences.
+        ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,), the reference model.
+        ref_logps: instead of the reference, its token (2 n, T) or sequence (2 n,) log-probabilities.
         beta, label_smoothing, discopop_tau: beta, eps and tau of the formulas.
         loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
-        compute_nll_loss, alpha: the NLL term, in nats per chosen token of the batch.
+        compute_nll_loss, alpha: add the NLL, in nats per chosen token of the batch, times `alpha`.
         average_log_prob, ignore_index: see above.
-        f_divergence_type, f_alpha_divergence_coef: `f'(pi / pi_ref)` in the place of `log(pi / pi_ref)` (f-DPO).
-        ld_alpha: what a token counts in `log pi` that has no counterpart in the other sequence of its pair (LD-DPO).
-        use_weighting: weigh pairs by how likely the policy would write them (WPO).
-        softcap, logit_scale, temperature: the transform of the logits, of the policy and of the reference.
+        f_divergence_type, f_alpha_divergence_coef: replace `log(pi / pi_ref)` by `f'(pi / pi_ref)` (f-DPO).
+        ld_alpha: weight in `log pi` of tokens past the length of the pair's other sequence (LD-DPO).
+        use_weighting: weight pairs by how likely the policy is to write them (WPO).
+        softcap, logit_scale, temperature: logit transform of the policy and of the reference.
 
     Returns:
         The loss, and detached metrics: `chosen_logps`, `rejected_logps`, `chosen_rewards`, `rejected_rewards` (n,),
@@ -196,7 +196,7 @@ def dpo(
 
     n = target.shape[0] // 2
     weights = torch.ones_like(logps)
-    if use_weighting:  # equation 2: each token against the probability that a sample of the policy would repeat
+    if use_weighting:  # equation 2: divides by the probability that two samples of the policy agree
         weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
     pairs = [
         _Pair(

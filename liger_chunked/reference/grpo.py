@@ -1,4 +1,4 @@
-"""Policy losses from full logits, sequence by sequence."""
+"""Policy gradient losses from full logits, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORTANCE_LEVELS = ("token", "sequence", "trajectory")
 
 
 def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
-    """The ratio that each token of a sequence of (t,) tokens has a part in."""
+    """Return the importance ratio of each token of a sequence, (t,)."""
     ratios = (logps - old_logps).exp()
     match level:
         case "token":
@@ -28,8 +28,8 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
 
 
 def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
-    """PPO's minimum, by the sign of the advantage: what is good gains nothing above `high`, nor what is bad below
-    `low`; `delta` bounds either."""
+    """Return PPO's minimum by the sign of the advantage: clamp above `high` if positive, below `low` if negative;
+    `delta` bounds both."""
     most = math.inf if delta is None else delta
     good = ratio.clamp(max=min(high, most))
     bad = ratio.clamp(low, max(high, most))
@@ -37,7 +37,7 @@ def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, del
 
 
 def _gamma_weight(log_w: float, k: float, rate: float) -> float:
-    """VESPO: the density of a gamma distribution at `w`, over that at 1, with the bounds that TRL takes."""
+    """Return VESPO's weight: a gamma density at `w` over the density at 1, with TRL's clamps."""
     log_w = min(max(log_w, math.log(1e-8)), 20.0)
     w = math.exp(log_w)
     return math.exp(k * log_w + rate * (1 - w))
@@ -80,15 +80,15 @@ def grpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Sum over the tokens of `(w * cost + beta * kl) / denominator`, minus `entropy_coef` times their mean entropy.
+    """Return the sum over tokens of `(w * cost + beta * kl) / denominator`, minus `entropy_coef` times mean entropy.
 
-    With `r` the importance ratio, `A` the advantage, `y` a token that was sampled:
+    With importance ratio `r`, advantage `A`, and sampled token `y`:
 
         clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
         reinforce   -r A
-        cispo       -min(r, epsilon_high) A log pi(y), the ratio without gradient
+        cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
         sapo        -4 / tau sigmoid(tau (r - 1)) A
-        vespo       -phi A log pi(y), phi without gradient
+        vespo       -phi A log pi(y), no gradient through phi
 
         grpo        denominator B |y|
         bnpo        the tokens of the batch
@@ -96,7 +96,7 @@ def grpo(
         dr_grpo     B max_completion_length
         luspo       B
 
-    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` where bias is corrected.
+    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction.
 
     Args:
         weight, bias: (V, H), (V,), the head of the policy.
@@ -106,19 +106,20 @@ def grpo(
         attention_mask: (B, T), zero at tokens to ignore.
         old_logps, ref_logps: (B, T), in nats.
         ref_input, ref_weight, ref_bias: (B, T, H_ref), (V, H_ref), (V,), instead of `ref_logps`.
-        importance_weights: (B,), (B, 1) or (B, T), `w`; VESPO takes them into `phi` instead.
+        importance_weights: (B,), (B, 1) or (B, T), `w`; VESPO includes them in `phi` instead.
         num_items: see above.
-        beta, surrogate, reduction, importance_level, epsilon_low, epsilon_high, delta: of the formulas.
-        max_completion_length, use_bias_correction_kl, entropy_coef: likewise.
-        top_entropy_quantile: cost and bonus of this share of the tokens alone, those of the highest entropy.
-        sapo_temperature_pos, sapo_temperature_neg: tau where `A > 0`, and where not.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of phi where `A >= 0`, and where not.
+        beta, surrogate, reduction, importance_level, epsilon_low, epsilon_high, delta: see the formulas.
+        max_completion_length, use_bias_correction_kl, entropy_coef: see the formulas.
+        top_entropy_quantile: restrict cost and bonus to this share of the tokens, those with the highest entropy.
+        sapo_temperature_pos, sapo_temperature_neg: tau for `A > 0`, and otherwise.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: parameters of phi for `A >= 0`, and otherwise.
         ignore_index: see above.
-        softcap, logit_scale, temperature: the transform of the logits, of the policy and of the reference.
+        softcap, logit_scale, temperature: logit transform of the policy and of the reference.
 
     Returns:
-        The loss, and detached metrics: `entropy`, `kl` (means over tokens), `clip_ratio_low`, `clip_ratio_high`,
-        `clip_ratio` (shares of the tokens, or of the sequences where each has one ratio), None where there is none.
+        The loss, and detached metrics, None if they do not apply: `entropy`, `kl` (means over tokens),
+        `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (shares of the tokens, or of the sequences if each has one
+        ratio).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

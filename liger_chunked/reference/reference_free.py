@@ -23,7 +23,7 @@ def _sequences(
     ignore_index: int,
     transform: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (n, 2) of chosen and rejected sequences, whether a pair has tokens (n,), the NLL ()."""
+    """Return log-probabilities (n, 2) of chosen and rejected sequences, whether a pair has tokens (n,), the NLL ()."""
     n = target.shape[0] // 2
     in_sequence = target != ignore_index
     in_nll = in_sequence if nll_target is None else nll_target != ignore_index
@@ -37,7 +37,7 @@ def _sequences(
 
 
 def _logistic(logits: Tensor, epsilon: float) -> Tensor:
-    # Binary cross entropy, whose own gradient sigmoid(x) - 1 cancels where the loss is small.
+    # Not F.binary_cross_entropy_with_logits: its gradient sigmoid(x) - 1 cancels if the loss is small.
     return -((1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits))
 
 
@@ -52,14 +52,15 @@ def orpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """`nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, a mean over the pairs; `odds = P / (1 - P)`, `P` the
-    geometric mean of a sequence's probabilities, counted as at most `1 - 1e-12`.
+    """Return `nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, averaged over pairs.
+
+    `odds = P / (1 - P)`, where `P` is the geometric mean of a sequence's probabilities, at most `1 - 1e-12`.
 
     Args:
         weight, bias: (V, H), (V,) or None.
         input: (2 n, T, H), chosen sequences, then rejected ones.
         target: (2 n, T) token ids, or `ignore_index`.
-        nll_target: (2 n, T), the tokens of the NLL where they are not those of `target`.
+        nll_target: (2 n, T) tokens of the NLL, if they differ from `target`.
         beta: weight of the odds ratio.
         ignore_index, transform: see `token_stats`.
 
@@ -90,14 +91,14 @@ def cpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """`loss_type` of each pair, a mean over the pairs, plus `alpha` times the NLL of the chosen tokens.
+    """Return the mean over pairs of the `loss_type`, plus `alpha` times the NLL of the chosen tokens.
 
     Args:
         weight, input, target, bias, nll_target, ignore_index, transform: see `orpo`.
-        beta, label_smoothing, simpo_gamma: of the loss types.
+        beta, label_smoothing, simpo_gamma: parameters of the loss types.
         alpha: weight of the NLL.
         loss_type: one of `CPO_LOSS_TYPES`.
-        alpha_param: where it is not 0, `(1 - p ** -alpha_param) / alpha_param` is in the place of `log p` (AlphaPO).
+        alpha_param: if not 0, replaces `log p` by `(1 - p ** -alpha_param) / alpha_param` (AlphaPO).
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
@@ -137,14 +138,14 @@ def simpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Equation 6 of SimPO, `-log sigmoid(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma)`, averaged.
+    """Return SimPO's equation 6, the mean of `-log sigmoid(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma)`.
 
     Args:
         weight, input, target, bias, nll_target, ignore_index, transform: see `orpo`.
-        beta, gamma: of the formula.
+        beta, gamma: see the formula.
         alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens.
-        label_smoothing: the chance that a label is flipped.
-        loss_type: "sigmoid", or "hinge" for `max(0, 1 - x)` in the place of `-log sigmoid(x)`.
+        label_smoothing: probability that a label is flipped.
+        loss_type: "sigmoid", or "hinge" for `max(0, 1 - x)` instead of `-log sigmoid(x)`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> simpo(weight, input, target).shape

@@ -18,15 +18,15 @@ def logits(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Every logit, `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
+    """Return all logits, `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
 
-    The product is taken in the dtype of the inputs, all that follows in float32 (float64 stays float64).
+    The product is computed in the dtype of the inputs, the rest in float32 (float64 stays float64).
 
     Args:
         weight: (V, H).
         input: (..., H).
         bias: (V,) or None.
-        softcap, logit_scale, temperature: of the transform; a softcap of None leaves the tanh out.
+        softcap, logit_scale, temperature: see the formula; a softcap of None skips the tanh.
 
     Returns:
         (..., V).
@@ -51,7 +51,7 @@ def token_stats(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
-    """Statistics of the logits `z` of each token, with `p = softmax(z)` and `y` its target, in nats.
+    """Return statistics of the logits `z` of each token in nats, with `p = softmax(z)` and target `y`.
 
         logps             log p_y
         lse               log sum_v exp z_v
@@ -66,12 +66,12 @@ def token_stats(
         input: (..., H).
         target: (...) token ids, or `ignore_index`.
         bias: (V,) or None.
-        outputs: which of them.
+        outputs: names of the statistics to return.
         softcap, logit_scale, temperature: see `logits`.
-        ignore_index: marks tokens whose statistics are 0, and whose argmax is -1.
+        ignore_index: marks ignored tokens; their statistics are 0 and their argmax is -1.
 
     Returns:
-        Tensors of the shape of `target` by name.
+        Tensors in the shape of `target`, by name.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> stats = token_stats(weight, input, torch.tensor([[1, 2, 3], [4, 5, -100]]), outputs=("logps", "argmax"))
@@ -86,7 +86,7 @@ def token_stats(
     stats = {
         "logps": log_p.gather(-1, y[..., None])[..., 0],
         "lse": z.logsumexp(-1),
-        # Where p is 0, p log p is its limit, 0, and not 0 times -inf.
+        # At p = 0 use the limit of p log p; the product would be 0 * -inf.
         "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
         "mean_logits": z.mean(-1),
         "argmax": z.argmax(-1),

@@ -20,7 +20,7 @@ def _logps(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor:
-    """(n,) log-probability of each sequence in nats, the sum or the mean over its tokens."""
+    """Return the log-probability of each sequence (n,) in nats, the sum or the mean over its tokens."""
     tokens = token_stats(weight, input, target, bias, ignore_index=ignore_index, **transform)["logps"]
     return _of_sequences(tokens, target, average, ignore_index)
 
@@ -42,7 +42,7 @@ def _reference(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor | float:
-    """(n,) log-probabilities under the reference, however they come; 0 without a reference."""
+    """Return the reference's log-probabilities (n,) from any of its inputs; 0 without a reference."""
     if input is not None and weight is not None:
         return _logps(weight, input, target, bias, average, ignore_index, **transform)
     if given is None:
@@ -51,7 +51,7 @@ def _reference(
 
 
 def _mean(losses: list[Tensor], target: Tensor, ignore_index: int, zero: Tensor) -> Tensor:
-    """Over all sequences; those without a token cost nothing."""
+    """Return the mean over all sequences; those without tokens add 0."""
     has_tokens = (target != ignore_index).any(1).tolist()
     return sum((loss for loss, counts in zip(losses, has_tokens, strict=True) if counts), zero) / max(1, len(losses))
 
@@ -81,27 +81,27 @@ def kto(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Mean over the sequences of `lambda_y - v(x, y)`, `v` the value of its log-ratio `r` to a human.
+    """Return the mean over sequences of `lambda_y - v(x, y)`, where `v` is the value of the log-ratio `r` to a human.
 
         v = lambda_d sigmoid(beta (r - z))      desirable
         v = lambda_u sigmoid(beta (z - r))      undesirable
 
-    `z` is the KL of policy and reference, clamped at zero: given, or the mean log-ratio of mismatched completions. It
-    is zero for "apo_zero_unpaired".
+    `z` is the KL between policy and reference, clamped at 0: either given, or the mean log-ratio of mismatched
+    completions. For "apo_zero_unpaired" it is 0.
 
     Args:
         weight, bias: (V, H), (V,) or None, the head of the policy.
         input: (n, T, H).
         target: (n, T) token ids, or `ignore_index`.
         preference_labels: (n,) True for desirable.
-        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference.
-        ref_logps: instead of them (n, T) log-probabilities of its tokens, or (n,) of its sequences.
+        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference model.
+        ref_logps: instead of the reference, its token (n, T) or sequence (n,) log-probabilities.
         kl: the KL.
-        kl_input, kl_target: (m, T', H), (m, T'), instead of it the mismatched completions.
-        ref_kl_input: (m, T', H_ref), under the reference; or `ref_kl_logps`, (m, T') or (m,).
-        example_weights: (n,) multiply the losses.
+        kl_input, kl_target: (m, T', H), (m, T'), the mismatched completions that replace `kl`.
+        ref_kl_input: (m, T', H_ref), their reference hidden states; or `ref_kl_logps`, (m, T') or (m,).
+        example_weights: (n,) factors of the losses.
         beta, loss_type, desirable_weight, undesirable_weight: see above; the weights are the lambdas.
-        average_log_prob: log-ratios per token.
+        average_log_prob: use log-ratios per token.
         ignore_index, transform: see `token_stats`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -151,19 +151,19 @@ def bco(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Mean over the sequences of the cross entropy of a classifier whose logit is a reward less `delta`.
+    """Return the mean cross entropy over sequences of a classifier whose logit is the reward minus `delta`.
 
     Args:
         weight, bias: (V, H), (V,) or None, the head of the policy.
         input: (n, T, H).
         target: (n, T) token ids, or `ignore_index`.
-        preference_labels: (n,) True for desirable, the classes.
-        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference.
-        ref_logps: instead of them (n, T) log-probabilities of its tokens, or (n,) of its sequences.
+        preference_labels: (n,) True for desirable.
+        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference model.
+        ref_logps: instead of the reference, its token (n, T) or sequence (n,) log-probabilities.
         delta: the reward shift.
-        example_weights: (n,) multiply the cross entropies.
-        beta: of the rewards.
-        average_log_prob: log-ratios per token.
+        example_weights: (n,) factors of the cross entropies.
+        beta: factor of the rewards.
+        average_log_prob: use log-ratios per token.
         ignore_index, transform: see `token_stats`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
