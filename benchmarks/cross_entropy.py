@@ -120,7 +120,6 @@ def contenders(n: int, v: int) -> Contenders:
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
-    """Measure every contender at one shape."""
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (n,), device=DEVICE)
     table.measure(

@@ -34,7 +34,6 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """Return the mean of the last steps."""
         return statistics.fmean(self.losses[-LAST:])
 
 

@@ -92,7 +92,6 @@ class Task:
         return lambda x, w, teacher_x, teacher_w: loss(w, x, teacher_w, teacher_x)[0]
 
     def expected(self, x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> dict[str, Tensor]:
-        """Return the gradients in float64."""
         teacher_w = teacher_w.double()
         return logits_gradients(x, w, lambda z, rows: self.divergence(z, teacher_x[rows].double() @ teacher_w.t()))
 
@@ -171,7 +170,6 @@ def top_k_of(teacher_x: Tensor, teacher_w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure(table: Table, n: int, h: int, teacher_h: int, v: int) -> None:
-    """Measure every divergence at one shape."""
     student, teacher = gemm_floor(n, h, v), gemm_floor(n, teacher_h, v)
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     teacher_x, teacher_w = hidden_states(n, teacher_h), head_weight(v, teacher_h)

@@ -227,7 +227,6 @@ class Row:
         return f"  {self.name:42s} " + (self.failure or self.measured(first))
 
     def measured(self, first: Any) -> str:
-        """Return the measurements as text."""
         raise NotImplementedError
 
 
@@ -398,7 +397,6 @@ class Table:
         return self.path
 
     def save(self) -> None:
-        """Write all rows so far to `path`."""
         content = {
             "family": self.family,
             "whole": self.whole,
@@ -419,8 +417,6 @@ def _fill(
     expected: Mapping[str, Tensor] | None,
     graph: bool,
 ) -> None:
-    """Measure one loss, see `Table.measure`."""
-
     def forget() -> None:
         for leaf in leaves.values():
             leaf.grad = None

@@ -65,7 +65,6 @@ def compare(table: Table, task: str, shape: Mapping[str, float], steps: Mapping[
 
 
 def measure(table: Table, n: int, h: int, v: int) -> None:
-    """Measure both tasks at one shape."""
     x, w, t = hidden_states(n, h), head_weight(v, h), torch.randint(v, (n,), device=DEVICE)
     random_logits = torch.randn(n, v, device=DEVICE).to(x.dtype)
     exponentials, logits = (torch.empty_like(random_logits) for _ in range(2))

@@ -91,7 +91,6 @@ TASKS = {"GRPO": Task(0.0), "GRPO, entropy bonus": Task(0.01)}
 
 
 def measure(table: Table, b: int, length: int, h: int, v: int) -> None:
-    """Measure with and without the bonus at one shape."""
     floor = gemm_floor(b * length, h, v).all
     x, w = hidden_states(b, length, h).requires_grad_(), head_weight(v, h).requires_grad_()
     t = torch.randint(v, (b, length), device=DEVICE)

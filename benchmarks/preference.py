@@ -117,7 +117,6 @@ class Task:
         return loss
 
     def expected(self, x: Tensor, w: Tensor, t: Tensor, ref_x: Tensor, ref_w: Tensor) -> dict[str, Tensor]:
-        """Return the gradients in float64."""
         lengths = (t != IGNORE_INDEX).sum(-1)
         reference = token_statistics(ref_x, ref_w, t)[0].sum(-1) if self.with_reference else None
         return token_gradients(x, w, t, lambda logps, entropy: self.formula(logps.sum(-1), lengths, reference))
@@ -197,7 +196,6 @@ TASKS = {
 
 
 def measure(table: Table, loss: str, pairs: int, length: int, h: int, v: int, prompt: float) -> None:
-    """Measure one loss, or all losses, at one shape."""
     n_prompt = int(length * prompt)
     floor = gemm_floor(2 * pairs * (length - n_prompt), h, v)
     x, w = hidden_states(2 * pairs, length, h).requires_grad_(), head_weight(v, h).requires_grad_()

@@ -54,7 +54,6 @@ class Run:
         return "-".join([digits[:12] or "unknown", *dirty])
 
     def measured(self, task: str) -> dict[str, dict[str, Any]]:
-        """Return the rows of a task that are not failures."""
         return {name: row for name, row in self.cells[task].items() if row["failure"] is None}
 
 

@@ -63,7 +63,6 @@ def random_tokens(name: str, batch: int, length: int) -> Tensor:
 
 
 def fill(row: Any, table: Table, name: str, batch: int, length: int) -> None:
-    """Measure one contender."""
     before = allocated_mib()
     model = models.build(name, checkpointing=not table.args.no_checkpointing)
     contenders = WITH_COMPILED_LAYERS if table.args.compile_layers else CONTENDERS

@@ -99,7 +99,6 @@ class CompiledStepRow(StepRow):
 
 
 def apart(value: float, expected: float) -> float:
-    """Return the relative difference."""
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
@@ -253,7 +252,6 @@ def compare(
 
 
 def steps_parser(description: str, shapes: str, repeats: int, seconds: float) -> argparse.ArgumentParser:
-    """Return a parser with the options of whole-step benchmarks."""
     parse = parser(description, peer_seconds=1800)
     parse.add_argument("shapes", nargs="*", help=shapes)
     parse.add_argument("--repeats", type=int, default=repeats, help="steps that are timed (%(default)s)")

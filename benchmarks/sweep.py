@@ -26,7 +26,6 @@ ON_CPU = (32, 2048, (64, 128), 64, (1024, 2048))
 
 
 def measure(table: Table, sweep: str, n: int, h: int, v: int) -> None:
-    """Measure one point of a sweep."""
     torch.manual_seed(0)
     x, w = hidden_states(n, h).requires_grad_(), head_weight(v, h).requires_grad_()
     every = contenders(n, v)

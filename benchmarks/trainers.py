@@ -319,7 +319,6 @@ def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batc
 
 
 def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> None:
-    """Measure one contender."""
     before = allocated_mib()
     kind = KINDS[name]
     side, kernels, brings_loss = CONTENDERS[row.name]

@@ -5,13 +5,13 @@
 
     T dD/dz_v = p_v (a_v - sum_u p_u a_u)        a_v = dD/dp_v
 
-The gradient needs one more sum per row, `slope = sum_u p_u a_u`. For TVD, `a` is 1/2 where p > q and -1/2 where p < q.
-`below` and `above` are the student's mass where p < q and where p > q; entries with p = q count half in each. Then
-`a - slope` is `below` where p > q and `-above` where p < q. This form avoids the cancellation of a slope near 1/2.
+The gradient needs one more sum per row, `slope = sum_u p_u a_u`. TVD has a = 1/2 where p > q, and a = -1/2 where p < q.
+Let `below` and `above` be the student's mass where p < q and where p > q, each with half of the mass where p = q. Then
+`a - slope` is `below` where p > q and `-above` where p < q, which does not cancel.
 
-KL divergences and the cosine are computed together with the normalisers, in the first sweep (divergence_sums.py). JSD,
-skewed KL and TVD need both normalisers first, and take a second sweep. Bytes: 2 tile reads, or 4 with the second sweep.
-The gradient (divergence_grad.py) reads 2 tiles and writes 1.
+The first sweep (divergence_sums.py) computes KL divergences and the cosine together with the normalisers. JSD, skewed
+KL and TVD need the normalisers first, so they take a second sweep. Bytes: 2 tile reads, 4 with the second sweep. The
+gradient (divergence_grad.py) reads 2 tiles and writes 1.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_tra
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# Floor of log p for entries without probability. It keeps the mixture of two such entries finite, where log(0) would
-# give NaN.
+# Floor of log p, so that the mixture of two entries without probability stays finite.
 LOG_ZERO = -1e4
 # The same bound as in F.cosine_similarity: a row of zeros has no direction.
 _MIN_NORM = 1e-8
@@ -66,13 +65,11 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """Return `log(p / m)` and `log(q / m)`, with `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL is for 16-bit logits and a beta away from 0 and 1. Its error is that of the hardware's logarithm: 2**-22 of
-    the gap between `log p` and `log q`, or 2**-22 if the gap is small. (The second sweep computes CENTRAL in base 2
-    instead, see `_compare_block`.) The other path works relative to whichever of p and q contributes more to m. `even`
-    is the `log(q / p)` at which both contribute the same. This path is accurate near p = q and for beta near 0 or 1.
+    CENTRAL is for 16-bit logits and a beta away from 0 and 1. Its error is 2**-22 of the gap between `log p` and
+    `log q`, or 2**-22 if the gap is small. The other path is accurate near p = q, and for beta near 0 or 1: it works
+    relative to whichever of p and q contributes more to m. At `log(q / p) = even` both contribute the same.
     """
-    # -1e4 is LOG_ZERO: it keeps the logarithm of zero probability finite. Propagate NaN explicitly, because the
-    # hardware's maximum returns the other operand.
+    # -1e4 is LOG_ZERO. Propagate NaN explicitly: the hardware's maximum returns the other operand.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
@@ -308,7 +305,7 @@ def _normalised(sums: Sums) -> DivergenceStats:
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # Subtract in this order: the first difference is exact for large logits.
+        # In this order: the first difference is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
     return DivergenceStats(
         divergence=sums.log_sum if sums.divergence is None else sums.divergence,
@@ -346,12 +343,11 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Sweep pairs of rows of logits for each row's divergence and the sums that its gradient needs.
+    """Sweep pairs of rows for their divergences, and the sums that the gradient needs.
 
     Args:
-        student: (N, V) logits before the transform; each row contiguous.
-        teacher: (N, V), the same layout, any floating dtype.
-        target: (N,) int64 token ids, to return their log-probabilities at temperature 1; None to skip them.
+        student, teacher: (N, V) logits before the transform, each row contiguous; any floating dtypes.
+        target: (N,) int64 token ids whose log-probabilities at temperature 1 to return, or None.
         divergence: the divergence to compute.
         options, teacher_options: the logit transform of each model.
     """
@@ -368,10 +364,10 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return the normalisers of rows of logits with holes: entries that are -inf before the transform are excluded.
+    """Return the normalisers of rows with holes: entries that are -inf before the transform are excluded.
 
     Args:
-        logits: (N, V) logits before the transform; each row contiguous.
+        logits: (N, V) logits before the transform, each row contiguous.
         options: the logit transform.
         hard: also return the normaliser at temperature 1, if the temperature differs.
     """

@@ -2,8 +2,8 @@
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
 
-Here `z` is the logit before the temperature; the gradient then passes back through the rest of the student's transform.
-The result overwrites the logits or goes to a separate tensor. Bytes: both tiles read, the student's tile written.
+`z` is the logit before the temperature. The gradient then passes back through the rest of the student's transform, and
+overwrites the logits or goes to a separate tensor. Bytes: both tiles read, the student's tile written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def _divergence_grad_kernel(
     beta, one_minus_beta, even, on_student, on_ratio,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer marks an absent term.
     row = grid_row()
     if row >= n_rows:
         return
@@ -231,13 +230,13 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the student's logits with the gradient of the loss with respect to them, and return it.
+    """Overwrite the student's logits with their gradient, and return it.
 
     Args:
         student, teacher, target, divergence, options, teacher_options: the arguments of `divergence_stats`.
-        stats: the result of `divergence_stats`.
+        stats: its result.
         g_divergence, g_logps: (N,) upstream gradients; `g_logps` is None if the loss does not use `logps`.
-        out: write the gradient here instead, and keep `student`; same shape and dtype as `student`.
+        out: write the gradient here, and keep `student`.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
@@ -247,12 +246,12 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, given the gradients of their normalisers; holes get 0.
+    """Overwrite logits with their gradient; holes get 0.
 
     Args:
         logits, options: the arguments of `tail_stats`.
-        stats: the result of `tail_stats`.
-        g_log_sum, g_hard_log_sum: (N,) upstream gradients; the second is None if it is unused.
+        stats: its result.
+        g_log_sum, g_hard_log_sum: (N,) upstream gradients of the normalisers; the second may be None.
     """
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     # d(hard_log_sum)/dz = p1: the g_logps term without a target and with the opposite sign.

@@ -31,8 +31,8 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 class Sums(NamedTuple):
     """Sums of each row from the first sweep; each field is (N,), or None if it was not requested.
 
-    `centre` and `teacher_centre` are close to the row's maximum, so that exponentials relative to them neither overflow
-    nor vanish. They are -inf for a row of -inf only.
+    `centre` and `teacher_centre` are close to the row's maximum, so that exponentials stay in range; -inf for a row of
+    -inf only.
     """
 
     centre: Tensor
@@ -43,8 +43,8 @@ class Sums(NamedTuple):
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    # The KL divergence, at the temperature. Its moment, sum exp(t) (t - z) (forward) or sum exp(z) (z - t) (reverse),
-    # uses z and t relative to their centres, so that large logits do not cancel.
+    # The KL divergence, at the temperature. Its moment, sum exp(t) (t - z) or sum exp(z) (z - t), uses z and t relative
+    # to their centres, so that large logits do not cancel.
     divergence: Tensor | None = None
 
 
@@ -102,7 +102,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # At e = 0 use the limit of e log e; the product would be 0 * -inf.
+        # 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -126,8 +126,7 @@ def _sums_kernel(
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. Sums stay per lane until the end of the row, relative to the maximum of its first block: see
-    # logits_stats.py. A null pointer marks an output that was not requested.
+    # Sums stay per lane until the end of the row, relative to the maximum of its first block: see logits_stats.py.
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     if t_ptr is not None:
@@ -215,7 +214,7 @@ def _products_kernel(
     for start in tl.range(0, n_cols, BLOCK, num_stages=4):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < n_cols
-        # The transform maps the zeros past the row's end to zeros.
+        # The transform keeps the zeros past the row's end.
         z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
         t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         t = transform_block(t, teacher_scale, teacher_softcap, None)

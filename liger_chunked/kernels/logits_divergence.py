@@ -1,8 +1,8 @@
-"""Divergences between the materialized logits of a student and a teacher, with the kernels of the fused losses.
+"""Divergences of materialized logits, student against teacher, with the kernels of the fused losses.
 
-The forward sweeps pairs of rows (divergence_sums.py, divergence.py). The backward computes the student's gradient
+The forward sweeps pairs of rows (divergence_sums.py, divergence.py), the backward computes the student's gradient
 (divergence_grad.py). Neither stores a softmax. Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4),
-backward 3 (read both, write the gradient).
+backward 3.
 """
 
 from __future__ import annotations
@@ -140,24 +140,24 @@ def liger_kl_div_with_logits(
 
     Args:
         student_logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied first: pad the
-            labels rather than slice the logits.
-        teacher_logits: (..., V), the shape of `student_logits`, any floating dtype; gets no gradient.
+            labels instead of slicing the logits.
+        teacher_logits: (..., V), any floating dtype; gets no gradient.
         shift_labels: (...) labels; rows with `ignore_index` are ignored. None uses all rows.
         reverse: compute `KL(student || teacher)`.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that number times V; without
-            valid rows both return 0. "none" returns (...), one value per row (not per element), 0 in ignored rows.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that number times V; both are 0
+            without valid rows. "none" returns (...), one value per row (not per element), 0 in ignored rows.
         temperature: divides both models' logits.
         ignore_index: the label of ignored rows.
-        inplace: let the backward overwrite `student_logits` with the gradient, to save that much memory. A second
-            backward then raises. No effect under torch.compile or on expanded logits.
+        inplace: let the backward overwrite `student_logits` with the gradient, to save memory. A second backward then
+            raises. No effect under torch.compile or on expanded logits.
 
     Returns:
         The divergence in float32, or float64 for float64 student logits.
 
     Raises:
         TypeError: an input is not a floating tensor.
-        ValueError: shapes or devices do not match, the reduction is unknown, the temperature is not positive, or
-            `teacher_logits` requires a gradient.
+        ValueError: shapes or devices that differ, an unknown reduction, a temperature that is not positive, a teacher
+            that requires a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(

@@ -52,7 +52,6 @@ def _logits_grad_kernel(
     logits_stride, grad_stride, vocab_start, n_rows, n_cols, inv_vocab, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer marks an absent term.
     row = grid_row()
     if row >= n_rows:
         return
@@ -142,7 +141,7 @@ def _logits_grad_torch_(
             grad.addcmul_(p, row.lse)
         if row.entropy is not None:
             assert row.entropy_value is not None
-            # At p = 0 use the limit of p log p; the product would be 0 * -inf.
+            # 0 * -inf would be NaN.
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
@@ -171,16 +170,13 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite a tile of logits with the gradient of the loss with respect to it, and return it.
+    """Overwrite a tile of logits with its gradient, and return it.
 
     Args:
-        logits: (N, C) columns `vocab_start : vocab_start + C` of the rows, before the transform; each row contiguous.
-        target: (N,) int64 index into the whole vocabulary.
+        logits, target, options, vocab_start, class_weight: the arguments of `logits_stats`.
         cotangents: the rows' normalisers, and the upstream gradient of each statistic.
-        options: the logit transform.
         vocab_size: `V`, the number of columns in the whole vocabulary.
-        class_weight: (C,) weights of the columns in `mean_logits`, in the accumulation dtype; None for ones.
-        out: write the gradient here instead, and keep `logits`; same shape and dtype as `logits`.
+        out: write the gradient here, and keep `logits`.
     """
     compute = _logits_grad_triton_ if use_triton(logits) or logits.is_meta else _logits_grad_torch_
     out = logits if out is None else out

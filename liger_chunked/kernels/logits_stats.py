@@ -1,10 +1,8 @@
-"""Compute the statistics of logits in one pass, as partial results that can be merged across vocabulary slices.
+"""Compute the statistics of logits in one pass, as partial results that merge across vocabulary slices.
 
-A tile of logits holds some columns of some rows. `logits_stats` reduces each row of a tile to a `PartialStats`. `merge`
-joins the results of neighbouring slices (it is associative), and `finish` turns the whole into `TokenStats`. If a tile
-holds whole rows, `row_stats` does all of this in one launch.
-
-Bytes: the tile read once.
+A tile of logits holds some columns of some rows. `logits_stats` reduces each row of a tile to a `PartialStats`, `merge`
+joins neighbouring slices (it is associative), and `finish` turns the whole into `TokenStats`. For tiles of whole rows,
+`row_stats` does all of this in one launch. Bytes: the tile read once.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def _add_block(
     e = exp(centred, PRECISE)
     sum_exp += e
     if MOMENT:
-        # At e = 0 use the limit of e log e; the product would be 0 * -inf.
+        # 0 * -inf would be NaN.
         sum_exp_z += tl.where(e == 0.0, 0.0, e * centred)
     if SQUARES:
         sum_exp_sq += e * e
@@ -70,11 +68,10 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. A null pointer marks an output that was not requested. With WHOLE rows, each buffer gets what
-    # `finish` would make of its sum: logps replaces the target's logit, the entropy replaces sum_exp_z.
-    # Sums are relative to the maximum of the row's first block and stay per lane until the end of the row: a running
-    # maximum would cost a cross-lane reduction per block. A row that rises too far above this centre is swept again,
-    # with its maximum as the centre.
+    # With WHOLE rows, each buffer gets what `finish` makes of its sum: logps in place of the target's logit, the
+    # entropy in place of sum_exp_z. Sums are relative to the maximum of the row's first block, and stay per lane until
+    # the end of the row: a running maximum would cost a cross-lane reduction per block. A row that rises too far above
+    # this centre is swept again from its maximum.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -114,7 +111,7 @@ def _logits_stats_kernel(
         if whole_blocks < n_cols:
             cols = whole_blocks + lanes
             inside = cols < n_cols
-            # The transform maps the zeros past the row's end to zeros.
+            # The transform keeps the zeros past the row's end.
             z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
             z = transform_block(z, scale, softcap, inv_temperature)
             if sum_z_ptr is not None:
@@ -156,7 +153,7 @@ def _logits_stats_kernel(
     mean = tl.sum(sum_z, axis=0)
     if WHOLE:
         log_sum = tl.log(normaliser)
-        # Subtract in this order: the first difference is exact for large logits, lse is not.
+        # In this order: the first difference is exact for large logits.
         of_target = (of_target - row_max) - log_sum
         moment = log_sum - moment / normaliser
         squares = tl.log(squares) - 2 * log_sum
@@ -248,7 +245,7 @@ def _logits_stats_torch(
                 max=maximum,
                 sum_exp=e.sum(1),
                 target_logit=target_logit,
-                # At e = 0 use the limit of e log e; the product would be 0 * -inf.
+                # 0 * -inf would be NaN.
                 sum_exp_z=(e * centred).masked_fill_(e == 0, 0.0).sum(1) if wanted["sum_exp_z"] else None,
                 sum_z=sum_z,
                 sum_exp_sq=e.square().sum(1) if wanted["sum_exp_sq"] else None,
@@ -351,7 +348,7 @@ def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[
     log_sum = stats.sum_exp.log()
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:
-        # Subtract in this order: the first difference is exact for large logits, lse is not.
+        # In this order: the first difference is exact for large logits.
         fields["logps"] = (stats.target_logit - stats.max) - log_sum  # type: ignore[operator]
     if "lse" in outputs:
         fields["lse"] = stats.max + log_sum

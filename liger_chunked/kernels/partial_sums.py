@@ -2,8 +2,8 @@
 
     dw = cast(sum over programs of partial[program])
 
-Each program of a norm's backward processes many rows and writes the sum of their contributions, (D,) float32. This
-kernel adds them in one launch, always in the same order. The data is small and in the cache, so only latency matters.
+Each program of a norm's backward writes the sum over its rows, (D,) float32. This kernel adds them in one launch,
+always in the same order. The data is small and cached, so only latency matters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def _sum_kernel(
     n_partials, n_cols,
     PARTIALS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer marks an absent output.
     which = tl.program_id(1)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([PARTIALS, COLS], tl.float32)

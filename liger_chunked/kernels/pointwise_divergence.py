@@ -62,7 +62,6 @@ def _sum_kernel(
     x_ptr, x_stride, t_ptr, t_stride, sum_ptr, n_cols, beta, one_minus_beta, even,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # One program per row.
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)  # per lane until the end of the row
     for start in range(0, n_cols, BLOCK):
@@ -254,16 +253,15 @@ def liger_kl_div(
 
     Args:
         input: (N, V) log-probabilities.
-        target: (N, V) probabilities, or with `log_target` log-probabilities, in the dtype of `input`; gets no gradient.
+        target: (N, V) probabilities (`log_target`: log-probabilities), in the dtype of `input`; gets no gradient.
         reduction: "batchmean" divides the sum by N, "mean" by N * V.
-        log_target: `target` holds log-probabilities.
 
     Returns:
         The loss in float32, or float64 for float64 inputs.
 
     Raises:
         TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices do not match, the reduction is unknown, or `target` requires a gradient.
+        ValueError: shapes or devices that differ, an unknown reduction, a target that requires a gradient.
     """
     input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
@@ -296,7 +294,7 @@ def liger_jsd(
 
     Raises:
         TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices do not match, `beta` is outside [0, 1], or the teacher requires a gradient.
+        ValueError: shapes or devices that differ, a `beta` outside [0, 1], a teacher that requires a gradient.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -330,7 +328,7 @@ def liger_tvd(
 
     Raises:
         TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices do not match, the reduction is unknown, or the teacher requires a gradient.
+        ValueError: shapes or devices that differ, an unknown reduction, a teacher that requires a gradient.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

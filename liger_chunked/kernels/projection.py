@@ -5,16 +5,15 @@
     rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
 
 The centre `c` is the target's logit. It need not be the row's maximum, because bfloat16 has float32's exponent range.
-If a row rises 44 nats above its centre, two more launches recompute it: one finds the row's maximum, one writes the
-tiles of its 128-row block again, at the cost of two products of those rows. Both return at once if no row needs it. The
-entropy is a difference of two sums relative to the centre; its error is up to 5e-6 if the centre is far from the
-maximum.
+If a row rises 44 nats above its centre, two more launches find the row's maximum and write the tiles of its 128-row
+block again, at the cost of two products of those rows; otherwise they return at once. The entropy's error is up to 5e-6
+if the centre is far from the maximum.
 
-The target is excluded from `rest`, so that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is the
-dot product of x with the sum of all weights, because another sum in the epilogue would slow the product down.
+`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is the dot
+product of x with the sum of all weights: a sum in the epilogue would slow the product down.
 
-FLOPs: 2 N V H. Bytes: E written once if requested, and x and W as a GEMM reads them; per statistic 4 (V / 128) N of
-partial sums, or half of that at H > 1536. Measurements: docs/tuning.md, "Fused epilogue".
+FLOPs: 2 N V H. Bytes: E written once if requested, x and W as in a GEMM, and 4 (V / 128) N of partial sums per
+statistic (half of that at H > 1536). Measurements: docs/tuning.md, "Fused epilogue".
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """Return the tiling for a hidden size. Measured on an H200: docs/tuning.md, "Fused epilogue".
+        """Return the tiling for a hidden size (H200; docs/tuning.md, "Fused epilogue").
 
-        With two programs per multiprocessor, one multiplies during the other's epilogue; this wins up to H = 1536.
-        Beyond that, larger tiles win, because they are read less often from the L2 cache.
+        Up to H = 1536, one program multiplies during the epilogue of the other on its multiprocessor. Beyond that,
+        larger tiles are faster, because they are read less often from the L2 cache.
         """
         if hidden > 1536:
             return cls()
@@ -99,7 +98,7 @@ def _write_part(
         exp_desc.store([first_row, first_col], e.to(tl.bfloat16))
     moment = centre
     if MOMENT:
-        # At e = 0 use the limit of e log e; the product would be 0 * -inf.
+        # 0 * -inf would be NaN.
         moment = tl.sum(e * tl.maximum(centred, -1e30), axis=1)
     return tl.sum(e, axis=1), moment
 
@@ -250,7 +249,7 @@ def _reduce_kernel(
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer marks an output that was not requested. AGAIN: after `_rescue_kernel`.
+    # AGAIN: after `_rescue_kernel`.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     if AGAIN:
@@ -266,7 +265,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # Subtract in this order: the first difference is exact for large logits, lse is not.
+        # In this order: the first difference is exact for large logits.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)

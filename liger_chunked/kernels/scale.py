@@ -1,7 +1,7 @@
 """Multiply gradients in place by the upstream scalar, at no cost if that scalar is 1.
 
-The kernel reads the scalar on the device, so the host does not wait. Bytes: none for a scalar of 1, otherwise each
-tensor read and written once. One launch for all tensors.
+One launch for all tensors. The kernel reads the scalar on the device, so the host does not wait. Bytes: none for a
+scalar of 1, otherwise each tensor read and written once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def _scale_one(x_ptr, n, scalar, BLOCK: tl.constexpr):
 def _scale_kernel(
     scalar_ptr, first_ptr, second_ptr, third_ptr, n_first, n_second, n_third, BLOCK: tl.constexpr
 ):  # fmt: skip
-    # A null pointer marks an absent tensor.
     scalar = tl.load(scalar_ptr).to(tl.float32)
     if scalar != 1.0:
         _scale_one(first_ptr, n_first, scalar, BLOCK)

@@ -1,7 +1,7 @@
 """Check a target and a teacher's top-k on the device, with one or two launches and one wait of the host.
 
-The host needs the counts of valid tokens to cut a batch into chunks, and needs valid top-k ids before it indexes with
-them. Bytes: the int64 target once, plus one mask byte per token; the top-k once, with k k / 2 comparisons per row.
+The host needs the counts of valid tokens to cut a batch into chunks, and must check top-k ids before it indexes with
+them. Bytes: the int64 target and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def survey(target: Tensor, ignore_index: int) -> Survey:
 
     Args:
         target: (R, C) int64, contiguous.
-        ignore_index: marks ignored tokens; they count as 0 in the lowest and highest target.
+        ignore_index: marks ignored tokens, which count as target 0.
     """
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
@@ -94,7 +94,6 @@ _MOST_COMPARED = 1024  # entries per row; longer rows are sorted
 
 @Kernel
 def _top_k_kernel(logps_ptr, ids_ptr, summary_ptr, n_rows, k, BLOCK: tl.constexpr):
-    # One program per row.
     row = tl.program_id(0).to(tl.int64)
     logps_ptr += row * k
     ids_ptr += row * k

@@ -5,13 +5,13 @@
     gradient of log p' by the row's logits:                       (1 - p') / (1 - p) times that of log p
 
 16-bit logits have a relative error of up to 2^-9. In a sum over the vocabulary these errors average out, unless one
-logit dominates. The error of the target's logit enters its log-probability in full, and a sequence adds these errors
-up: 16384 tokens with logits of variance 1 were off by 0.2 nats. Preference losses scale their whole gradient by such a
-sum. The other logits keep their rounded values. The gradient gives the target `1 - p'`, and takes that from the other
-tokens in proportion to `p[j] / (1 - p)`.
+logit dominates. The error of the target's logit enters its log-probability in full, and adds up over a sequence: 0.2
+nats for 16384 tokens with logits of variance 1. Preference losses scale their whole gradient by such a sum. The other
+logits keep their rounded values. The gradient gives the target `1 - p'`, and takes that from token j in proportion to
+`p[j] / (1 - p)`.
 
-A logit that would move by more than 2 is not corrected. Logits in the thousands round that coarsely, and the errors of
-one row are correlated: they cancel only if no logit is corrected.
+A logit that would move by more than 2 is not corrected. Logits in the thousands round that coarsely, with correlated
+errors in a row, which cancel only if no logit is corrected.
 
 Bytes: x and as many rows of W, 4 N H.
 """
@@ -58,7 +58,6 @@ def _move_kernel(
     logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, target_ptr, max_ptr, sum_exp_ptr,
     x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
@@ -143,8 +142,7 @@ def unround_logps_(
         options: the logit transform.
 
     Returns:
-        (N,) `(1 - p') / (1 - p)`. Multiply the upstream gradient of `logps` by it when the backward uses the rounded
-        logits.
+        (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps` in the backward of the rounded logits.
     """
     # The kernel takes one stride per matrix.
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))

@@ -6,9 +6,9 @@
     s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
     dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
 
-Bytes, all small compared with the products: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight`
-reads E W and W[y] and writes dX, 8 N H; `add_target_rows_` reads x, and reads and writes the target rows of dW, at most
-10 N H. `occurrences` sorts N targets with 3 N N comparisons.
+Bytes: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W and W[y] and writes dX, 8 N H;
+`add_target_rows_` reads x, and reads and writes the target rows of dW, at most 10 N H. All are small compared with the
+products. `occurrences` sorts N targets with 3 N N comparisons.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _scale_rows_kernel(
     x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
     hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row. A null pointer marks an absent upstream gradient, or the `scaled` of a frozen head.
+    # `scaled_ptr` is None for a frozen head.
     row = tl.program_id(0).to(tl.int64)
     unit = scale / tl.load(sum_exp_ptr + row)
     others = 0.0
@@ -102,7 +102,6 @@ def _input_kernel(
     product_ptr, w_ptr, w_stride, target_ptr, others_scale_ptr, target_scale_ptr, out_ptr, out_stride, hidden,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     others_scale = tl.load(others_scale_ptr + row)
