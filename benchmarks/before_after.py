@@ -51,7 +51,6 @@ def _randn(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def _head(*shape: int, v: int) -> tuple[Tensor, Tensor]:
-    """Return hidden states of this shape and a head over `v` classes, both trainable."""
     return _randn(*shape).requires_grad_(), _randn(v, shape[-1], scale=shape[-1] ** -0.5).requires_grad_()
 
 

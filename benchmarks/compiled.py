@@ -23,8 +23,6 @@ N_LAYERS = 4
 
 
 class Layer(nn.Module):
-    """A residual MLP of four times the hidden size."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(hidden)

@@ -9,9 +9,8 @@ Small models with random weights train on English text for 200 steps: AdamW, war
     fused           after `apply_liger_kernel(model)`: all kernels on, several chunks of logits per step
     stock, nudged   stock from slightly different weights: shows how far rounding alone separates two curves
 
-The first seed runs all three in float32 and in bfloat16 (parameters included). The other seeds run stock and fused in
-bfloat16. Seeds choose the initial weights only; all runs use the same batches, so nothing else changes the final
-losses.
+The first seed runs all three in float32 and in bfloat16 (parameters included), the other seeds stock and fused in
+bfloat16. Seeds choose the initial weights only; all runs use the same batches.
 """
 
 from __future__ import annotations

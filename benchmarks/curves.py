@@ -51,7 +51,6 @@ class Convergence:
         return list(dict.fromkeys(curve.family for curve in self.curves))
 
     def seeds(self, family: str, dtype: str) -> list[int]:
-        """Return the seeds of the stock model."""
         of_stock = (curve for curve in self.curves if curve.variant == STOCK)
         return [curve.seed for curve in of_stock if (curve.family, curve.dtype) == (family, dtype)]
 
@@ -60,12 +59,10 @@ class Convergence:
         return next(c for c in self.curves if (c.family, c.dtype, c.variant, c.seed) == wanted)
 
     def differences(self, family: str, dtype: str, variant: str, seed: int) -> list[float]:
-        """Return `|loss - stock loss|` of every step."""
         pair = (self.curve(family, dtype, which, seed).losses for which in (variant, STOCK))
         return [abs(loss - stock) for loss, stock in zip(*pair, strict=True)]
 
     def largest(self, family: str, variant: str) -> float:
-        """Return the largest difference of any step in float32."""
         seeds = self.seeds(family, FLOAT32)
         return max(max(self.differences(family, FLOAT32, variant, seed)) for seed in seeds)
 
@@ -75,13 +72,11 @@ class Convergence:
 
     @property
     def title(self) -> str:
-        """Return the hardware, the main versions, and the date."""
         env = self.environment
         versions = ", ".join(f"{name} {env['versions'][name]}" for name in ("torch", "transformers"))
         return f"{env['device']}, {versions}, {env['date']}"
 
     def write(self, path: Path) -> None:
-        """Write the file as JSON, one line per curve."""
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {"whole": self.whole, "environment": self.environment, "settings": self.settings}
         curves = ",\n  ".join(json.dumps(asdict(curve)) for curve in self.curves)

@@ -109,7 +109,7 @@ def step_ms(run: Callable[[], object]) -> float:
 
 
 def peak_mib(run: Callable[[], object], leaves: Sequence[Tensor]) -> float | None:
-    """Return the peak memory of `run` above what is allocated before, with `leaves`' gradients; None on a CPU."""
+    """Return the peak memory of `run` above the start, including gradients of `leaves`; None on a CPU."""
     if DEVICE == "cpu":
         return None
     for leaf in leaves:
@@ -165,8 +165,6 @@ def head_weight(v: int, h: int) -> Tensor:
 
 
 def compiled(loss: Loss) -> Callable[[], Loss]:
-    """Return `torch.compile(loss)` at fixed shapes, as a contender."""
-
     def build() -> Loss:
         if DEVICE == "cpu":
             raise Skipped("torch.compile is only measured on a GPU")
@@ -176,7 +174,6 @@ def compiled(loss: Loss) -> Callable[[], Loss]:
 
 
 def copy_tb_per_s() -> float:
-    """Return the bandwidth of a device-to-device copy: bytes read plus bytes written."""
     n_bytes = 1 << (32 if DEVICE == "cuda" else 24)
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -212,7 +209,7 @@ class Row:
     """One contender at one task; `failure` says why it has no measurements, `seconds` is the total time it took.
 
     - `ms`: median time
-    - `mib`: peak memory above what was allocated before; None on a CPU
+    - `mib`: peak memory above the start; None on a CPU
     """
 
     task: str
@@ -223,7 +220,6 @@ class Row:
     seconds: float = 0.0
 
     def line(self, first: Row) -> str:
-        """Return the line to print; `first` is the task's first measured row of the same kind."""
         return f"  {self.name:42s} " + (self.failure or self.measured(first))
 
     def measured(self, first: Any) -> str:
@@ -348,7 +344,6 @@ class Table:
             self.save()
 
     def _wanted(self, task: str, names: Iterable[str]) -> list[str]:
-        """Return the contenders that the command line selects."""
         only = self.args.only
         names = [name for name in names if (name.startswith(OURS) if only == "ours" else only in name)]
         return names if self.args.task in task else []

@@ -2,9 +2,9 @@
 
 python -m benchmarks.parts 4096:1536:151936 4096:2048:151936        tokens of a pack:hidden:vocabulary
 
-The first task is a cross entropy of two chunks in which the parts replace cuBLAS's products one by one. The second is
-the fused projection alone. Contenders alternate in blocks of back-to-back steps; if each ran to its end, the first
-would have a cooler card. `x floor` is relative to cuBLAS's time. The logits are random.
+The first task is a cross entropy of two chunks, in which the parts replace cuBLAS's products one by one. The second is
+the fused projection alone. Contenders alternate, so that none has a cooler card. `x floor` is relative to cuBLAS's
+time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def compare(table: Table, task: str, shape: Mapping[str, float], steps: Mapping[str, Step]) -> None:
-    """Add a row for each contender, if the command line selects the task."""
     if table.args.task not in task:
         return
     times = in_turns(steps)

@@ -30,7 +30,6 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Return the hardware, the main versions, and the date."""
         env = self.environment
         versions = ", ".join(
             f"{name} {env['versions'][name]}" for name in ("torch", "triton") if name in env["versions"]
@@ -220,7 +219,6 @@ def contenders(run: Run) -> list[str]:
 
 
 def steps_markdown(run: Run) -> str:
-    """Return a row per task: steps of every contender, ours relative to each, and the difference from stock."""
     names = contenders(run)
     others = [name for name in names if name != OURS]
     columns = [_STEP_COLUMNS[name] for name in names] + [f"over {_STEP_COLUMNS[name]}" for name in others]
@@ -275,7 +273,6 @@ def peak_gib(row: dict[str, Any]) -> float:
 
 
 def _over(ours: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    """Return the ratio of speeds, and of the memory that exists only during a step."""
     if ours is None or other is None:
         return ""
     memory = "" if ours["mib"] is None else f" · {ours['mib'] / other['mib']:.2f}"

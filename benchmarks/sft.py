@@ -3,11 +3,11 @@
 python -m benchmarks.sft                            Llama-3-8B, Llama-3.2-1B, Qwen2.5-0.5B
 python -m benchmarks.sft llama-3-8b:2:8192          model:sequences:length
 python -m benchmarks.sft --longest llama-3-8b:4:4096      the longest sequences that fit, four at a time
-python -m benchmarks.sft --compile-layers llama-3.2-1b:8:2048      each decoder layer compiled by itself
+python -m benchmarks.sft --compile-layers llama-3.2-1b:8:2048      compile each decoder layer
 
-Every contender starts from new random weights of the same seed. The contenders are transformers' model unchanged, ours
-after `apply_liger_kernel(model)`, and Liger-Kernel's after its function for the model family, each with its defaults.
-Every layer is checkpointed, attention runs through SDPA, and every token is a target.
+Contenders: transformers' model unchanged, after our `apply_liger_kernel(model)`, and after Liger-Kernel's function for
+the family, each with its defaults and the same random weights. All layers are checkpointed, attention is SDPA, and
+every token is a target.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The learning rate is 0. A step does all of its work, but every step of every con
 
     tok/s        tokens of a step over its median time
     peak         peak of allocated memory in a step, everything included
-    above        the part of the peak that exists only during a step: neither weights nor optimizer state
+    above        the part of the peak that exists only during a step: without weights and optimizer state
     loss, norm   loss of the first step and norm of its gradient; contenders must agree
 """
 
@@ -89,8 +89,6 @@ class StepRow(Row):
 
 @dataclass
 class CompiledStepRow(StepRow):
-    """A training step, and the number of graphs that `torch.compile` made for it; None if nothing is compiled."""
-
     graphs: int | None = None
 
     def measured(self, first: StepRow) -> str:
@@ -186,6 +184,7 @@ def longest(peak_at: Callable[[int], float | None], start: int, grid: int, capac
         start: the first length, a multiple of `grid`.
         seconds: start no trial that would end later. A trial's time is estimated as length to the power of 1.5, because
             attention is quadratic in the length and the rest is linear.
+
     >>> longest(lambda n: 10 + 2 * n if n <= 45 else None, start=4, grid=4, capacity=100, seconds=60)[:2]
     (44, 48)
     """
@@ -238,7 +237,7 @@ def compare(
 
     Args:
         table: receives the rows.
-        names: what is trained, such as the model, by kind of name.
+        names: names of the trained things, such as the model, by kind.
         n: sequences per batch.
         length: tokens per sequence, or the first length of a search.
         fills: one function per contender, see `Table.compare`.

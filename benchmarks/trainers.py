@@ -5,11 +5,11 @@ python -m benchmarks.trainers DPO:qwen2.5-0.5b:8:4096       trainer:model:sequen
 python -m benchmarks.trainers --longest --task SimPO        the longest sequences that fit, two at a time
 python -m benchmarks.trainers --offload-activations DPO:llama-3.2-1b:8:2048      offload activations to the CPU
 
-A step is `training_step`, then AdamW, on one prepared batch: nothing is generated, tokenized or loaded. Every contender
-starts from new random weights of the same seed, in bfloat16 under TRL's default mixed precision. Every layer is
-checkpointed, attention runs through SDPA, and there is no padding. The layer kernels (Liger-Kernel's, and ours) are
-applied to every model of a trainer. Liger-Kernel's fused losses are not used, because TRL has no place for them. If our
-trainer keeps the loss of TRL's trainer, "loss=" is ours with the same loss from the library instead.
+A step is `training_step`, then AdamW, on one prepared batch: nothing is generated, tokenized or loaded. All contenders
+start from the same random weights, in bfloat16 under TRL's default mixed precision. All layers are checkpointed,
+attention is SDPA, and there is no padding. Layer kernels are applied to every model of a trainer. Liger-Kernel's fused
+losses are not used, because TRL has no place for them. If our trainer keeps TRL's loss, "loss=" is ours with the
+library's loss instead.
 
 References are Gaussian steps away from the policy. Qwen2.5-0.5B has a teacher with the shape of Qwen2.5-1.5B,
 Llama-3.2-1B one with its own shape; the divergence is the symmetric JSD, beta 0.5. DPO, KTO, ORPO and SimPO train on
@@ -89,7 +89,6 @@ class Completions:
 
     @property
     def mask(self) -> Tensor:
-        """Return an (n, T) mask: 1 on completions."""
         mask = self.everywhere
         mask[:, : self.n_prompt] = 0
         return mask
@@ -174,7 +173,7 @@ class Kind:
 
     - `batch`: builds the input of its `compute_loss`
     - `rows`: rows of the dataset that its constructor needs, and never reads
-    - `others`: arguments besides the policy, with the policy's shape
+    - `others`: further models in its arguments, with the policy's shape
     - `settings`: of its config
     - `prompt`: share of a sequence that it does not train on
     - `sequences`: sequences per batch

@@ -91,7 +91,7 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _head(sizes: Sizes, generator: torch.Generator, prefix: str = "", bias: bool = True) -> Batch:
-    """Return a head with logits of a standard deviation of about 2: neither uniform nor certain."""
+    """Return a head with logits of a standard deviation of about 2."""
     hidden = sizes.ref_hidden if prefix else sizes.hidden
     batch = {
         f"{prefix}weight": 2 * hidden**-0.5 * _normal(generator, sizes.vocab, hidden),

@@ -18,7 +18,7 @@ BUDGET = 8 * VOCAB * 2  # two chunks
 
 
 class Recorded:
-    """Streams on a CPU that record what is put on them."""
+    """CPU stand-ins for streams, which record the work that they get."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log = name, log

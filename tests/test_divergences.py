@@ -178,7 +178,7 @@ def test_jsd_of_equal_rows_is_zero(dtype, device):
 @pytest.mark.triton
 @pytest.mark.parametrize("beta", [1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6])
 def test_jsd_near_its_ends_keeps_its_precision(beta, device):
-    """The loss is of the order of beta (1 - beta), and so is log(p / m) or log(q / m) in most entries."""
+    """The loss is of the order of beta (1 - beta), as is log(p / m) or log(q / m) in most entries."""
     batch = moved(students(SMALL, seed=0), torch.float32, device)
     loss = LigerFusedLinearJSDLoss(beta=beta, **SOFT)
     near = evaluate(lambda b: loss(**b)[0], batch)

@@ -342,7 +342,7 @@ def test_offset_logits(row, offset, device):
 @pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
 @pytest.mark.parametrize("loss", ["ce", "dpo", "stats"])
 def test_columns_of_minus_infinity(loss, columns, budget):
-    """A mask in the bias excludes tokens; mean_logits is then -inf, and no test asks for its gradient."""
+    """A mask in the bias excludes tokens; mean_logits is then -inf, without a gradient."""
     row = {
         "ce": next(row for row in ROWS if row.id == "ce-sum"),
         "dpo": next(row for row in ROWS if row.id == "dpo-no-reference"),

@@ -80,7 +80,7 @@ def expanded(name: str, x: Tensor) -> list[Tensor]:
     return [repeated_columns(x)] if name.endswith("weight") else [repeated_columns(x), repeated_rows(x)]
 
 
-# What is called
+# Cases
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_divergence_with_logits_in_place(function: Callable[..., Tensor], device
 @pytest.mark.triton
 @each_with_logits
 def test_divergence_with_logits_of_nothing(function: Callable[..., Tensor], device: str) -> None:
-    """Ignored rows have neither a value nor a gradient, for any content."""
+    """Ignored rows give a value and a gradient of 0, for any content."""
     x, t = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
     shift_labels = torch.tensor([3, 7, 7, 5], device=device)
     expected = function(x[::3], t[::3])

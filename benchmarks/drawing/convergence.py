@@ -40,7 +40,6 @@ def draw_convergence(run: Convergence) -> Figure:
 
 
 def _draw_curves(axes: Axes, run: Convergence, family: str) -> None:
-    """Draw stock as a broad line, and fused as a thin line on top."""
     seed = run.seeds(family, FLOAT32)[0]
     stock, fused = (run.curve(family, FLOAT32, variant, seed).losses for variant in (STOCK, FUSED))
     axes.plot(stock, color=_STOCK, linewidth=3.6, solid_capstyle="round")
@@ -48,7 +47,6 @@ def _draw_curves(axes: Axes, run: Convergence, family: str) -> None:
 
 
 def _draw_differences(axes: Axes, run: Convergence, family: str) -> None:
-    """Draw the differences of fused and nudged stock in both dtypes, with the float32 bound, on a log scale."""
     seed = run.seeds(family, FLOAT32)[0]
     axes.set(yscale="log", ylim=(_SMALLEST, 1))
     axes.axhline(BOUND, color=INK, linewidth=0.8, linestyle=(0, (4, 2)))
@@ -63,7 +61,6 @@ def _draw_differences(axes: Axes, run: Convergence, family: str) -> None:
 
 
 def _name_lines(above: Axes, below: Axes) -> None:
-    """Label a column's lines: in the upper right corner above, and at the lines below."""
     for axes, text, y, colour in (
         (above, "stock", 0.93, _STOCK),
         (above, "fused, on it", 0.83, LOOKS[OURS].colour),

@@ -28,6 +28,7 @@ def levels(starts: Sequence[float], widths: Sequence[float], gap: float = 4) -> 
     Args:
         starts: positions of the dots, ascending.
         widths: widths of their labels.
+
     >>> levels([0, 5, 30], [20, 10, 10])
     [1, 0, 0]
     """
@@ -48,7 +49,6 @@ class Lane:
 
     @property
     def height(self) -> float:
-        """Return the height in points."""
         named = [level for level in self.levels if level is not None]
         return 28.0 if not named else 24.0 + _LEVEL * (1 + max(named))
 
@@ -76,7 +76,6 @@ def lanes(run: Run) -> list[Lane]:
 
 
 def draw_floor(runs: dict[str, Run]) -> Figure:
-    """Draw a panel per family, a lane per task, and a dot per contender at its time over the floor."""
     panels = {family: lanes(run) for family, run in runs.items()}
     totals = [sum(lane.height for lane in panel) for panel in panels.values()]
     between, top, bottom = 36.0, 66.0, 36.0  # points
@@ -107,7 +106,6 @@ def draw_floor(runs: dict[str, Run]) -> Figure:
 
 
 def _draw_lane(axes: Axes, lane: Lane, base: float) -> None:
-    """Draw a lane: a line, dots, labels above them, and the task's name and shape on the left."""
     axes.axhline(base, color="#d0d7de", linewidth=0.8, zorder=1)
     name, shape = name_and_shape(lane.task)
     shape, _, prompt = shape.partition(", prompt ")

@@ -17,7 +17,6 @@ TIMES_FLOOR = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
 
 
 def draw_scaling(run: Run) -> Figure:
-    """Draw four panels for cross entropy: time over that of the matrix products, and memory."""
     figure = Figure(figsize=(WIDTH, 6.4))
     grid = figure.add_gridspec(2, 2, left=0.065, right=0.875, top=0.84, bottom=0.08, hspace=0.34, wspace=0.5)
     for column, sweep in enumerate(("tokens", "vocabulary")):
@@ -72,7 +71,6 @@ def _draw_lines(axes: Axes, points: Sequence[tuple[int, str, float]]) -> list[tu
 
 
 def _label_ends(figure: Figure, axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Label each line to the right of the panel, at the height of its end, at least 10 points apart."""
     points = [axes.transData.transform((x, y)) * 72 / figure.dpi for x, y, *_ in ends]
     edge = axes.transAxes.transform((1, 0))[0] * 72 / figure.dpi
     y = float("-inf")

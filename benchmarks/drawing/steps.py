@@ -13,7 +13,6 @@ _BAR = 0.8  # share of a task's lane, divided between its contenders
 
 
 def draw_steps(run: Run, title: str) -> Figure:
-    """Draw a lane per task and a bar per contender: speed relative to the task's fastest, and peak memory."""
     names, tasks = contenders(run), list(run.tasks)
     height = 1.1 + 0.2 * len(tasks) * (len(names) + 1)
     figure = Figure(figsize=(WIDTH, height))

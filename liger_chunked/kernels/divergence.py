@@ -67,7 +67,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
     CENTRAL is for 16-bit logits and a beta away from 0 and 1. Its error is 2**-22 of the gap between `log p` and
     `log q`, or 2**-22 if the gap is small. The other path is accurate near p = q, and for beta near 0 or 1: it works
-    relative to whichever of p and q contributes more to m. At `log(q / p) = even` both contribute the same.
+    relative to the larger contribution to m, from p or q. At `log(q / p) = even` both contribute the same.
     """
     # -1e4 is LOG_ZERO. Propagate NaN explicitly: the hardware's maximum returns the other operand.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)

@@ -33,7 +33,7 @@ class LogitsCotangents(NamedTuple):
 
     max: Tensor  # p = exp(z - max) / sum_exp rounds once; exp(z - lse) is inexact for large logits
     sum_exp: Tensor
-    logps: Tensor | None = None  # dL/dlogps; the next three fields likewise
+    logps: Tensor | None = None  # upstream gradients dL/dlogps to dL/dmean_logits
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None

@@ -155,7 +155,7 @@ def _order_kernel(
     equal = tl.zeros([ROWS, COLS], tl.int32)
     for start in range(0, n_rows, COLS):
         other = start + tl.arange(0, COLS)
-        # Lanes past the last token are neither lower nor equal.
+        # Lanes past the last token compare as higher.
         others = tl.load(target_ptr + other, mask=other < n_rows, other=2147483647).to(tl.int32)[None, :]
         lower += (others < target).to(tl.int32)
         same = others == target
