@@ -38,7 +38,7 @@ def test_rope_keeps_the_layout(by_token: bool, device: str) -> None:
 
 @pytest.mark.triton
 def test_rope_of_few_columns_of_a_wide_head(device: str) -> None:
-    """The tile size follows the rotated columns, not the whole head."""
+    """The columns that pass limit the size of a tile, because they take most of the registers."""
     heads = torch.randn(1, 2, 3, 1024, device=device)
     ours, eager = (op(heads, heads, share=2 / 1024)[0] for op in (our_rope, eager_rope))
     torch.testing.assert_close(ours, eager)

@@ -154,17 +154,11 @@ def bco(
     """Return the mean cross entropy over sequences of a classifier whose logit is the reward minus `delta`.
 
     Args:
-        weight, bias: (V, H), (V,) or None, the head of the policy.
-        input: (n, T, H).
-        target: (n, T) token ids, or `ignore_index`.
-        preference_labels: (n,) True for desirable.
-        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference model.
-        ref_logps: instead of the reference, its token (n, T) or sequence (n,) log-probabilities.
+        preference_labels: (n,) True for desirable, the classes.
         delta: the reward shift.
-        example_weights: (n,) factors of the cross entropies.
         beta: factor of the rewards.
-        average_log_prob: use log-ratios per token.
-        ignore_index, transform: see `token_stats`.
+
+    The other arguments are those of `kto`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape
