@@ -295,7 +295,7 @@ def compare(before: Checkout, after: Checkout, task: str, rounds: int, milliseco
 
 
 def commit_of(path: Path) -> str:
-    """Return the commit of a checkout, or the content of its COMMIT file if git is unavailable."""
+    """Return the content of a checkout's COMMIT file, or else its git commit."""
     if (path / "COMMIT").exists():
         return (path / "COMMIT").read_text().strip()
     git = ["git", "-C", str(path), "rev-parse", "HEAD"]

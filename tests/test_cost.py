@@ -33,7 +33,7 @@ def gemms(row: Row, batch: Batch, trainable: tuple[str, ...], budget: int | None
 
 
 def of_reference(batch: Batch) -> float:
-    """Return the products of a reference or teacher: one of its size, and one more per head if mismatched."""
+    """Return the products of a reference or teacher, one of its size; mismatched completions add one per head."""
     one = SIZES.ref_hidden / SIZES.hidden
     reference = one if {"ref_weight", "teacher_weight"} & batch.keys() else 0.0
     mismatched = ("kl_input" in batch) + one * ("ref_kl_input" in batch)
@@ -59,7 +59,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
 
 @by_row
 def test_gemms_of_many_packs(row):
-    """Chunks cost no extra products while each group fits; batch-scoped losses and backward recompute one."""
+    """Chunks cost no extra products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
     if row.fused and row.scope != "batch":

@@ -28,8 +28,8 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
 
 
 def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
-    """Return PPO's minimum by the sign of the advantage: clamp above `high` if positive, below `low` if negative;
-    `delta` bounds both."""
+    """Return PPO's minimum by the sign of the advantage: the ratio is at most `high` for positive advantages, and at
+    least `low` for others; `delta` is an upper bound for both."""
     most = math.inf if delta is None else delta
     good = ratio.clamp(max=min(high, most))
     bad = ratio.clamp(low, max(high, most))
