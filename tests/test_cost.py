@@ -59,7 +59,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
 
 @by_row
 def test_gemms_of_many_packs(row):
-    """Chunks cost no extra products while each group fits, except in batch-scoped losses and with gradients in backward."""
+    """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
     if row.fused and row.scope != "batch":
