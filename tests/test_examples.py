@@ -1,8 +1,7 @@
-"""The examples without TRL, and the snippets of docs/frameworks.md, run as they stand and agree with stock code."""
+"""The examples without TRL run as they are and agree with stock code."""
 
 from __future__ import annotations
 
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -17,13 +16,10 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainingArguments
-
-from liger_chunked import revert_liger_kernel
+from transformers import Trainer
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -123,42 +119,3 @@ def test_lightning(run, toy, head_outputs, monkeypatch):
 def test_examples_are_short():
     for name in ("hf_trainer.py", "plain_loop.py", "lightning_module.py", "toy.py"):
         assert len((EXAMPLES / name).read_text().splitlines()) <= 90, name
-
-
-def module(name: str, **contents: Any) -> dict[str, ModuleType]:
-    """A module that stands for one of a framework, and its packages."""
-    parts = name.split(".")
-    modules = {".".join(parts[:i]): ModuleType(".".join(parts[:i])) for i in range(1, len(parts) + 1)}
-    vars(modules[name]).update(contents)
-    return modules
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=[next(iter(s.splitlines())) for s in SNIPPETS])
-def test_snippets(snippet, toy, monkeypatch, tmp_path):
-    ran = []
-    for name, fake in {
-        **module("axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {})),
-        **module("llamafactory.train.tuner", run_exp=lambda: ran.append("run_exp")),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, fake)
-    tokenizer = toy.byte_tokenizer()
-    scope = {
-        "__name__": "__main__",
-        "model": toy.tiny_model(),
-        "data": [toy.encode(tokenizer, row["prompt"], row["chosen"]) for row in toy.sums(8)],
-        "collate": toy.collate,
-        "args": TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"),
-    }
-    try:
-        exec(compile(snippet, "docs/frameworks.md", "exec"), scope)
-        if "trainer" in scope:
-            scope["trainer"].train()
-        if plugin := scope.get("LigerChunkedPlugin"):
-            plugin().post_model_build({}, scope["model"])
-        assert ran == (["run_exp"] if "run_exp" in snippet else [])
-        if "apply_liger_kernel" in snippet and "qwen3" not in snippet:
-            batch = toy.collate(scope["data"])
-            assert scope["model"].train()(**batch).logits is None
-    finally:
-        for family in ("llama", "qwen3"):
-            revert_liger_kernel(family)
