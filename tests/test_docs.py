@@ -1,6 +1,6 @@
-"""The Python blocks of README.md and docs/*.md run, relative links point to files, and README's figures are measured ones.
+"""The Python blocks of README.md and docs/*.md run, relative links point to files, README quotes measured figures.
 
-All blocks of a page run in one test, in order, and share one scope. The names in `fresh_names` are set anew before each block.
+All blocks of a page run in one test, in order, and share one scope. `fresh_names` are set again before each block.
 A comment in the line above a block changes how it is treated:
 
     <!-- not run: reason -->    the block is skipped
@@ -170,7 +170,7 @@ def table_rows(page: Path) -> dict[str, list[str]]:
 def test_readme_quotes_the_benchmarks():
     measured = table_rows(ROOT / "docs" / "benchmarks.md")
     quoted = {task: cells for task, cells in table_rows(ROOT / "README.md").items() if task in measured}
-    quoted.pop("task")
+    quoted = {task: cells for task, cells in quoted.items() if re.search(r"\d", task)}  # not the headers
     assert len(quoted) >= 5
     for task, cells in quoted.items():
         assert set(cells) - {""} <= set(measured[task]), task
