@@ -24,8 +24,9 @@ pytest.importorskip("accelerate")
 
 from transformers import TrainingArguments
 
+import liger_chunked
 from liger_chunked import revert_liger_kernel
-from liger_chunked.integrations.transformers import families
+from liger_chunked.integrations.transformers import apply, families
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,12 +111,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def only_own_families(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def only_own_families() -> Iterator[None]:
     """Families that a block registers are gone afterwards."""
-    before = dict(families.BY_NAME)
+    tables = (families.BY_NAME, apply.APPLY_TO)
+    before = [set(table) for table in tables]
     yield
-    for name in families.BY_NAME.keys() - before.keys():
-        del families.BY_NAME[name]
+    for table, names in zip(tables, before, strict=True):
+        for name in table.keys() - names:
+            del table[name]
 
 
 def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls: list[str]) -> None:
@@ -174,6 +177,19 @@ def test_readme_quotes_the_benchmarks():
     assert len(quoted) >= 5
     for task, cells in quoted.items():
         assert set(cells) - {""} <= set(measured[task]), task
+
+
+def test_every_public_name_is_in_the_index():
+    text = (ROOT / "docs" / "api.md").read_text()
+    names = [*liger_chunked.__all__, *liger_chunked._OF_TRANSFORMERS, *trl_trainers()]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def trl_trainers() -> list[str]:
+    pytest.importorskip("trl")
+    from liger_chunked.integrations import trl
+
+    return trl.__all__
 
 
 def test_readme_is_read_in_one_sitting():
