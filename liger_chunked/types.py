@@ -1,14 +1,16 @@
-"""The vocabulary of the library: what a loss sees, what a head is, what comes back. Imports torch alone."""
+"""The vocabulary of the library: what a loss sees, what a head is, what comes back. Knows torch alone."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+
+from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
@@ -156,17 +158,14 @@ class LogitOptions:
             raise ValueError(f"logits_budget must be a positive number of bytes or None, got {self.logits_budget}")
 
     @classmethod
-    def of(cls, loss: str, options: LogitOptionsDict) -> LogitOptions:
-        """From the keywords that a constructor of `loss` does not know itself.
+    def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
+        """From the keywords that the constructor of a loss does not know itself.
 
         Raises:
-            TypeError: one that nobody knows.
+            TypeError: one that the loss does not have; the message names the one that was meant, where there is one.
             ValueError: a bad option.
         """
-        unknown = options.keys() - {field.name for field in fields(cls)}
-        if unknown:
-            raise TypeError(f"{loss} has no argument {', '.join(map(repr, sorted(unknown)))}")
-        return cls(**options)
+        return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
 
 @dataclass(frozen=True)

@@ -587,13 +587,19 @@ REFERENCE_FREE = [
         )
         for loss_type in CPO_LOSS_TYPES
     ),
-    _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.0, beta=0.3),
-    _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, reference.cpo, alpha=0.5, nll_target=True),
+    _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, reference.cpo, cpo_alpha=0.0, beta=0.3),
+    _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, reference.cpo, cpo_alpha=0.5, nll_target=True),
     _reference_free(
-        "cpo-alphapo", LigerFusedLinearCPOLoss, reference.cpo, loss_type="simpo", alpha=0.0, alpha_param=0.25, beta=1.0
+        "cpo-alphapo",
+        LigerFusedLinearCPOLoss,
+        reference.cpo,
+        loss_type="simpo",
+        cpo_alpha=0.0,
+        alphapo_alpha=0.25,
+        beta=1.0,
     ),
     _reference_free(
-        "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, reference.cpo, loss_type="hinge", alpha_param=-0.1
+        "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, reference.cpo, loss_type="hinge", alphapo_alpha=-0.1
     ),
     _reference_free("simpo", LigerFusedLinearSimPOLoss, reference.simpo, beta=2.0, gamma=1.0),
     _reference_free("simpo-hinge", LigerFusedLinearSimPOLoss, reference.simpo, loss_type="hinge"),

@@ -368,7 +368,7 @@ CASES = {
         rf"nll_target must be \({B}, {T}\).*got \({B}, {T + 1}\)",
     ),
     "cpo-nll_target-without-nll": (
-        lambda: LigerFusedLinearCPOLoss(alpha=0.0)(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T)),
+        lambda: LigerFusedLinearCPOLoss(cpo_alpha=0.0)(**pairs(SMALL, seed=0, ref=None), nll_target=ids(B, T)),
         "nll_target is for the NLL term, but compute_nll_loss is False",
     ),
     "cpo-loss-type": (
@@ -384,9 +384,9 @@ CASES = {
         r"label_smoothing must be in \[0, 1\], got 2.0",
     ),
     "cpo-ipo-beta": (lambda: LigerFusedLinearCPOLoss(loss_type="ipo", beta=0.0), "beta must not be 0 with .*ipo"),
-    "cpo-alpha_param": (
-        lambda: LigerFusedLinearCPOLoss(alpha_param=float("inf")),
-        "alpha_param must be finite, got inf",
+    "cpo-alphapo_alpha": (
+        lambda: LigerFusedLinearCPOLoss(alphapo_alpha=float("inf")),
+        "alphapo_alpha must be finite, got inf",
     ),
     "simpo-loss-type": (
         lambda: LigerFusedLinearSimPOLoss(loss_type="ipo"),

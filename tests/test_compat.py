@@ -105,7 +105,7 @@ def with_nll_target() -> Batch:
 
 
 def orpo_without_nll(batch: Batch) -> Tensor:
-    nll = reference.cpo(**batch, alpha=1.0) - reference.cpo(**batch, alpha=0.0)
+    nll = reference.cpo(**batch, cpo_alpha=1.0) - reference.cpo(**batch, cpo_alpha=0.0)
     return reference.orpo(**batch, beta=0.2) - nll
 
 
@@ -262,12 +262,12 @@ CASES = [
     cpo("defaults", {}),
     cpo(
         "settings",
-        {"beta": 0.2, "alpha": 0.6, "label_smoothing": 0.1},
+        {"beta": 0.2, "cpo_alpha": 0.6, "label_smoothing": 0.1},
         beta=0.2,
         alpha=0.6,
         label_smoothing=0.1,
     ),
-    cpo("no-nll", {"alpha": 0.0}, compute_nll_loss=False),
+    cpo("no-nll", {"cpo_alpha": 0.0}, compute_nll_loss=False),
     cpo("average", {"loss_type": "simpo", "simpo_gamma": 0.0}, average_log_prob=True),
     Case(
         "simpo",

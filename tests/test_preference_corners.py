@@ -69,7 +69,9 @@ def test_hard_case_12_dpo_with_the_policy_as_reference(divergence):
     assert relative_error(ours["weight"], (0.5 if divergence == "js_divergence" else 1.0) * plain["weight"]) < 1e-12
 
 
-@pytest.mark.parametrize("loss", [LigerFusedLinearDPOLoss(), LigerFusedLinearCPOLoss(alpha=0.0)], ids=["dpo", "cpo"])
+@pytest.mark.parametrize(
+    "loss", [LigerFusedLinearDPOLoss(), LigerFusedLinearCPOLoss(cpo_alpha=0.0)], ids=["dpo", "cpo"]
+)
 def test_hard_case_12_chosen_equal_to_rejected(loss):
     batch = pairs(SMALL, seed=0, ref=None)
     half = SMALL.sequences // 2
@@ -222,14 +224,14 @@ def test_simpo_is_cpo_with_simpo():
     batch = pairs(SMALL, seed=0, ref=None)
     settings = {"beta": 2.0, "label_smoothing": 0.1}
     simpo = LigerFusedLinearSimPOLoss(gamma=1.0, alpha=0.7, compute_nll_loss=True, **settings)
-    cpo = LigerFusedLinearCPOLoss(loss_type="simpo", simpo_gamma=1.0, alpha=0.7, **settings)
+    cpo = LigerFusedLinearCPOLoss(loss_type="simpo", simpo_gamma=1.0, cpo_alpha=0.7, **settings)
     ours, same = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (simpo, cpo))
     assert all(torch.equal(ours[name], same[name]) for name in ours)
 
 
 def test_alphapo_tends_to_the_plain_reward():
     batch = pairs(SMALL, seed=0, ref=None)
-    plain, shaped = (LigerFusedLinearCPOLoss(loss_type="simpo", alpha_param=a)(**batch) for a in (0.0, 1e-7))
+    plain, shaped = (LigerFusedLinearCPOLoss(loss_type="simpo", alphapo_alpha=a)(**batch) for a in (0.0, 1e-7))
     assert torch.isclose(plain[0], shaped[0], rtol=1e-6)
     assert torch.allclose(plain[1].chosen_rewards, shaped[1].chosen_rewards, rtol=1e-5)
 

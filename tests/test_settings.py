@@ -45,7 +45,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], Batch]]] = {
         f"cpo-{name}": (partial(LigerFusedLinearCPOLoss, loss_type=name), lambda: pairs(SMALL, seed=0, ref=None))
         for name in cpo.LOSS_TYPES
     },
-    "cpo-alphapo": (partial(LigerFusedLinearCPOLoss, alpha_param=0.25), lambda: pairs(SMALL, seed=0, ref=None)),
+    "cpo-alphapo": (partial(LigerFusedLinearCPOLoss, alphapo_alpha=0.25), lambda: pairs(SMALL, seed=0, ref=None)),
     "simpo": (LigerFusedLinearSimPOLoss, lambda: pairs(SMALL, seed=0, ref=None)),
     "orpo": (LigerFusedLinearORPOLoss, lambda: pairs(SMALL, seed=0, ref=None)),
     **{
@@ -87,20 +87,21 @@ def test_beta_set_after_construction(case):
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize(("case", "make"), WITH_ALPHA, ids=lambda x: x if isinstance(x, str) else "")
 def test_alpha_set_after_construction(case, make, alpha):
-    batch, loss = LOSSES[case][1](), make(alpha=alpha[0])
+    name = "cpo_alpha" if case.startswith("cpo-") else "alpha"
+    batch, loss = LOSSES[case][1](), make(**{name: alpha[0]})
     before = loss(**batch)[0]
-    loss.alpha = alpha[1]
-    assert_equal(loss, make(alpha=alpha[1]), batch)
+    setattr(loss, name, alpha[1])
+    assert_equal(loss, make(**{name: alpha[1]}), batch)
     assert not torch.equal(before, loss(**batch)[0])
 
 
 def test_the_nll_term_of_cpo_follows_alpha():
-    loss = LigerFusedLinearCPOLoss(alpha=0.0)
+    loss = LigerFusedLinearCPOLoss(cpo_alpha=0.0)
     batch = pairs(SMALL, seed=0, ref=None)
     assert not loss.compute_nll_loss
     with pytest.raises(ValueError, match="nll_target is for the NLL term, but compute_nll_loss is False"):
         loss(**batch, nll_target=batch["target"])
-    loss.alpha = 0.5
+    loss.cpo_alpha = 0.5
     assert loss.compute_nll_loss
     loss(**batch, nll_target=batch["target"])
     loss.compute_nll_loss = False
@@ -199,10 +200,10 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
     (LigerFusedLinearDPOLoss, "f_alpha_divergence_coef", {"f_divergence_type": "alpha_divergence"}, "finite"),
     (LigerFusedLinearDPOLoss, "ld_alpha", {}, r"in \[0, 1\] or None"),
     (LigerFusedLinearCPOLoss, "beta", {}, "finite and not negative"),
-    (LigerFusedLinearCPOLoss, "alpha", {}, "finite"),
+    (LigerFusedLinearCPOLoss, "cpo_alpha", {}, "finite"),
     (LigerFusedLinearCPOLoss, "label_smoothing", {}, r"in \[0, 1\]"),
     (LigerFusedLinearCPOLoss, "simpo_gamma", {"loss_type": "simpo"}, "finite"),
-    (LigerFusedLinearCPOLoss, "alpha_param", {}, "finite"),
+    (LigerFusedLinearCPOLoss, "alphapo_alpha", {}, "finite"),
     (LigerFusedLinearSimPOLoss, "beta", {}, "finite and not negative"),
     (LigerFusedLinearSimPOLoss, "gamma", {}, "finite"),
     (LigerFusedLinearSimPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),

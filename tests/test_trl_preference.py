@@ -121,19 +121,19 @@ CPO = {
     "ipo": {"loss_type": "ipo"},
     "simpo": {"loss_type": "simpo", "simpo_gamma": 1.0, "beta": 2.0},
     "simpo-smoothing": {"loss_type": "simpo", "label_smoothing": 0.1},
-    "no-nll": {"alpha": 0.0},
-    "alphapo": {"loss_type": "simpo", "alpha": 0.0, "alpha_param": 0.25},
-    "alphapo-negative-ipo": {"loss_type": "ipo", "alpha_param": -0.3},
-    "alphapo-sigmoid": {"alpha_param": 0.05},
+    "no-nll": {"cpo_alpha": 0.0},
+    "alphapo": {"loss_type": "simpo", "cpo_alpha": 0.0, "alphapo_alpha": 0.25},
+    "alphapo-negative-ipo": {"loss_type": "ipo", "alphapo_alpha": -0.3},
+    "alphapo-sigmoid": {"alphapo_alpha": 0.05},
 }
 
 
 @pytest.mark.parametrize("case", CPO)
 def test_cpo(case):
-    settings = {"beta": 0.1, "alpha": 1.0, "label_smoothing": 0.0, "loss_type": "sigmoid", "simpo_gamma": 0.5}
-    settings |= {"alpha_param": 0.0, **CPO[case]}
+    settings = {"beta": 0.1, "cpo_alpha": 1.0, "label_smoothing": 0.0, "loss_type": "sigmoid", "simpo_gamma": 0.5}
+    settings |= {"alphapo_alpha": 0.0, **CPO[case]}
     loss = LigerFusedLinearCPOLoss(**settings, logits_budget=BUDGET)
-    settings["cpo_alpha"], settings["alpha"] = settings["alpha"], settings.pop("alpha_param")
+    settings["alpha"] = settings.pop("alphapo_alpha")
     assert_equal_to_trl(loss, CPOTrainer, pairs(SMALL, seed=0, ref=None), exact=1e-11, **settings)
 
 

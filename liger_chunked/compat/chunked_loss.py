@@ -163,7 +163,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
         self.loss = losses.LigerFusedLinearCPOLoss(
             ignore_index=ignore_index,
             beta=beta,
-            alpha=alpha if compute_nll_loss else 0.0,
+            cpo_alpha=alpha if compute_nll_loss else 0.0,
             label_smoothing=label_smoothing,
             **kind,
         )

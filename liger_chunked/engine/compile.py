@@ -27,10 +27,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.arguments import Arguments, call_error, of_constructor
+from liger_chunked.engine.calls import LossType, failed_to_bind
 from liger_chunked.engine.saved import isolated
 from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.checks import plain
-from liger_chunked.types import accumulation_dtype
+from liger_chunked.types import LogitOptions, accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
 _PARAMETERS = ("weight", "input", "bias")
@@ -81,12 +83,29 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _count = itertools.count()
 
 
-class FusedLoss(nn.Module):
-    """A loss module that a graph can name. Every instance, a copy too, has a name of its own."""
+class FusedLoss(nn.Module, metaclass=LossType):
+    """A loss module that a graph can name. Every instance, a copy too, has a name of its own.
+
+    Called with tensors, the class evaluates a loss with default settings: `Loss(weight, input, ..., beta=0.2)` is
+    `Loss(beta=0.2)(weight, input, ...)`. Type checkers that do not read metaclasses, mypy among them, know only the
+    second of these; `liger_chunked.functional` is typed for all.
+    """
+
+    options: LogitOptions
 
     def __init__(self) -> None:
         super().__init__()
         self._enter()
+
+    def _made(self) -> None:
+        """Check what a constructor has made; called when it has returned.
+
+        Raises:
+            RuntimeError: it did not call the constructor of its base.
+        """
+        if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
+            name = type(self).__name__
+            raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -326,10 +345,22 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
 
     def decorate(function: _Function) -> _Function:
         key = function.__qualname__
-        _FUNCTIONS[key] = function
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         is_method = positional[0] == "self"
+
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if not failed_to_bind(error):
+                    raise
+                owner, constructor = (
+                    (type(args[0]).__name__, of_constructor(type(args[0]))) if is_method else (key, Arguments(()))
+                )
+                raise call_error(owner, function, args, kwargs, constructor) or error from None
+
+        _FUNCTIONS[key] = eager
 
         @functools.wraps(function)
         def either(*args: Any, **kwargs: Any) -> Any:
@@ -337,7 +368,7 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
                 args = plain(positional, args)
                 if kwargs:
                     kwargs = dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
-                return function(*args, **kwargs)
+                return eager(*args, **kwargs)
             if len(args) > len(positional):
                 raise TypeError(f"{key} takes {len(positional)} positional arguments, got {len(args)}")
             named = {**dict(zip(positional, args, strict=False)), **kwargs}

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from liger_chunked.engine.compile import FusedLoss
 from liger_chunked.engine.fused import BatchObjective, NegativeLogLikelihood, fused_loss
 from liger_chunked.engine.schedule import Group, Layout
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import Head, TokenStats
+
+
+def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
+    """Check `token_outputs` and `scope` of a loss or of its class, unless they are properties.
+
+    Raises:
+        TypeError: `token_outputs` is no tuple of names.
+        ValueError: a name that is no field of `TokenStats`, or an unknown scope.
+    """
+    outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
+    if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
+        example = (outputs if isinstance(outputs, str) else "entropy",)
+        raise TypeError(f"{name}.token_outputs must be a tuple of names, such as {example!r}, got {outputs!r}")
+    if isinstance(outputs, (tuple, list)):
+        unknown = [field for field in outputs if field not in TokenStats._fields]
+        if unknown:
+            fields = TokenStats._fields
+            raise ValueError(f"{name}.token_outputs must name fields of TokenStats {fields}, got {unknown}")
+    if scopes and not hasattr(scope, "__get__") and scope not in scopes:
+        raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 
 
 class StatsLoss(FusedLoss):
@@ -20,7 +40,15 @@ class StatsLoss(FusedLoss):
     `estimate_memory` too.
     """
 
-    options: LogitOptions
+    _scopes: ClassVar[tuple[str, ...]] = ()  # what `scope` may be
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_declared(cls, cls.__name__, cls._scopes)
+
+    def _made(self) -> None:
+        super()._made()
+        check_declared(self, type(self).__name__, self._scopes)
 
     @property
     def _group(self) -> Group:

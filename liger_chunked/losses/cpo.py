@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.arguments import own_options
 from liger_chunked.losses.checks import check_finite, refuse_unread
 from liger_chunked.losses.margin import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -59,7 +60,7 @@ def _alphapo(logps: Tensor, alpha: float) -> Tensor:
 class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     """CPO (Xu et al. 2024, https://arxiv.org/abs/2401.08417, equation 3, and its behaviour cloning term), fused.
 
-        loss = mean(loss_type of the pair) + alpha * nll(chosen)
+        loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
     With `l` the log-probability of a sequence in nats, `l'` the same per token, `r = beta l` its reward, `d` what the
     chosen sequence has more of it than the rejected one, the loss of a pair is, without a reference,
@@ -72,18 +73,18 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
     AlphaPO (https://arxiv.org/abs/2501.03884) shapes the reward, with any of them:
-    `r = beta (1 - exp(-alpha_param l)) / alpha_param`. These are TRL's; its `alphapo` is `loss_type="simpo"`, `alpha=0`
-    and an `alpha_param`. Where TRL ignores `label_smoothing`, it is refused here.
+    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`. These are TRL's; its `alphapo` is `loss_type="simpo"`,
+    `cpo_alpha=0` and an `alphapo_alpha`. Where TRL ignores `label_smoothing`, it is refused here.
 
     The metrics' `logps` are `l` or `l'`, and rewards are `r`, shaped.
 
     Args:
         beta: scale of the rewards; IPO's tau, which divides, and has to be positive.
-        alpha: weight of the NLL of the chosen tokens, TRL's `cpo_alpha`; with 0 there is none.
+        cpo_alpha: weight of the NLL of the chosen tokens, as TRL calls it; with 0 there is none.
         label_smoothing: `eps` above; refused where the loss type does not read it.
         loss_type: a name above.
         simpo_gamma: the margin of `simpo`; refused where the loss type does not read it.
-        alpha_param: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
+        alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
         **options: see `LogitOptions`.
 
     Raises:
@@ -91,7 +92,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
-    >>> loss, metrics = LigerFusedLinearCPOLoss(beta=0.1, alpha=0)(weight, input, target)
+    >>> loss, metrics = LigerFusedLinearCPOLoss(beta=0.1, cpo_alpha=0)(weight, input, target)
     >>> margin = 0.1 * (metrics.chosen_logps - metrics.rejected_logps)
     >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
     True
@@ -101,11 +102,11 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         self,
         *,
         beta: float = 0.1,
-        alpha: float = 1.0,
+        cpo_alpha: float = 1.0,
         label_smoothing: float = 0.0,
         loss_type: str = "sigmoid",
         simpo_gamma: float = 0.5,
-        alpha_param: float = 0.0,
+        alphapo_alpha: float = 0.0,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         if loss_type not in LOSS_TYPES:
@@ -114,22 +115,32 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         refuse_unread(settings, LOSS_TYPES[loss_type].reads, f"loss_type {loss_type!r}", LOSS_TYPES)
         if loss_type == "ipo" and beta == 0:
             raise ValueError("beta must not be 0 with loss_type 'ipo', which divides by it")
-        check_finite("alpha_param", alpha_param)
+        check_finite("cpo_alpha", cpo_alpha)
+        check_finite("alphapo_alpha", alphapo_alpha)
         super().__init__(
             beta=beta,
-            alpha=alpha,
+            alpha=cpo_alpha,
             compute_nll_loss=None,
             average_log_prob=LOSS_TYPES[loss_type].averages,
             use_ref_model=False,
-            reward_shape=functools.partial(_alphapo, alpha=alpha_param) if alpha_param else None,
-            **options,
+            reward_shape=functools.partial(_alphapo, alpha=alphapo_alpha) if alphapo_alpha else None,
+            **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )
         self.loss_type = loss_type
         self.settings = settings
+
+    @property
+    def cpo_alpha(self) -> float:
+        """The weight of the NLL term, which the base calls `alpha`."""
+        return self.alpha
+
+    @cpo_alpha.setter
+    def cpo_alpha(self, value: float) -> None:
+        self.alpha = value
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = self.reward(pairs.logps).unbind(-1)
         return LOSS_TYPES[self.loss_type].loss(chosen - rejected, self.beta, self.settings)
 
     def extra_repr(self) -> str:
-        return f"loss_type={self.loss_type!r}, alpha={self.alpha}, {super().extra_repr()}"
+        return f"loss_type={self.loss_type!r}, cpo_alpha={self.alpha}, {super().extra_repr()}"

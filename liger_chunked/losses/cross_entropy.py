@@ -199,7 +199,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         self.return_z_loss = return_z_loss
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
-        self.options = LogitOptions.of(type(self).__name__, options)
+        self.options = LogitOptions.of(type(self), options)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:

@@ -103,7 +103,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         check_finite("weight_soft_loss", weight_soft_loss, minimum=0)
         self.weight_hard_loss = weight_hard_loss
         self.weight_soft_loss = weight_soft_loss
-        self.options = LogitOptions.of(type(self).__name__, options)
+        self.options = LogitOptions.of(type(self), options)
         self.teacher_options = self.options if teacher_options is None else teacher_options
         if teacher_options is not None:
             plain = LogitOptions()

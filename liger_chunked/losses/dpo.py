@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
 from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
 from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
@@ -273,7 +274,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             average_log_prob=average_log_prob,
             ld_alpha=ld_alpha,
             use_ref_model=use_ref_model,
-            **options,
+            **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )
         self.loss_types = [loss_type] if isinstance(loss_type, str) or callable(loss_type) else list(loss_type)
         self.loss_weights = [1.0] * len(self.loss_types) if loss_weights is None else list(loss_weights)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
+from liger_chunked.arguments import own_options
 from liger_chunked.losses.checks import refuse_unread
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
@@ -144,7 +145,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             entropy_coef=entropy_coef,
             top_entropy_quantile=top_entropy_quantile,
             clipped=None if definition.clipped is None else functools.partial(definition.clipped, s=settings),
-            **options,
+            **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )
         self.surrogate = surrogate
         self.settings = settings

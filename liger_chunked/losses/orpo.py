@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.arguments import own_options
 from liger_chunked.losses.margin import logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.probability import log_odds
@@ -41,7 +42,13 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
     """
 
     def __init__(self, *, beta: float = 0.1, **options: Unpack[LogitOptionsDict]) -> None:
-        super().__init__(beta=beta, compute_nll_loss=True, average_log_prob=True, use_ref_model=False, **options)
+        super().__init__(
+            beta=beta,
+            compute_nll_loss=True,
+            average_log_prob=True,
+            use_ref_model=False,
+            **own_options(type(self), options, LogitOptionsDict.__annotations__),
+        )
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = log_odds(pairs.logps).unbind(-1)

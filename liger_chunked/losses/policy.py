@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     scope: Literal["token", "sequence"] = "sequence"
     weighs: bool = False
     clips_low: bool = True
+    _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence")
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
         self.clipped = clipped
-        self.options = LogitOptions.of(type(self).__name__, options)
+        self.options = LogitOptions.of(type(self), options)
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
@@ -179,7 +180,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @property
     def _group(self) -> Group:
-        check_scope(type(self).__name__, self.scope, ("token", "sequence"))
+        check_scope(type(self).__name__, self.scope, self._scopes)
         by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
         return "sequence" if by_sequence else "token"
 

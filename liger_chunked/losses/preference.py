@@ -143,6 +143,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     scope: Literal["pair", "batch"] = "pair"
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
+    _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         self.ld_alpha = ld_alpha
         self.reward_shape = reward_shape
         self.use_ref_model = use_ref_model
-        self.options = LogitOptions.of(type(self).__name__, options)
+        self.options = LogitOptions.of(type(self), options)
 
     @property
     def compute_nll_loss(self) -> bool:
@@ -182,7 +183,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def _whole_batch(self) -> bool:
-        check_scope(type(self).__name__, self.scope, ("pair", "batch"))
+        check_scope(type(self).__name__, self.scope, self._scopes)
         return self.scope == "batch"
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.arguments import own_options
 from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.margin import hinge, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
@@ -66,7 +67,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
             compute_nll_loss=compute_nll_loss,
             average_log_prob=True,
             use_ref_model=False,
-            **options,
+            **own_options(type(self), options, LogitOptionsDict.__annotations__),
         )
         if loss_type not in _LOSS_TYPES:
             raise ValueError(f"unknown loss_type {shown(loss_type)}, expected one of {_LOSS_TYPES}")

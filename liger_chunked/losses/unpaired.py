@@ -117,7 +117,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         self.beta = beta
         self.average_log_prob = average_log_prob
         self.use_ref_model = use_ref_model
-        self.options = LogitOptions.of(type(self).__name__, options)
+        self.options = LogitOptions.of(type(self), options)
 
     @property
     def _outputs(self) -> tuple[str, ...]:

@@ -83,22 +83,22 @@ def cpo(
     *,
     nll_target: Tensor | None = None,
     beta: float = 0.1,
-    alpha: float = 1.0,
+    cpo_alpha: float = 1.0,
     label_smoothing: float = 0.0,
     loss_type: str = "sigmoid",
     simpo_gamma: float = 0.5,
-    alpha_param: float = 0.0,
+    alphapo_alpha: float = 0.0,
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean over pairs of the `loss_type`, plus `alpha` times the NLL of the chosen tokens.
+    """Return the mean over pairs of the `loss_type`, plus `cpo_alpha` times the NLL of the chosen tokens.
 
     Args:
         weight, input, target, bias, nll_target, ignore_index, transform: see `orpo`.
         beta, label_smoothing, simpo_gamma: parameters of the loss types.
-        alpha: weight of the NLL.
+        cpo_alpha: weight of the NLL.
         loss_type: one of `CPO_LOSS_TYPES`.
-        alpha_param: if not 0, replaces `log p` by `(1 - p ** -alpha_param) / alpha_param` (AlphaPO).
+        alphapo_alpha: if not 0, replaces `log p` by `(1 - p ** -alphapo_alpha) / alphapo_alpha` (AlphaPO).
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
@@ -106,7 +106,7 @@ def cpo(
     """
     average = loss_type in ("ipo", "simpo")
     logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, average, ignore_index, transform)
-    shaped = logps if alpha_param == 0 else (1 - torch.exp(-alpha_param * logps)) / alpha_param
+    shaped = logps if alphapo_alpha == 0 else (1 - torch.exp(-alphapo_alpha * logps)) / alphapo_alpha
     h = shaped[:, 0] - shaped[:, 1]
     match loss_type:
         case "sigmoid":
@@ -119,7 +119,7 @@ def cpo(
             losses = _logistic(beta * (h - simpo_gamma / beta), label_smoothing)
         case _:
             raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {CPO_LOSS_TYPES}")
-    return losses[has_tokens].sum() / max(1, len(losses)) + alpha * nll
+    return losses[has_tokens].sum() / max(1, len(losses)) + cpo_alpha * nll
 
 
 def simpo(

@@ -1,0 +1,115 @@
+"""What happens when a loss class is called: with settings it makes a loss, with tensors it evaluates one.
+
+    loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
+    value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
+
+`once` serves `liger_chunked.functional`. In a function that torch.compile traces, the second line breaks the graph;
+the functions of that module do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABCMeta
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from liger_chunked import arguments
+from liger_chunked.types import LogitOptions
+
+T = TypeVar("T")
+
+
+def failed_to_bind(error: TypeError) -> bool:
+    """Whether a function refused its arguments, rather than raising from within; asked in the frame of the call."""
+    assert error.__traceback__ is not None
+    return error.__traceback__.tb_next is None
+
+
+class LossType(ABCMeta):
+    """The type of every loss class."""
+
+    @overload
+    def __call__(cls, weight: Tensor, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of the constructor, for `help` and editors."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A loss; or, where the positional arguments are tensors, what a loss with default settings returns for them.
+
+        Keywords then belong to the constructor or to the call, by name.
+        """
+        if args and arguments.are_data(cls, args):
+            settings, data = arguments.split(cls, kwargs)
+            return cls(**settings)(*args, **data)
+        try:
+            loss = super().__call__(*args, **kwargs)
+        except TypeError as error:
+            if not failed_to_bind(error) or cls.__abstractmethods__:
+                raise
+            explained = arguments.constructor_error(cls, args, kwargs)
+            if explained is None:
+                raise
+            raise explained from None
+        if isinstance(loss, cls):
+            loss._made()
+        return loss
+
+
+Settings = tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=256)
+def _kept(cls: Callable[..., nn.Module], settings: Settings) -> nn.Module:
+    return cls(**dict(settings))
+
+
+class _OfGraphs:
+    """The losses that were made for graphs, as attributes: each must live as long as the graph that calls it."""
+
+
+_OF_GRAPHS = _OfGraphs()
+
+
+@torch.compiler.assume_constant_result
+def _for_graph(cls: type, settings: Settings) -> str:
+    """Make a loss as a graph is traced, and name it; `LogitOptions` come as tuples, which tracers can read."""
+    given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
+    name = f"loss_{len(vars(_OF_GRAPHS))}"
+    setattr(_OF_GRAPHS, name, cls(**given))
+    return name
+
+
+def _traceable(x: Any) -> Any:
+    if isinstance(x, LogitOptions):
+        return (x.ignore_index, x.softcap, x.logit_scale, x.temperature, x.logits_budget)
+    return x
+
+
+def once(cls: Callable[..., nn.Module], **settings: Any) -> nn.Module:
+    """A loss for one call, which may be one that was made before; in a compiled function, one that outlives its graph.
+
+    A callable, which may hold on to a batch, is not kept.
+    """
+    key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
+    if torch.compiler.is_compiling():
+        name = _for_graph(cls, tuple((name, _traceable(x)) for name, x in key))
+        return getattr(_OF_GRAPHS, name)
+    if any(_may_hold_tensors(x) for _, x in key):
+        return cls(**settings)
+    return _kept(cls, key)
+
+
+def _may_hold_tensors(x: Any) -> bool:
+    return any(map(_may_hold_tensors, x)) if isinstance(x, tuple) else callable(x)
