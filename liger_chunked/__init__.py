@@ -134,6 +134,8 @@ _OF_TRANSFORMERS = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return import_module("liger_chunked.functional")
     if name in _OF_TRANSFORMERS or name.startswith("apply_liger_kernel_to_"):
         return getattr(import_module("liger_chunked.integrations.transformers"), name)
     if name.startswith("Liger") and name.endswith("Trainer"):
@@ -144,4 +146,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OF_TRANSFORMERS])
+    return sorted({*globals(), *_OF_TRANSFORMERS, "functional"})

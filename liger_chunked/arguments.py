@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from torch import Tensor, nn
@@ -127,8 +126,17 @@ def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], l
             yield function, list(inspect.signature(function).parameters.values())[1:]
 
 
-@lru_cache(maxsize=256)
+# A dictionary, because torch.compile warns of functools.lru_cache.
+_KEYWORDS: dict[tuple[type, str], Arguments] = {}
+
+
 def _keywords(cls: type, method: str) -> Arguments:
+    if (cls, method) not in _KEYWORDS:
+        _KEYWORDS[cls, method] = _read_keywords(cls, method)
+    return _KEYWORDS[cls, method]
+
+
+def _read_keywords(cls: type, method: str) -> Arguments:
     """Follow a method along its bases as far as each may pass its `**kwargs` on."""
     names: list[str] = []
     takes_any = False

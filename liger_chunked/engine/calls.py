@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, TypeVar, overload
 
@@ -33,17 +33,17 @@ def failed_to_bind(error: TypeError) -> bool:
 class LossType(ABCMeta):
     """The type of every loss class."""
 
-    @overload
-    def __call__(cls, weight: Tensor, /, *args: Any, **kwargs: Any) -> Any: ...
-
-    @overload
-    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
-
     @property
     def __signature__(cls) -> inspect.Signature:
         """That of the constructor, for `help` and editors."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
+
+    @overload
+    def __call__(cls, weight: Tensor, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    @overload
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """A loss; or, where the positional arguments are tensors, what a loss with default settings returns for them.
@@ -71,7 +71,7 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=256)
-def _kept(cls: Callable[..., nn.Module], settings: Settings) -> nn.Module:
+def _kept(cls: Any, settings: Settings) -> nn.Module:
     return cls(**dict(settings))
 
 
@@ -82,7 +82,6 @@ class _OfGraphs:
 _OF_GRAPHS = _OfGraphs()
 
 
-@torch.compiler.assume_constant_result
 def _for_graph(cls: type, settings: Settings) -> str:
     """Make a loss as a graph is traced, and name it; `LogitOptions` come as tuples, which tracers can read."""
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
@@ -91,13 +90,17 @@ def _for_graph(cls: type, settings: Settings) -> str:
     return name
 
 
+# As torch.compiler.assume_constant_result does, which imports the compiler: that takes most of a second.
+_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _traceable(x: Any) -> Any:
     if isinstance(x, LogitOptions):
         return (x.ignore_index, x.softcap, x.logit_scale, x.temperature, x.logits_budget)
     return x
 
 
-def once(cls: Callable[..., nn.Module], **settings: Any) -> nn.Module:
+def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
     """A loss for one call, which may be one that was made before; in a compiled function, one that outlives its graph.
 
     A callable, which may hold on to a batch, is not kept.
@@ -106,10 +109,8 @@ def once(cls: Callable[..., nn.Module], **settings: Any) -> nn.Module:
     if torch.compiler.is_compiling():
         name = _for_graph(cls, tuple((name, _traceable(x)) for name, x in key))
         return getattr(_OF_GRAPHS, name)
-    if any(_may_hold_tensors(x) for _, x in key):
-        return cls(**settings)
-    return _kept(cls, key)
+    return _kept(cls, key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 
 
-def _may_hold_tensors(x: Any) -> bool:
-    return any(map(_may_hold_tensors, x)) if isinstance(x, tuple) else callable(x)
+def _may_be_kept(x: Any) -> bool:
+    return all(map(_may_be_kept, x)) if isinstance(x, tuple) else isinstance(x, Hashable) and not callable(x)

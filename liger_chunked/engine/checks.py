@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,9 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         given = (str(x.dtype).removeprefix("torch.") for x in tensors)
         listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, given, strict=False))
         raise TypeError(
-            f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}"
+            f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}; cast "
+            f"{prefix}{input_name} to the dtype of the weight, {prefix}{input_name}.to({prefix}weight.dtype), or call the "
+            "loss under torch.autocast"
         )
     return dtype
 
@@ -90,6 +92,33 @@ def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
 
 
+_SWAPPED = ": weight and input look swapped, the order is (weight, input, target)"
+
+
+def hint_for(x: Any, name: str, ids: bool = False) -> str:
+    """What to pass instead of `x` for a tensor `name` of floating numbers, or of token ids; "" where nobody knows."""
+    if isinstance(x, Tensor):
+        if ids:
+            return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
+        return ": these look like token ids, pass hidden states" if name.endswith("input") and x.ndim <= 2 else ""
+    if isinstance(getattr(x, "weight", None), Tensor):
+        bias = f", and {name.replace('weight', 'bias')}=its bias" if getattr(x, "bias", None) is not None else ""
+        return f": pass its weight{bias}" if name.endswith("weight") else ""
+    if ids:
+        # transformers' BatchEncoding and a dictionary are alike here.
+        found = [key for key in ("labels", "input_ids") if isinstance(x, Mapping) and key in x]
+        return f": pass its {found[0]!r}, shifted by one position" if found else ""
+    if name.endswith("weight"):
+        return ""
+    if getattr(x, "last_hidden_state", None) is not None:
+        return ": pass its last_hidden_state"
+    if hasattr(x, "logits") or (isinstance(x, Mapping) and "input_ids" in x):
+        return ": pass the hidden states of the model's body, model.model(input_ids).last_hidden_state"
+    if isinstance(x, (tuple, list)) and x and isinstance(x[0], Tensor):
+        return ": pass one tensor of hidden states, those of the last layer"
+    return ""
+
+
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
     """`input @ weight.T + bias` makes sense; messages call the tensors by these names, after `prefix`.
 
@@ -102,9 +131,11 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
         if x is None and name == "bias":
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}")
+            hint = hint_for(x, f"{prefix}{name}")
+            raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}{hint}")
     if weight.ndim != 2 or weight.shape[0] == 0:
-        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {described(weight)}")
+        hint = _SWAPPED if weight.ndim == 3 and input.ndim == 2 else ""
+        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
     if input.ndim not in (2, 3):
         raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {described(input)}")
     if input.shape[-1] != weight.shape[1]:
@@ -127,18 +158,23 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
     compute_dtype(head, input, prefix, input_name)
 
 
-def check_target(target: Tensor, input: Tensor, name: str = "target", input_name: str = "input") -> None:
+def check_target(
+    target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
+) -> None:
     """`target` has an integer for each row of `input`, on its device; messages call them by these names.
+
+    With the `weight` of the head, a message tells whether it was swapped with `input`.
 
     Raises:
         TypeError: not an integer tensor.
         ValueError: another shape or device than `input`.
     """
-    check_class_ids(target, name)
+    check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
+        is_swapped = weight is not None and target.shape == weight.shape[:-1]
         raise ValueError(
             f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {described(input)}, "
-            f"got {described(target)}"
+            f"got {described(target)}{_SWAPPED if is_swapped else ''}"
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")

@@ -225,7 +225,7 @@ def linear_token_stats(
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
     head = Head(weight, bias)
     check_projection(head, input)
-    check_target(target, input)
+    check_target(target, input, weight=weight)
     layout = lay_out(target.long(), "token", ignore_index, weight.shape[0])
     stats = token_stats(head, input, layout, outputs, options)
     return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))

@@ -6,7 +6,7 @@ The checks run before every launch, so that what passes must cost next to nothin
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -132,14 +132,14 @@ class _Wait(torch.autograd.Function):
         return gradient
 
 
-def check_class_ids(x: Any, name: str, what: str = "token ids") -> None:
-    """`x` is a tensor of integers.
+def check_class_ids(x: Any, name: str, what: str = "token ids", hint: Callable[[], str] = str) -> None:
+    """Check that `x` is a tensor of integers; `hint` returns what to append to the message.
 
     Raises:
         TypeError: it is no tensor, or of another kind of numbers.
     """
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}")
+        raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}{hint()}")
 
 
 def check_floating(x: Any, name: str, ndim: int = 1) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     Args:
         beta: scale of the rewards.
         average_log_prob: log-ratios per token instead of per sequence.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
+        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
         **options: see `LogitOptions`.
 
     >>> import torch
@@ -45,6 +47,7 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """
 
     reference_point = "delta"
+    _expects_reference: ClassVar[bool] = True
 
     def preference_loss(self, examples: Examples) -> Tensor:
         rewards = self.beta * examples.logratios

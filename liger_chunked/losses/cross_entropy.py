@@ -89,6 +89,26 @@ class _CrossEntropy:
         return bonus if z_loss is None else z_loss + bonus
 
 
+def _check_class_weight(ce_weight: Tensor) -> Tensor:
+    """Return class weights as a plain tensor."""
+    (ce_weight,) = plain(("ce_weight",), (ce_weight,))
+    if not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point():
+        raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
+    return ce_weight
+
+
+def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Class weights as the objective reads them."""
+    if ce_weight is None:
+        return None
+    ce_weight = _check_class_weight(ce_weight)
+    if ce_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, got {tuple(ce_weight.shape)}"
+        )
+    return ce_weight.detach().to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
+
+
 def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
     return x if weights is None else x * weights
 
@@ -182,11 +202,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         check_finite("lse_square_scale", lse_square_scale, minimum=0)
         check_finite("focal_gamma", focal_gamma, minimum=0)
         check_finite("entropy_weight", entropy_weight)
-        (ce_weight,) = plain(("ce_weight",), (ce_weight,))
-        if ce_weight is not None and (
-            not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point()
-        ):
-            raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
+        if ce_weight is not None:
+            _check_class_weight(ce_weight)
         shapes = {"label_smoothing": label_smoothing, "focal_gamma": focal_gamma, "dft": dft}
         if sum(bool(setting) for setting in shapes.values()) > 1:
             raise ValueError(f"at most one of label_smoothing, focal_gamma and dft can be set, got {shapes}")
@@ -224,6 +241,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         *,
         num_items: float | Tensor | None = None,
         token_weights: Tensor | None = None,
+        ce_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
         """The loss, and `CrossEntropyMetrics` where any was asked for.
 
@@ -238,6 +256,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: in the shape of `target`, multiplies all that a token adds to the loss. "mean" divides by the
                 sum of these weights over the valid tokens (times `ce_weight`, where it divides by that), unless
                 `num_items` is given; a sum of 0 counts as 1.
+            ce_weight: (V,) class weights for this call, in place of the constructor's.
 
         Raises:
             ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean" or of 0,
@@ -246,7 +265,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """
         head = Head(weight, bias)
         check_projection(head, input)
-        check_target(target, input)
+        check_target(target, input, weight=weight)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
         if num_items is not None:
@@ -258,7 +277,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             entropy_weight=self.entropy_weight,
             focal_gamma=self.focal_gamma,
             dft=self.dft,
-            class_weight=self._class_weight(weight),
+            class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, weight),
         )
         layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":
@@ -268,17 +287,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
         return loss, self._metrics(stats, target, layout, z_loss)
-
-    def _class_weight(self, weight: Tensor) -> Tensor | None:
-        if self.ce_weight is None:
-            return None
-        (ce_weight,) = plain(("ce_weight",), (self.ce_weight,))
-        if ce_weight.shape[0] != weight.shape[0]:
-            raise ValueError(
-                f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, "
-                f"got {tuple(ce_weight.shape)}"
-            )
-        return ce_weight.to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
         """(N,), or None."""

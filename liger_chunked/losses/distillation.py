@@ -200,7 +200,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             if mask is None:
                 return lay_out_every(shape.numel())
             return lay_out(mask.long() - 1, self._group, -1, weight.shape[0])
-        check_target(target, input)
+        check_target(target, input, weight=weight)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)

@@ -235,7 +235,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
+        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
         **options: see `LogitOptions`.
 
     Raises:
@@ -336,6 +336,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
             raise ValueError(f"loss_type 'robust' needs label_smoothing in [0, 0.5), got {smoothing}")
         if "exo_pair" in names and not 0.0 < smoothing < 1.0:
             raise ValueError(f"loss_type 'exo_pair' needs label_smoothing in (0, 1), got {smoothing}")
+
+    @property
+    def _expects_reference(self) -> bool:  # type: ignore[override]
+        return self.loss_types != ["sft"]
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         losses = (self._loss(kind, pairs) for kind in self.loss_types)

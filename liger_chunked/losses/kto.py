@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         loss_type: a name above.
         desirable_weight, undesirable_weight: `w_d` and `w_u` above.
         average_log_prob: log-ratios per token instead of per sequence, those of `kl` too.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities; True: required; False: refused.
+        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
             An estimate of `kl` needs a reference in any case.
         **options: see `LogitOptions`.
 
@@ -72,6 +73,8 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
         self.reference_point = LOSS_TYPES[loss_type]
+
+    _expects_reference: ClassVar[bool] = True
 
     def preference_loss(self, examples: Examples) -> Tensor:
         gain = self.beta * examples.signs * (examples.logratios - examples.reference_point)

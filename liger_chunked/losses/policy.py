@@ -258,7 +258,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """
         head = Head(weight, bias)
         check_projection(head, input)
-        check_target(target, input)
+        check_target(target, input, weight=weight)
         if input.ndim != 3:
             raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
         check_side("advantages", advantages, target, per_sequence=True)

@@ -26,7 +26,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.checks import check_finite, check_scope
-from liger_chunked.losses.reference import Reference, reference_logps
+from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
     DeclaredStats,
@@ -141,6 +141,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
+    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
@@ -243,7 +244,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """
         head = Head(weight, bias)
         check_projection(head, input)
-        check_target(target, input)
+        check_target(target, input, weight=weight)
         if input.ndim != 3:
             raise ValueError(f"input must be (2 n, T, H), chosen then rejected sequences, got {tuple(input.shape)}")
         if input.shape[0] % 2:
@@ -345,6 +346,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             required=self.use_ref_model,
         )
         if ref_logps is None:
+            if self._expects_reference:
+                warn_reference_free(self)
             return torch.zeros((), dtype=torch.float64, device=target.device).expand(sequences.lengths.shape)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.every)

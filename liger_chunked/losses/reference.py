@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,19 @@ def reference_logps(
     ref_logps = layout.arrange(ref_logps.detach().to(dtype))
     # Padding may hold anything.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
+
+
+def warn_reference_free(loss: Any) -> None:
+    """Warn, once for each loss, that it got no reference, unless it was told by `use_ref_model=False` to expect none."""
+    if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
+        loss._has_warned = True
+        name = type(loss).__name__
+        warnings.warn(
+            f"{name} got no reference and runs reference-free: its log-ratios are plain log-probabilities. Pass "
+            f"ref_input and ref_weight, or ref_logps; {name}(use_ref_model=False) says that this is meant.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _check_device(name: str, x: Tensor, target_name: str, target: Tensor) -> None:

@@ -26,7 +26,7 @@ from liger_chunked.engine import (
     one_operation,
 )
 from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import Reference, reference_logps
+from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
 from liger_chunked.losses.sequences import sequence_logps, share_of_mean
 from liger_chunked.types import (
@@ -101,6 +101,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
+    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 
@@ -188,7 +189,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         """
         head = Head(weight, bias)
         check_projection(head, input)
-        check_target(target, input)
+        check_target(target, input, weight=weight)
         if input.ndim != 3:
             raise ValueError(f"input must be (n, T, H), a sequence a row, got {tuple(input.shape)}")
         _check_examples("preference_labels", preference_labels, input)
@@ -250,6 +251,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         sides = torch.stack([desirable, ~desirable])
         lengths = layout.divisors.squeeze(1)
         if ref_logps is None:
+            if self._expects_reference:
+                warn_reference_free(self)
             ref_logps = torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape)
         else:
             ref_logps = ref_logps.squeeze(1)

@@ -98,7 +98,7 @@ def cpo(
         beta, label_smoothing, simpo_gamma: parameters of the loss types.
         cpo_alpha: weight of the NLL.
         loss_type: one of `CPO_LOSS_TYPES`.
-        alphapo_alpha: if not 0, replaces `log p` by `(1 - p ** -alphapo_alpha) / alphapo_alpha` (AlphaPO).
+        alphapo_alpha: AlphaPO's alpha. If not 0, it replaces `log p` by `(1 - p ** -alpha) / alpha`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape

@@ -1,0 +1,843 @@
+"""Every loss as a function: the data first, then its settings by name.
+
+    loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
+
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
+same arguments and defaults. The modules, and error messages, call `hidden` `input`. A function that torch.compile
+traces may call these functions, with `fullgraph=True` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from liger_chunked import losses
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.engine.calls import once
+from liger_chunked.types import (
+    CrossEntropyMetrics,
+    DistillationMetrics,
+    LogitOptions,
+    Pairs,
+    PolicyMetrics,
+    PreferenceMetrics,
+    UnpairedPreferenceMetrics,
+)
+
+__all__ = [
+    "bco_loss",
+    "cosine_similarity_loss",
+    "cpo_loss",
+    "cross_entropy_loss",
+    "dpo_loss",
+    "grpo_loss",
+    "jsd_loss",
+    "kl_div_loss",
+    "kto_loss",
+    "linear_token_stats",
+    "orpo_loss",
+    "simpo_loss",
+    "tvd_loss",
+]
+
+
+def cross_entropy_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_items: float | Tensor | None = None,
+    token_weights: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    focal_gamma: float = 0.0,
+    dft: bool = False,
+    entropy_weight: float = 0.0,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
+    """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
+
+    `LigerFusedLinearCrossEntropyLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,), `weight` (V, H).
+
+    Returns:
+        The loss, () or with `reduction="none"` in the shape of `target`; `(loss, CrossEntropyMetrics)` with a flag
+        `return_...`.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
+    >>> loss = cross_entropy_loss(weight, hidden, target, label_smoothing=0.1)
+    >>> logits = (hidden @ weight.T).view(-1, 11)
+    >>> bool(torch.isclose(loss, torch.nn.functional.cross_entropy(logits, target.view(-1), label_smoothing=0.1)))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearCrossEntropyLoss,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        focal_gamma=focal_gamma,
+        dft=dft,
+        entropy_weight=entropy_weight,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(weight, hidden, target, bias, num_items=num_items, token_weights=token_weights, ce_weight=ce_weight)
+
+
+def dpo_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str | Callable[[Pairs], Tensor] | Sequence[str | Callable[[Pairs], Tensor]] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    compute_nll_loss: bool = False,
+    alpha: float = 1.0,
+    average_log_prob: bool = False,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    use_ref_model: bool | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PreferenceMetrics]:
+    """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
+
+    `LigerFusedLinearDPOLoss` has the formulas, its `forward` the arguments.
+    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+
+    Returns:
+        `(loss, PreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = dpo_loss(weight, hidden, target, ref_logps=torch.zeros(2), beta=0.2)
+    >>> margin = metrics.chosen_rewards - metrics.rejected_rewards
+    >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearDPOLoss,
+        beta=beta,
+        loss_type=loss_type,
+        loss_weights=loss_weights,
+        label_smoothing=label_smoothing,
+        discopop_tau=discopop_tau,
+        compute_nll_loss=compute_nll_loss,
+        alpha=alpha,
+        average_log_prob=average_log_prob,
+        f_divergence_type=f_divergence_type,
+        f_alpha_divergence_coef=f_alpha_divergence_coef,
+        ld_alpha=ld_alpha,
+        use_weighting=use_weighting,
+        use_ref_model=use_ref_model,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+    )
+
+
+def orpo_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PreferenceMetrics]:
+    """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
+
+    `LigerFusedLinearORPOLoss` has the formulas, its `forward` the arguments.
+    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+
+    Returns:
+        `(loss, PreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = orpo_loss(weight, hidden, target, beta=0.1)
+    >>> bool(loss > metrics.nll_loss)
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearORPOLoss,
+        beta=beta,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+    )
+
+
+def cpo_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    cpo_alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    simpo_gamma: float = 0.5,
+    alphapo_alpha: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PreferenceMetrics]:
+    """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
+
+    `LigerFusedLinearCPOLoss` has the formulas, its `forward` the arguments.
+    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+
+    Returns:
+        `(loss, PreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = cpo_loss(weight, hidden, target, cpo_alpha=0.0)
+    >>> margin = metrics.chosen_rewards - metrics.rejected_rewards
+    >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearCPOLoss,
+        beta=beta,
+        cpo_alpha=cpo_alpha,
+        label_smoothing=label_smoothing,
+        loss_type=loss_type,
+        simpo_gamma=simpo_gamma,
+        alphapo_alpha=alphapo_alpha,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+    )
+
+
+def simpo_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    alpha: float = 1.0,
+    compute_nll_loss: bool = False,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PreferenceMetrics]:
+    """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
+
+    `LigerFusedLinearSimPOLoss` has the formulas, its `forward` the arguments.
+    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+
+    Returns:
+        `(loss, PreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = simpo_loss(weight, hidden, target, beta=2.0, gamma=0.5)
+    >>> margin = metrics.chosen_rewards - metrics.rejected_rewards - 0.5
+    >>> bool(torch.isclose(loss, -torch.nn.functional.logsigmoid(margin).mean()))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearSimPOLoss,
+        beta=beta,
+        gamma=gamma,
+        alpha=alpha,
+        compute_nll_loss=compute_nll_loss,
+        label_smoothing=label_smoothing,
+        loss_type=loss_type,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+    )
+
+
+def kto_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    preference_labels: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    kl: float | Tensor | None = None,
+    kl_input: Tensor | None = None,
+    kl_target: Tensor | None = None,
+    ref_kl_input: Tensor | None = None,
+    ref_kl_logps: Tensor | None = None,
+    delta: float | Tensor | None = None,
+    example_weights: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    average_log_prob: bool = False,
+    use_ref_model: bool | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, UnpairedPreferenceMetrics]:
+    """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
+
+    `LigerFusedLinearKTOLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+
+    Returns:
+        `(loss, UnpairedPreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
+    >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])
+    >>> loss, metrics = kto_loss(weight, hidden, target, labels, ref_logps=torch.zeros(2), kl=0.5)
+    >>> metrics.reference_point.item()
+    0.5
+    """
+    loss = once(
+        losses.LigerFusedLinearKTOLoss,
+        beta=beta,
+        loss_type=loss_type,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        average_log_prob=average_log_prob,
+        use_ref_model=use_ref_model,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        target,
+        preference_labels,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        kl=kl,
+        kl_input=kl_input,
+        kl_target=kl_target,
+        ref_kl_input=ref_kl_input,
+        ref_kl_logps=ref_kl_logps,
+        delta=delta,
+        example_weights=example_weights,
+    )
+
+
+def bco_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    preference_labels: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    kl: float | Tensor | None = None,
+    kl_input: Tensor | None = None,
+    kl_target: Tensor | None = None,
+    ref_kl_input: Tensor | None = None,
+    ref_kl_logps: Tensor | None = None,
+    delta: float | Tensor | None = None,
+    example_weights: Tensor | None = None,
+    beta: float = 0.1,
+    average_log_prob: bool = False,
+    use_ref_model: bool | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, UnpairedPreferenceMetrics]:
+    """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
+
+    `LigerFusedLinearBCOLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+
+    Returns:
+        `(loss, UnpairedPreferenceMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
+    >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])
+    >>> loss, metrics = bco_loss(weight, hidden, target, labels, ref_logps=torch.zeros(2), delta=0.0)
+    >>> metrics.chosen_count.item(), metrics.rejected_count.item()
+    (1, 1)
+    """
+    loss = once(
+        losses.LigerFusedLinearBCOLoss,
+        beta=beta,
+        average_log_prob=average_log_prob,
+        use_ref_model=use_ref_model,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        target,
+        preference_labels,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        kl=kl,
+        kl_input=kl_input,
+        kl_target=kl_target,
+        ref_kl_input=ref_kl_input,
+        ref_kl_logps=ref_kl_logps,
+        delta=delta,
+        example_weights=example_weights,
+    )
+
+
+def grpo_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    bias: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    beta: float = 0.0,
+    surrogate: str = "clip",
+    reduction: str = "grpo",
+    importance_level: str = "token",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    max_completion_length: int | None = None,
+    use_bias_correction_kl: bool = True,
+    entropy_coef: float = 0.0,
+    top_entropy_quantile: float = 1.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, PolicyMetrics]:
+    """Compute the GRPO loss of sampled completions, or a loss of its kin, see `surrogate` and `reduction`.
+
+    `LigerFusedLinearGRPOLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).
+
+    Returns:
+        `(loss, PolicyMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # two completions of up to three tokens
+    >>> target, advantages = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([1.0, -1.0])
+    >>> loss, metrics = grpo_loss(weight, hidden, target, advantages, reduction="dapo", epsilon_high=0.28)
+    >>> metrics.clip_ratio.item()        # on-policy
+    0.0
+    """
+    loss = once(
+        losses.LigerFusedLinearGRPOLoss,
+        beta=beta,
+        surrogate=surrogate,
+        reduction=reduction,
+        importance_level=importance_level,
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        max_completion_length=max_completion_length,
+        use_bias_correction_kl=use_bias_correction_kl,
+        entropy_coef=entropy_coef,
+        top_entropy_quantile=top_entropy_quantile,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        target,
+        advantages,
+        bias,
+        attention_mask=attention_mask,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        ref_input=ref_input,
+        ref_weight=ref_weight,
+        ref_bias=ref_bias,
+        importance_weights=importance_weights,
+        num_items=num_items,
+    )
+
+
+def kl_div_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    teacher_weight: Tensor | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    reverse: bool = False,
+    skew: float = 0.0,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute `KL(teacher || student)`, or with `reverse` `KL(student || teacher)`, in nats per token.
+
+    `LigerFusedLinearKLDivLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+
+    Returns:
+        `(loss, DistillationMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = kl_div_loss(weight, hidden, teacher_weight, teacher_hidden, target, reverse=True)
+    >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearKLDivLoss,
+        reverse=reverse,
+        skew=skew,
+        weight_hard_loss=weight_hard_loss,
+        weight_soft_loss=weight_soft_loss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        target,
+        bias,
+        teacher_bias,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
+        mask=mask,
+        num_items=num_items,
+    )
+
+
+def jsd_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    teacher_weight: Tensor | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    beta: float = 0.5,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
+
+    `LigerFusedLinearJSDLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+
+    Returns:
+        `(loss, DistillationMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = jsd_loss(weight, hidden, teacher_weight, teacher_hidden, target, beta=0.1, temperature=2.0)
+    >>> bool(torch.isclose(loss, 0.5 * metrics.soft_loss + 0.5 * metrics.hard_loss))
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearJSDLoss,
+        beta=beta,
+        weight_hard_loss=weight_hard_loss,
+        weight_soft_loss=weight_soft_loss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        target,
+        bias,
+        teacher_bias,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
+        mask=mask,
+        num_items=num_items,
+    )
+
+
+def tvd_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    teacher_weight: Tensor | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
+
+    `LigerFusedLinearTVDLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+
+    Returns:
+        `(loss, DistillationMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = tvd_loss(weight, hidden, teacher_weight, teacher_hidden)
+    >>> bool(0 <= metrics.soft_loss <= 1)
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearTVDLoss,
+        weight_hard_loss=weight_hard_loss,
+        weight_soft_loss=weight_soft_loss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        target,
+        bias,
+        teacher_bias,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
+        mask=mask,
+        num_items=num_items,
+    )
+
+
+def cosine_similarity_loss(
+    weight: Tensor,
+    hidden: Tensor,
+    teacher_weight: Tensor | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    teacher_options: LogitOptions | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> tuple[Tensor, DistillationMetrics]:
+    """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
+
+    `LigerFusedLinearCosineSimilarityLoss` has the formulas, its `forward` the arguments.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+
+    Returns:
+        `(loss, DistillationMetrics)`.
+
+    >>> import torch
+    >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> teacher_weight, teacher_hidden = torch.randn(11, 6), torch.randn(2, 3, 6)
+    >>> loss, metrics = cosine_similarity_loss(weight, hidden, teacher_weight, teacher_hidden)
+    >>> bool(0 <= metrics.soft_loss <= 2)
+    True
+    """
+    loss = once(
+        losses.LigerFusedLinearCosineSimilarityLoss,
+        weight_hard_loss=weight_hard_loss,
+        weight_soft_loss=weight_soft_loss,
+        teacher_options=teacher_options,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+    return loss(
+        weight,
+        hidden,
+        teacher_weight,
+        teacher_input,
+        target,
+        bias,
+        teacher_bias,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
+        mask=mask,
+        num_items=num_items,
+    )
