@@ -167,7 +167,7 @@ def first_half(x: Tensor) -> Tensor:
 
 def our_kto() -> Loss:
     # Without a reference, sums over tokens would saturate the sigmoid, and products with zeros run faster.
-    loss = LigerFusedLinearKTOLoss(beta=BETA, average_log_prob=True)
+    loss = LigerFusedLinearKTOLoss(beta=BETA, average_log_prob=True, use_ref_model=False)
     return lambda x, w, t, ref_x, ref_w: loss(w, x, t, first_half(x), kl=0.0)[0]
 
 

@@ -304,7 +304,7 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
     """`settings` are the module's arguments, transform included."""
 
     def ours(batch: Batch, **options: Any) -> Tensor:
-        return LigerFusedLinearDPOLoss(**settings | options)(**batch)[0]
+        return LigerFusedLinearDPOLoss(use_ref_model=ref is not None, **settings | options)(**batch)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
         return reference.dpo(**batch, **settings | options)[0]
@@ -364,7 +364,7 @@ def _unpaired(
         return result
 
     def ours(batch: Batch, **options: Any) -> Tensor:
-        return module(**settings | options)(**arguments(batch, options))[0]
+        return module(use_ref_model=ref is not None, **settings | options)(**arguments(batch, options))[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
         return oracle_(**arguments(batch, options), **settings | options)

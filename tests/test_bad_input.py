@@ -238,11 +238,11 @@ CASES = {
         r"preference_loss must return one value for each of 3 pairs, got \(3, 2\)",
     ),
     "no-tensor-from-a-callable": (
-        lambda: dpo({"loss_type": lambda pairs: 1.0}),
+        lambda: dpo({"loss_type": lambda pairs: 1.0, "use_ref_model": False}),
         r"loss_type <function .*lambda.* must return one value for each of 3 pairs, got a float",
     ),
     "wrong-shape-from-a-callable": (
-        lambda: dpo({"loss_type": ["sigmoid", lambda pairs: pairs.logps.mean()]}),
+        lambda: dpo({"loss_type": ["sigmoid", lambda pairs: pairs.logps.mean()], "use_ref_model": False}),
         r"loss_type <function .*lambda.* must return one value for each of 3 pairs, got \(\)",
     ),
     # The reference
@@ -435,8 +435,10 @@ def test_mixed_dtypes_of_the_reference():
     ],
 )
 def test_an_unknown_keyword_is_the_loss_own(loss):
-    with pytest.raises(TypeError, match=f"^{loss.__name__} has no argument 'betta'$"):
-        loss(betta=0.1)
+    with pytest.raises(TypeError, match=f"^{loss.__name__} has no argument 'sofcap': did you mean 'softcap'\\?$"):
+        loss(sofcap=0.1)
+    with pytest.raises(TypeError, match=f"^{loss.__name__} has no argument 'perplexity'$"):
+        loss(perplexity=0.1)
 
 
 def test_loss_type_of_a_policy_loss_says_where_it_goes():

@@ -179,7 +179,9 @@ def test_bitwise_repeatable_at_size(budget):
 
     def dpo(weight, input):
         shape = (4, 2048)
-        return LigerFusedLinearDPOLoss(logits_budget=budget)(weight, input.view(*shape, -1), target.view(shape))[0]
+        return LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=budget)(
+            weight, input.view(*shape, -1), target.view(shape)
+        )[0]
 
     def statistics(weight, input):
         stats = linear_token_stats(weight, input, target, outputs=("logps", "entropy"), logits_budget=budget)
@@ -203,7 +205,9 @@ def test_peak_memory(kind, frozen):
             loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
         elif kind == "dpo":
             states = input.view(4, n // 4, h)
-            loss, _ = LigerFusedLinearDPOLoss(logits_budget=budget)(weight, states, target.view(4, -1))
+            loss, _ = LigerFusedLinearDPOLoss(use_ref_model=False, logits_budget=budget)(
+                weight, states, target.view(4, -1)
+            )
         else:
             loss = -linear_token_stats(weight, input, target, logits_budget=budget).logps.mean()
         loss.backward()

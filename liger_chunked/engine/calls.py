@@ -13,7 +13,7 @@ import inspect
 from abc import ABCMeta
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
     if torch.compiler.is_compiling():
         name = _for_graph(cls, tuple((name, _traceable(x)) for name, x in key))
         return getattr(_OF_GRAPHS, name)
-    return _kept(cls, key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
+    return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 
 
 def _may_be_kept(x: Any) -> bool:

@@ -44,9 +44,8 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         given = (str(x.dtype).removeprefix("torch.") for x in tensors)
         listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, given, strict=False))
         raise TypeError(
-            f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}; cast "
-            f"{prefix}{input_name} to the dtype of the weight, {prefix}{input_name}.to({prefix}weight.dtype), or call the "
-            "loss under torch.autocast"
+            f"{prefix}{input_name}, {prefix}weight and {prefix}bias must share a dtype outside autocast: {listed}; "
+            f"cast them, as by {prefix}{input_name}.to({prefix}weight.dtype), or call the loss under torch.autocast"
         )
     return dtype
 

@@ -35,7 +35,8 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     Args:
         beta: scale of the rewards.
         average_log_prob: log-ratios per token instead of per sequence.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
+        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
+            which the loss warns of once.
         **options: see `LogitOptions`.
 
     >>> import torch

@@ -235,7 +235,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
+        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
+            which the loss warns of once.
         **options: see `LogitOptions`.
 
     Raises:

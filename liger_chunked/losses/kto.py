@@ -39,7 +39,8 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         loss_type: a name above.
         desirable_weight, undesirable_weight: `w_d` and `w_u` above.
         average_log_prob: log-ratios per token instead of per sequence, those of `kl` too.
-        use_ref_model: None: used if given, else log-ratios are plain log-probabilities, with a warning; True: required; False: refused.
+        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
+            which the loss warns of once.
             An estimate of `kl` needs a reference in any case.
         **options: see `LogitOptions`.
 

@@ -104,7 +104,7 @@ def reference_logps(
 
 
 def warn_reference_free(loss: Any) -> None:
-    """Warn, once for each loss, that it got no reference, unless it was told by `use_ref_model=False` to expect none."""
+    """Warn once that this loss got no reference, unless `use_ref_model=False` says that it needs none."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__

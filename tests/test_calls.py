@@ -1,0 +1,531 @@
+"""How losses are called: classes with tensors, functions, and names that belong to other libraries."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from table import SMALL, Batch, examples, pairs, rollouts, students, tokens
+from torch import Tensor, nn
+
+import liger_chunked as lc
+from liger_chunked import functional
+from liger_chunked.arguments import of_constructor
+from liger_chunked.types import LogitOptionsDict
+
+V, H = SMALL.vocab, SMALL.hidden
+B, T = SMALL.sequences, SMALL.length
+
+
+def labelled(**point: float) -> Callable[[], Batch]:
+    return lambda: examples(SMALL, seed=0, ref="tokens") | point  # type: ignore[return-value]
+
+
+# name: (class, function, a batch, settings that are no defaults)
+LOSSES: dict[str, tuple[Any, Callable[..., Any], Callable[[], Batch], dict[str, Any]]] = {
+    "cross_entropy": (
+        lc.LigerFusedLinearCrossEntropyLoss,
+        functional.cross_entropy_loss,
+        lambda: tokens(SMALL, seed=0),
+        {"label_smoothing": 0.1, "return_z_loss": True, "ce_weight": torch.linspace(0.5, 2, V, dtype=torch.float64)},
+    ),
+    "dpo": (
+        lc.LigerFusedLinearDPOLoss,
+        functional.dpo_loss,
+        lambda: pairs(SMALL, seed=0),
+        {"beta": 0.3, "loss_type": ["hinge", "sigmoid"], "loss_weights": [0.2, 0.8]},
+    ),
+    "orpo": (lc.LigerFusedLinearORPOLoss, functional.orpo_loss, lambda: pairs(SMALL, 0, ref=None), {"beta": 0.3}),
+    "cpo": (
+        lc.LigerFusedLinearCPOLoss,
+        functional.cpo_loss,
+        lambda: pairs(SMALL, 0, ref=None),
+        {"cpo_alpha": 0.3, "alphapo_alpha": 0.2},
+    ),
+    "simpo": (lc.LigerFusedLinearSimPOLoss, functional.simpo_loss, lambda: pairs(SMALL, 0, ref=None), {"gamma": 0.1}),
+    "kto": (lc.LigerFusedLinearKTOLoss, functional.kto_loss, labelled(kl=0.5), {"desirable_weight": 2.0}),
+    "bco": (lc.LigerFusedLinearBCOLoss, functional.bco_loss, labelled(delta=0.1), {"beta": 0.3}),
+    "grpo": (
+        lc.LigerFusedLinearGRPOLoss,
+        functional.grpo_loss,
+        lambda: rollouts(SMALL, seed=0, ref="tokens"),
+        {"beta": 0.1, "reduction": "dapo"},
+    ),
+    "kl_div": (lc.LigerFusedLinearKLDivLoss, functional.kl_div_loss, lambda: students(SMALL, 0), {"reverse": True}),
+    "jsd": (
+        lc.LigerFusedLinearJSDLoss,
+        functional.jsd_loss,
+        lambda: students(SMALL, 0),
+        {"beta": 0.2, "teacher_options": lc.LogitOptions(softcap=3.0)},
+    ),
+    "tvd": (lc.LigerFusedLinearTVDLoss, functional.tvd_loss, lambda: students(SMALL, 0), {"temperature": 2.0}),
+    "cosine_similarity": (
+        lc.LigerFusedLinearCosineSimilarityLoss,
+        functional.cosine_similarity_loss,
+        lambda: students(SMALL, 0),
+        {"weight_soft_loss": 0.9},
+    ),
+}
+CASES = pytest.mark.parametrize("case", LOSSES)
+
+
+def flat(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [y for part in x if part is not None for y in flat(part)]
+
+
+def split(batch: Batch, leading: int) -> tuple[list[Any], dict[str, Any]]:
+    return list(batch.values())[:leading], dict(list(batch.items())[leading:])
+
+
+def ordered(cls: type, batch: Batch) -> Batch:
+    """In the order of the call, those that may be passed by position first."""
+    names = [name for name in inspect.signature(cls.forward).parameters if name in batch]  # type: ignore[attr-defined]
+    return {name: batch[name] for name in names}
+
+
+def assert_same(ours: Any, expected: Any, weight: Tensor) -> None:
+    assert type(ours) is type(expected)
+    for x, y in zip(flat(ours), flat(expected), strict=True):
+        assert torch.equal(x, y)
+    gradients = [torch.autograd.grad(flat(x)[0], weight)[0] for x in (ours, expected)]
+    assert torch.equal(*gradients)
+
+
+# A class called with tensors
+
+
+@CASES
+def test_a_class_called_with_tensors_evaluates_the_loss(case):
+    cls, _, sample, settings = LOSSES[case]
+    batch = ordered(cls, sample())
+    batch["weight"].requires_grad_()
+    args, data = split(batch, 3)
+    assert_same(cls(*args, **data, **settings), cls(**settings)(**batch), batch["weight"])
+    assert_same(cls(*args, **data), cls()(**batch), batch["weight"])
+
+
+def test_the_line_of_the_documentation():
+    torch.manual_seed(0)
+    lm_head, x = nn.Linear(H, V, bias=False), torch.randn(B, T, H)
+    target = torch.randint(V, (B, T))
+    with pytest.warns(UserWarning, match="got no reference"):
+        loss, metrics = lc.LigerFusedLinearDPOLoss(lm_head.weight, x, target)
+    loss.backward()
+    expected, _ = lc.LigerFusedLinearDPOLoss(use_ref_model=False)(lm_head.weight, x, target)
+    assert torch.equal(loss, expected) and lm_head.weight.grad is not None
+    assert metrics.chosen_logps.shape == (B // 2,)
+
+
+class Margin(lc.LigerFusedLinearPreferenceBase):
+    def preference_loss(self, pairs):
+        return torch.relu(1 - self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
+
+
+class Passing(Margin):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class Shifted(Margin):
+    def __init__(self, shift=0.5, beta=0.2, **kwargs):
+        super().__init__(beta=beta, **kwargs)
+        self.shift = shift
+
+    def preference_loss(self, pairs):
+        return super().preference_loss(pairs) + self.shift
+
+
+class Three(Margin):
+    """As many positional parameters as a call has tensors, and none for a tensor."""
+
+    def __init__(self, beta=0.2, alpha=1.0, average_log_prob=False):
+        super().__init__(beta=beta, alpha=alpha, average_log_prob=average_log_prob)
+
+
+class Weighted(lc.LigerFusedLinearCrossEntropyLoss):
+    """Its constructor takes a tensor by position."""
+
+    def __init__(self, class_weights, **kwargs):
+        super().__init__(ce_weight=class_weights, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [Margin, Passing, Shifted, Three], ids=lambda cls: cls.__name__)
+def test_a_users_class_called_with_tensors(cls):
+    batch = pairs(SMALL, seed=0, ref=None)
+    batch["weight"].requires_grad_()
+    args, data = split(ordered(cls, batch), 3)
+    assert_same(cls(*args, **data), cls()(**batch), batch["weight"])
+    assert_same(cls(*args, **data, beta=0.7), cls(beta=0.7)(**batch), batch["weight"])
+
+
+def test_a_constructor_that_takes_tensors_keeps_them():
+    weights = torch.linspace(0.5, 1, V, dtype=torch.float64)
+    loss = Weighted(weights)
+    assert isinstance(loss, Weighted) and loss.ce_weight is weights
+    batch = tokens(SMALL, seed=0)
+    args, _ = split(ordered(Weighted, batch), 3)
+    with pytest.raises(TypeError, match=r"Weighted: missing a required argument: 'class_weights'"):
+        Weighted(*args)
+
+
+def test_keywords_that_pass_through_a_users_constructor():
+    assert Shifted(softcap=3.0).options.softcap == 3.0
+    with pytest.raises(TypeError, match=r"^Shifted has no argument 'sofcap': did you mean 'softcap'\?$"):
+        Shifted(sofcap=3.0)
+    with pytest.raises(TypeError, match=r"^Three has no argument 'bata': did you mean 'beta'\?$"):
+        Three(bata=1.0)
+
+
+def test_a_class_still_shows_the_signature_of_its_constructor():
+    names = list(inspect.signature(lc.LigerFusedLinearORPOLoss).parameters)
+    assert names == ["beta", "options"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("cls", [lc.LigerFusedLinearDPOLoss, Shifted], ids=lambda cls: cls.__name__)
+def test_copies(cls, copied):
+    batch, loss = pairs(SMALL, seed=0), cls(beta=0.4, logits_budget=8 * 30 * V)
+    assert torch.equal(copied(loss)(**batch)[0], loss(**batch)[0])
+
+
+# Functions
+
+
+def expected_parameters(cls: Any) -> dict[str, tuple[Any, Any, Any]]:
+    """Those of the call, then those of the constructor by name: kind, default, type."""
+    forward = inspect.signature(cls.forward).parameters
+    hints = get_type_hints(cls.forward)
+    expected = {name: (p.kind, p.default, hints[name]) for name, p in forward.items() if name != "self"}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        hints = get_type_hints(base.__init__)
+        for name, p in inspect.signature(base.__init__).parameters.items():
+            if p.kind is p.KEYWORD_ONLY and name in of_constructor(cls).names:
+                expected.setdefault(name, (p.kind, p.default, hints[name]))
+    types = get_type_hints(LogitOptionsDict)
+    for name, type_ in types.items():
+        expected[name] = (inspect.Parameter.KEYWORD_ONLY, getattr(lc.LogitOptions(), name), type_)
+    expected["hidden"] = expected.pop("input")
+    return expected
+
+
+@CASES
+def test_a_function_has_the_arguments_of_its_module(case):
+    cls, function, _, _ = LOSSES[case]
+    hints = get_type_hints(function)
+    actual = {name: (p.kind, p.default, hints[name]) for name, p in inspect.signature(function).parameters.items()}
+    expected = expected_parameters(cls)
+    # It is a number of bytes there, and may be text here.
+    budgets = [x.pop("logits_budget") for x in (actual, expected)]
+    assert budgets[0][:2] == budgets[1][:2]
+    assert actual == expected
+    in_order = [name for name in inspect.signature(cls.forward).parameters if name != "self"]
+    assert [*actual][: len(in_order)] == ["hidden" if name == "input" else name for name in in_order]
+    assert hints["return"] == get_type_hints(cls.forward)["return"]
+
+
+@CASES
+def test_a_function_returns_what_its_module_does(case):
+    cls, function, sample, settings = LOSSES[case]
+    batch = sample()
+    batch["weight"].requires_grad_()
+    data = {"hidden" if name == "input" else name: x for name, x in batch.items()}
+    assert_same(function(**data, **settings), cls(**settings)(**batch), batch["weight"])
+    assert_same(function(**data), cls()(**batch), batch["weight"])
+
+
+def test_every_loss_has_a_function():
+    of_losses = {cls for cls, *_ in LOSSES.values()}
+    leaves = {getattr(lc, name) for name in lc.__all__ if name.startswith("LigerFusedLinear") and name.endswith("Loss")}
+    assert leaves == of_losses
+    names = {function.__name__ for _, function, *_ in LOSSES.values()}
+    assert set(functional.__all__) == names | {"linear_token_stats"}
+    assert lc.functional is functional and "functional" in dir(lc)
+    assert functional.linear_token_stats is lc.linear_token_stats
+
+
+def test_a_callable_is_not_kept():
+    """It may hold on to a batch."""
+    batch = pairs(SMALL, seed=0)
+    data = {"hidden" if name == "input" else name: x for name, x in batch.items()}
+    losses = [functional.dpo_loss(**data, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)]
+    assert torch.equal(2 * losses[0], losses[1])
+
+
+def test_functions_are_imported_when_asked_for():
+    code = (
+        "import sys, liger_chunked as lc\n"
+        "assert 'liger_chunked.functional' not in sys.modules\n"
+        "lc.functional.dpo_loss\n"
+        "assert not {'torch._dynamo', 'transformers', 'trl'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("case", ["cross_entropy", "dpo", "jsd"])
+def test_a_function_in_a_compiled_graph(case):
+    _, function, sample, settings = LOSSES[case]
+    batch = sample()
+    weight = batch.pop("weight").requires_grad_()
+    batch["hidden"] = batch.pop("input")
+
+    def loss(weight: Tensor, batch: Batch) -> Any:
+        return function(weight, **batch, **settings)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        ours, expected = compiled(weight, batch), loss(weight, batch)
+        gradients = [torch.autograd.grad(flat(x)[0], weight)[0] for x in (ours, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+    torch.compiler.reset()
+
+
+# Names
+
+
+def of_class(loss: str) -> Any:
+    return getattr(lc, f"LigerFusedLinear{loss}Loss")
+
+
+# (loss, constructor or call, the name that somebody types, what the answer says after "... has no argument '...'")
+NAMES = [
+    ("ORPO", "init", "alpha", ""),
+    ("ORPO", "init", "use_ref_model", ""),
+    ("CPO", "init", "ld_alpha", ""),
+    ("CPO", "init", "alpha", ": it is called 'cpo_alpha' here (the weight of the NLL term; AlphaPO's alpha is 'alpha"),
+    ("CPO", "init", "alpha_param", ": it is called 'alphapo_alpha' here"),
+    ("CPO", "init", "gamma", ": it is called 'simpo_gamma' here"),
+    ("CPO", "init", "compute_nll_loss", ""),
+    ("SimPO", "init", "simpo_gamma", ": it is called 'gamma' here"),
+    ("SimPO", "init", "cpo_alpha", ": it is called 'alpha' here"),
+    ("SimPO", "init", "reward_shape", ""),
+    ("DPO", "init", "reference_free", ": it is called 'use_ref_model' here (say use_ref_model=False"),
+    ("DPO", "init", "label_smoothing_factor", ": it is called 'label_smoothing' here"),
+    ("DPO", "init", "rpo_alpha", ": it is called 'alpha' here"),
+    ("DPO", "init", "reward_shape", ""),
+    ("DPO", "init", "chunk_size", ": it is called 'logits_budget' here"),
+    ("DPO", "init", "compiled", ": leave it out"),
+    ("KTO", "init", "desirable_wieght", ": did you mean 'desirable_weight'?"),
+    ("GRPO", "init", "epsilon", ": it is called 'epsilon_low' here (set 'epsilon_high' too)"),
+    ("GRPO", "init", "importance_sampling_level", ": it is called 'importance_level' here"),
+    ("GRPO", "init", "num_items_in_batch", ": it is called 'num_items' here, an argument of its call"),
+    ("GRPO", "init", "use_ref_model", ": leave it out: a reference is needed where beta is not 0"),
+    ("GRPO", "init", "clipped", ""),
+    ("CrossEntropy", "init", "class_weight", ": it is called 'ce_weight' here"),
+    ("CrossEntropy", "init", "z_loss_scale", ": it is called 'lse_square_scale' here"),
+    ("CrossEntropy", "init", "final_logit_softcapping", ": it is called 'softcap' here"),
+    ("JSD", "init", "sofcap", ": did you mean 'softcap'?"),
+    ("JSD", "init", "return_soft_hard_loss", ": leave it out"),
+    ("KLDiv", "init", "beta", ""),
+    ("CrossEntropy", "call", "num_items_in_batch", ": it is called 'num_items' here"),
+    ("CrossEntropy", "call", "labels", ": it is called 'target' here"),
+    ("CrossEntropy", "call", "lin_weight", ": it is called 'weight' here"),
+    ("CrossEntropy", "call", "label_smoothing_factor", ": it is called 'label_smoothing' here, an argument of its con"),
+    ("CrossEntropy", "call", "sofcap", ": did you mean 'softcap'? It is an argument of its constructor."),
+    ("DPO", "call", "hidden_states", ": it is called 'input' here"),
+    ("DPO", "call", "ref_log_probs", ": it is called 'ref_logps' here"),
+    ("DPO", "call", "ref_logp", ": did you mean 'ref_logps'?"),
+    ("KTO", "call", "label", ": it is called 'preference_labels' here"),
+    ("GRPO", "call", "ref_per_token_logps", ": it is called 'ref_logps' here"),
+    ("GRPO", "call", "old_per_token_logps", ": it is called 'old_logps' here"),
+    ("GRPO", "call", "per_token_logps", ": leave it out: a loss computes log-probabilities itself"),
+    ("GRPO", "call", "selected_token_ids", ": it is called 'target' here"),
+    ("GRPO", "call", "completion_mask", ": it is called 'attention_mask' here"),
+    ("GRPO", "call", "vllm_is_ratio", ": it is called 'importance_weights' here"),
+    ("JSD", "call", "attention_mask", ": it is called 'mask' here"),
+    ("JSD", "call", "true_labels", ": it is called 'target' here"),
+]
+
+
+@pytest.mark.parametrize(("loss", "place", "name", "answer"), NAMES, ids=lambda x: x if str(x).isidentifier() else "")
+def test_names(loss, place, name, answer):
+    cls = of_class(loss)
+    expected = f"{cls.__name__} has no argument {name!r}{answer}"
+    with pytest.raises(TypeError) as error:
+        cls(**{name: 1}) if place == "init" else cls()(**{name: torch.ones(1)})
+    assert str(error.value).startswith(expected)
+    if not answer:
+        assert str(error.value) == expected
+    # So it is where the class is called with tensors, but that there is one place.
+    with pytest.raises(TypeError, match=f"^{cls.__name__} has no argument '{name}'"):
+        cls(torch.ones(V, H), torch.ones(B, T, H), **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: of_class("DPO")(ref_logps=torch.ones(2)), "DPOLoss takes 'ref_logps' in its call: .*ref_logps=...\\)"),
+        (lambda: of_class("DPO")()(beta=0.1), r"DPOLoss takes 'beta' in its constructor: \w+\(beta=...\)"),
+        (lambda: of_class("DPO")(0.1), r"takes its settings by name, beta=..., .* got float"),
+        (lambda: of_class("DPO")(torch.ones(V, H)), "DPOLoss: missing a required argument: 'input', of .weight, input"),
+        (lambda: of_class("KTO")()(*[torch.ones(1)] * 3), "KTOLoss: missing a required argument: 'preference_labels'"),
+        (lambda: of_class("CPO")()(*[torch.ones(1)] * 9), "CPOLoss: too many positional arguments"),
+        (lambda: lc.linear_token_stats(torch.ones(V, H), labels=1), "linear_token_stats .*'labels': it is .*'target'"),
+        (lambda: lc.linear_token_stats(sofcap=1), r"^linear_token_stats has no argument 'sofcap': did you .*'softcap'"),
+    ],
+)
+def test_calls_that_do_not_bind(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_a_type_error_from_within_is_left_alone():
+    class Broken(Margin):
+        def preference_loss(self, pairs):
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="^of its own$"):
+        Broken()(**pairs(SMALL, seed=0, ref=None))
+
+
+# Tensors
+
+
+HEAD = nn.Linear(H, V).double()
+STATES = torch.zeros(B, T, H, dtype=torch.float64)
+IDS = torch.ones(B, T, dtype=torch.int64)
+OUTPUT = SimpleNamespace(last_hidden_state=STATES)
+CAUSAL = SimpleNamespace(logits=STATES, hidden_states=None)
+ENCODING = {"input_ids": IDS, "attention_mask": IDS}
+CROSS_ENTROPY = lc.LigerFusedLinearCrossEntropyLoss()
+PASSED = {
+    "linear": ((HEAD, STATES, IDS), TypeError, "weight must be .* got Linear: pass its weight, and bias=its bias"),
+    "linear-no-bias": ((nn.Linear(H, V, bias=False), STATES, IDS), TypeError, "got Linear: pass its weight$"),
+    "swapped": (
+        (STATES, HEAD.weight, IDS),
+        ValueError,
+        r"got \(6, 7, 5\) .*: weight and input look swapped, the order",
+    ),
+    "swapped-2d": ((STATES[0], HEAD.weight, IDS[0]), ValueError, "target must be .*: weight and input look swapped"),
+    "output": ((HEAD.weight, OUTPUT, IDS), TypeError, "input .* got SimpleNamespace: pass its last_hidden_state"),
+    "causal-output": ((HEAD.weight, CAUSAL, IDS), TypeError, "input .*: pass the hidden states of the model's body"),
+    "encoding": ((HEAD.weight, ENCODING, IDS), TypeError, "input .* got dict: pass the hidden states of the model's"),
+    "ids": ((HEAD.weight, IDS, IDS), TypeError, "input .* got .* int64 .*: these look like token ids, pass hidden"),
+    "all-layers": ((HEAD.weight, (STATES, STATES), IDS), TypeError, "input .* got tuple: pass one tensor of hidden"),
+    "target-encoding": ((HEAD.weight, STATES, ENCODING), TypeError, "target .* got dict: pass its 'input_ids', shift"),
+    "target-float": ((HEAD.weight, STATES, IDS.float()), TypeError, r"target .* float32 .*pass them as .long\(\)"),
+    "dtypes": (
+        (HEAD.weight, STATES.float(), IDS),
+        TypeError,
+        r"input float32, weight float64; cast them, as by input.to\(weight.dtype\), or call .* under torch.autocast",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", [CROSS_ENTROPY, lc.LigerFusedLinearCrossEntropyLoss, lc.linear_token_stats])
+@pytest.mark.parametrize("case", PASSED)
+def test_what_to_pass(case, call):
+    args, error, message = PASSED[case]
+    with pytest.raises(error, match=message):
+        call(*args)
+
+
+# A loss without its reference
+
+
+@pytest.mark.parametrize(
+    ("cls", "sample"),
+    [
+        (lc.LigerFusedLinearDPOLoss, lambda ref: pairs(SMALL, seed=0, ref=ref)),
+        (lc.LigerFusedLinearKTOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"kl": 0.0}),
+        (lc.LigerFusedLinearBCOLoss, lambda ref: examples(SMALL, seed=0, ref=ref) | {"delta": 0.0}),
+    ],
+)
+def test_a_loss_warns_once_that_it_has_no_reference(cls, sample):
+    loss = cls()
+    loss(**sample("tokens"))
+    with pytest.warns(UserWarning, match=rf"^{cls.__name__} got no reference .*{cls.__name__}\(use_ref_model=False\)"):
+        warned = loss(**sample(None))[0]
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        loss(**sample(None))
+        meant = cls(use_ref_model=False)(**sample(None))[0]
+    assert not again and torch.equal(warned, meant)
+
+
+def test_losses_without_log_ratios_do_not_warn():
+    batch = pairs(SMALL, seed=0, ref=None)
+    lc.LigerFusedLinearDPOLoss(loss_type="sft")(**batch)
+    Margin()(**batch)
+    lc.LigerFusedLinearSimPOLoss()(**batch)
+
+
+# What a class declares
+
+
+class WithoutSuper(Margin):
+    def __init__(self):
+        self.gamma = 1.0
+
+
+class PastItsBase(Margin):
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
+class OfModuleAlone(lc.LigerFusedLinearDistillationBase):
+    def __init__(self):
+        super(lc.LigerFusedLinearDistillationBase, self).__init__()
+
+    def divergence(self, student_logits, teacher_logits):
+        return (student_logits - teacher_logits).square().sum(-1)
+
+
+@pytest.mark.parametrize("cls", [WithoutSuper, PastItsBase, OfModuleAlone])
+def test_a_constructor_that_leaves_out_its_base(cls):
+    with pytest.raises(RuntimeError, match=rf"^{cls.__name__}.__init__ does not call super\(\).__init__\(\)"):
+        cls()
+
+
+DECLARED = {
+    "text": (
+        {"token_outputs": "entropy"},
+        TypeError,
+        r"X.token_outputs must be a tuple of names, such as \('entropy',",
+    ),
+    "number": ({"token_outputs": 3}, TypeError, r"X.token_outputs must be a tuple of names, such as .*, got 3"),
+    "unknown": ({"token_outputs": ("entorpy",)}, ValueError, r"X.token_outputs must name fields .*, got \['entorpy'\]"),
+    "scope": ({"scope": "bach"}, ValueError, r"X.scope must be one of \('pair', 'batch'\), got 'bach'"),
+}
+
+
+@pytest.mark.parametrize("where", ["class", "constructor"])
+@pytest.mark.parametrize("case", DECLARED)
+def test_a_wrong_declaration_is_reported_where_it_is_made(case, where):
+    attributes, error, message = DECLARED[case]
+
+    def __init__(self):
+        Margin.__init__(self)
+        vars(self).update(attributes)
+
+    with pytest.raises(error, match=message):
+        made = type(Margin)("X", (Margin,), attributes if where == "class" else {"__init__": __init__})
+        assert where == "constructor"
+        made()
+
+
+def test_a_property_may_declare():
+    class Computed(Margin):
+        @property
+        def token_outputs(self):
+            return ("entropy",)
+
+    assert Computed(use_ref_model=False)(**pairs(SMALL, seed=0, ref=None))[0].isfinite()
+
+
+def test_a_wrong_scope_of_a_policy_loss():
+    with pytest.raises(ValueError, match=r"scope must be one of \('token', 'sequence'\), got 'pair'"):
+        type("X", (lc.LigerFusedLinearPolicyBase,), {"scope": "pair", "policy_loss": lambda self, rollouts: None})
