@@ -33,7 +33,7 @@ _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allow
 _NOT_COMPILED = "leave it out: a loss compiles nothing by itself, and torch.compile takes it as it is"
 _COMPUTED = "leave it out: a loss computes log-probabilities itself, from weight, input and target"
 _NOT_FREE = "say use_ref_model=False for a loss without a reference"
-_HAS_BETA = "leave it out: a reference is needed where beta is not 0"
+_SETTLED = "leave it out: this loss settles by itself whether it has a reference"
 
 # Names that users of TRL, Liger-Kernel, transformers and torch type.
 _CALLED: Mapping[str, _Here] = {
@@ -65,7 +65,7 @@ _CALLED: Mapping[str, _Here] = {
     "alpha": _Here(("cpo_alpha",), "the weight of the NLL term; AlphaPO's alpha is 'alphapo_alpha'"),
     "alpha_param": _Here(("alphapo_alpha",)),
     "reference_free": _Here(("use_ref_model",), _NOT_FREE),
-    "use_ref_model": _Here(remark=_HAS_BETA),
+    "use_ref_model": _Here(remark=_SETTLED),
     "label_smoothing_factor": _Here(("label_smoothing",)),
     "length_normalization": _Here(("average_log_prob",)),
     "label": _Here(("preference_labels", "target")),

@@ -303,7 +303,7 @@ def of_class(loss: str) -> Any:
 # (loss, constructor or call, the name that somebody types, what the answer says after "... has no argument '...'")
 NAMES = [
     ("ORPO", "init", "alpha", ""),
-    ("ORPO", "init", "use_ref_model", ""),
+    ("ORPO", "init", "use_ref_model", ": leave it out"),
     ("CPO", "init", "ld_alpha", ""),
     ("CPO", "init", "alpha", ": it is called 'cpo_alpha' here (the weight of the NLL term; AlphaPO's alpha is 'alpha"),
     ("CPO", "init", "alpha_param", ": it is called 'alphapo_alpha' here"),
@@ -322,7 +322,7 @@ NAMES = [
     ("GRPO", "init", "epsilon", ": it is called 'epsilon_low' here (set 'epsilon_high' too)"),
     ("GRPO", "init", "importance_sampling_level", ": it is called 'importance_level' here"),
     ("GRPO", "init", "num_items_in_batch", ": it is called 'num_items' here, an argument of its call"),
-    ("GRPO", "init", "use_ref_model", ": leave it out: a reference is needed where beta is not 0"),
+    ("GRPO", "init", "use_ref_model", ": leave it out: this loss settles by itself"),
     ("GRPO", "init", "clipped", ""),
     ("CrossEntropy", "init", "class_weight", ": it is called 'ce_weight' here"),
     ("CrossEntropy", "init", "z_loss_scale", ": it is called 'lse_square_scale' here"),
@@ -385,9 +385,9 @@ def test_calls_that_do_not_bind(call, message):
 def test_a_type_error_from_within_is_left_alone():
     class Broken(Margin):
         def preference_loss(self, pairs):
-            raise TypeError("of its own")
+            raise TypeError("mine")
 
-    with pytest.raises(TypeError, match="^of its own$"):
+    with pytest.raises(TypeError, match="^mine$"):
         Broken()(**pairs(SMALL, seed=0, ref=None))
 
 
