@@ -387,7 +387,7 @@ def test_a_type_error_from_within_is_left_alone():
         def preference_loss(self, pairs):
             raise TypeError("mine")
 
-    with pytest.raises(TypeError, match="^mine$"):
+    with pytest.raises(TypeError, match=r"^mine$"):
         Broken()(**pairs(SMALL, seed=0, ref=None))
 
 
