@@ -36,7 +36,6 @@ from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     attach_head,
     detach_head,
-    logit_options,
     register_family,
     revert_liger_kernel,
 )
@@ -570,24 +569,6 @@ def test_head_fn_sees_what_logits_to_keep_keeps(fresh):
     assert shapes == ((2, 5, HIDDEN), (2, 5))
     with pytest.raises(ValueError, match="pass labels= or shift_labels="):
         model(arguments["input_ids"], head_fn=lambda head, input: input.target)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"logit_scale": 0.25, "logits_scaling": 3.0}, (0.25, None)),
-        ({"logit_scale": None, "output_multiplier": 0.5}, (0.5, None)),
-        ({"lm_head_multiplier": 2.0, "final_logit_softcapping": 30.0}, (2.0, 30.0)),
-        ({"logits_scaling": 8.0}, (0.125, None)),
-        ({"logits_scaling": 8.0, "model_type": "hyperclovax"}, (8.0, None)),
-        ({}, (1.0, None)),
-    ],
-)
-def test_logits_transform_by_its_many_names(config, expected):
-    text = SimpleNamespace(**{"model_type": "some", **config})
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    options = logit_options(model)
-    assert (options.logit_scale, options.softcap) == expected
 
 
 def test_head_with_a_bias(fresh):

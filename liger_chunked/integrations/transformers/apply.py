@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
-from liger_chunked.integrations.transformers.forward import Fusion, fuse, output_of, unfuse
-from liger_chunked.integrations.transformers.head import inner_model, projections
+from liger_chunked.integrations.transformers.forward import Fusion, fuse, has_causal_loss, output_of, unfuse
+from liger_chunked.integrations.transformers.head import inner_model, require_causal_loss
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import LogitOptions
@@ -187,14 +186,14 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         for module, name in found.get(switch, ()):
             if reason := _refusal(family.layers[switch][name], module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
-    if _FUSED in on:
-        projections(inner)
     for switch in set(HEAD_SWITCHES) & set(on):
-        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):
+        if not has_causal_loss(inner):
             raise ValueError(
                 f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
                 f"{switch}=False leaves it alone"
             )
+    if _FUSED in on:
+        require_causal_loss(inner)
 
     revert_liger_kernel(inner)
     applied = Applied(family.name)

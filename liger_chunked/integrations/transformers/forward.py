@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.engine import Like, Returns, loss_and, one_operation
@@ -20,12 +21,14 @@ from liger_chunked.integrations.transformers.head import (
     HeadFn,
     HeadInput,
     arguments,
-    backbone_of,
+    forget_facts,
+    head_facts,
     inner_model,
-    projections,
+    require_causal_loss,
     run_backbone,
     run_head,
 )
+from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
@@ -121,11 +124,25 @@ def _fusion(model: PreTrainedModel) -> Fusion | None:
     return next((state.fusion for state in states if state is not None and state.fusion is not None), None)
 
 
+def has_causal_loss(model: PreTrainedModel) -> bool:
+    """Whether the loss of `model.forward` is the causal one, also if somebody has set another one since patching."""
+    return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
+
+
 def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
     labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     if skip_logits and not labelled:
         raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
-    return labelled and (model.training if skip_logits is None else skip_logits)
+    if not (labelled and (model.training if skip_logits is None else skip_logits)):
+        return False
+    if has_causal_loss(model):
+        return True
+    if skip_logits:
+        raise ValueError(
+            f"skip_logits=True is the causal loss, but the loss_function of this model is {model.loss_function}: leave "
+            "skip_logits out, and that function gets its logits"
+        )
+    return False
 
 
 # Somebody else's code: nothing says that it can be traced.
@@ -144,6 +161,7 @@ def _forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
+            require_causal_loss(model)
             return _without_logits(model, fusion, token_accuracy, **kwargs)
     return stock(**kwargs)
 
@@ -195,10 +213,17 @@ def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None
     vars(state).update(wish)
     if not state.head_fn and state.fusion is None:
         state.patches.undo()
+        forget_facts(owner)
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None:
-    """Let a model, or every model of a class, train without logits."""
+    """Let a model, or every model of a class, train without logits.
+
+    Raises:
+        ValueError: a fused loss is not what the model computes. Models of a class are checked before their first step.
+    """
+    if not isinstance(owner, type):
+        require_causal_loss(owner)
     _teach(owner).fusion = fusion
 
 
@@ -220,7 +245,8 @@ def attach_head(model: nn.Module) -> None:
 
     Raises:
         TypeError: there is no transformers model in it.
-        ValueError: that model has no backbone with an `lm_head`, or an `lm_head` that is more than weight and bias.
+        ValueError: that model has no backbone with an `lm_head`, an `lm_head` that is more than weight and bias, or
+            logits that are no `transform(lm_head(last_hidden_state))`; see `logit_options`.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -235,8 +261,7 @@ def attach_head(model: nn.Module) -> None:
     torch.Size([1, 8])
     """
     inner = inner_model(model)
-    backbone_of(inner)
-    projections(inner)
+    head_facts(inner)
     _teach(inner).head_fn = True
 
 

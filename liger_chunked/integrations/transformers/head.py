@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
+from liger_chunked.integrations.transformers.head_check import HeadFacts, check_head, check_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import Head, LogitOptions
 
@@ -67,33 +70,130 @@ class HeadInput:
 
 HeadFn = Callable[[Head, HeadInput], Any]
 
-# These leave out a transform that their text config names.
-_NO_SOFTCAP = {"Gemma3ForConditionalGeneration"}
+# Fields of a config that transform logits in some models. They guard a compiled graph.
+_CONFIG_NAMES = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier",
+    "lm_head_multiplier",
+    "logits_mup_width_multiplier",
+)
+_CHECKED = "_liger_checked_head"  # of a model
+_CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def _names(kind: type) -> set[str]:
-    """Of a class and its bases: FSDP makes a subclass, under a name of its own, of what it shards."""
-    return {base.__name__ for base in kind.__mro__}
+def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those that are a number or None."""
+    return {name: x for name, x in attributes.items() if x is None or type(x) in (int, float)}
+
+
+class _CheckedHead:
+    """The facts about one model's head, and the config that they hold for. Copies of the model are checked anew."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.facts = check_head(model, backbone_of(model), projections(model)[0])
+        self.has_causal_loss = False
+        self.config, self.text_config = model.config, model.config.get_text_config()
+        self._fields = [(config, dict(vars(config))) for config in (self.config, self.text_config)]
+        self._own = _numbers(vars(model))
+        self._guards = self._named()
+
+    def __reduce__(self) -> Any:
+        return (_no_checked_head, ())
+
+    def _named(self) -> tuple[Any, ...]:
+        configs = (self.config, self.text_config)
+        return tuple(getattr(config, name, None) for config in configs for name in _CONFIG_NAMES)
+
+    def holds_for(self, model: PreTrainedModel) -> bool:
+        """Whether no number of the config, or of the model itself, has changed since the check."""
+        if torch.compiler.is_compiling():
+            return self._guards == self._named()
+        if model.config is not self.config:
+            return False
+        for i, (config, before) in enumerate(self._fields):
+            if vars(config) != before:
+                if _numbers(vars(config)) != _numbers(before):
+                    return False
+                self._fields[i] = (config, dict(vars(config)))
+        own = vars(model)
+        return all(own.get(name, _CHECKED) == x for name, x in self._own.items())
+
+
+def _no_checked_head() -> None:
+    """What a copy of a model has in place of its `_CheckedHead`."""
+
+
+def _check(model: PreTrainedModel) -> _CheckedHead:
+    checked = _CheckedHead(model)
+    vars(model)[_CHECKED] = checked
+    _CHECKED_MODELS.add(model)
+    return checked
+
+
+@torch.compiler.assume_constant_result
+def _facts_while_tracing(model: PreTrainedModel) -> HeadFacts:
+    return _check(model).facts
+
+
+def head_facts(model: PreTrainedModel) -> HeadFacts:
+    """What was found out about the head of a model, now or before.
+
+    Raises:
+        ValueError: the logits of this model are not `transform(lm_head(last_hidden_state))`.
+    """
+    checked: _CheckedHead | None = vars(model).get(_CHECKED)
+    if checked is not None and checked.holds_for(model):
+        return checked.facts
+    return _facts_while_tracing(model) if torch.compiler.is_compiling() else _check(model).facts
+
+
+def require_causal_loss(model: PreTrainedModel) -> None:
+    """Check once that the model's own forward computes the causal loss of its logits.
+
+    Raises:
+        ValueError: it computes another loss.
+    """
+    head_facts(model)
+    checked: _CheckedHead = vars(model)[_CHECKED]
+    if not checked.has_causal_loss:
+        check_loss(model, backbone_of(model), projections(model)[0])
+        checked.has_causal_loss = True
+
+
+def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
+    """Of one model, or of every model of a class."""
+    for model in list(_CHECKED_MODELS):
+        if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
+            vars(model).pop(_CHECKED, None)
+            _CHECKED_MODELS.discard(model)
 
 
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
-    """The transform that `model.forward` applies to its logits, from its text config.
+    """The transform that `model.forward` applies to its logits.
 
-    Scales go by several names: `logit_scale` (Cohere), `output_multiplier`, `lm_head_multiplier` (Falcon-H1), and
-    `logits_scaling`, which divides (Granite), except where it multiplies (HyperCLOVA X).
+    It is measured: the model's forward runs once on stand-ins for its backbone and its `lm_head`. Numbers of the config
+    name it in most models (`final_logit_softcapping`, `logit_scale`, `logits_scaling`), but some multimodal models
+    ignore those of their text config. A factor between backbone and `lm_head` is part of `logit_scale`.
+
+    Args:
+        model: a transformers model with an `lm_head`.
+        ignore_index: the label that takes part in nothing.
+
+    Raises:
+        ValueError: its logits are not such a transform of `lm_head(last_hidden_state)`; the message names the
+            difference.
+
+    >>> from transformers import GraniteConfig, GraniteForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = GraniteForCausalLM(GraniteConfig(**sizes, num_hidden_layers=1, logits_scaling=8.0))
+    >>> logit_options(model).logit_scale
+    0.125
     """
-    config = model.config.get_text_config()
-    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
-    scale = next((scale for scale in scales if scale is not None), None)
-    logits_scaling = getattr(config, "logits_scaling", None)
-    if scale is None and logits_scaling is not None:
-        scale = logits_scaling if config.model_type == "hyperclovax" else 1 / logits_scaling
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return LogitOptions(
-        ignore_index=ignore_index,
-        softcap=None if _NO_SOFTCAP & _names(type(model)) else softcap,
-        logit_scale=1.0 if scale is None else scale,
-    )
+    options = head_facts(model).options
+    return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -125,6 +225,11 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return backbone
 
 
+def _names(kind: type) -> set[str]:
+    """Of a class and its bases: FSDP makes a subclass, under a name of its own, of what it shards."""
+    return {base.__name__ for base in kind.__mro__}
+
+
 # What may lie around a Linear and does nothing but call it.
 _TRANSPARENT = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}
 
@@ -140,14 +245,50 @@ def projections(model: PreTrainedModel) -> list[nn.Linear]:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
     linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
     others = [m for m in lm_head.modules() if m not in linear and not _TRANSPARENT & _names(type(m))]
+    if parametrized := next((m for m in linear if is_parametrized(m)), None):
+        raise ValueError(_refusal_of_head(parametrized))
     if others or not linear:
-        kind = type((others or [lm_head])[0])
-        raise ValueError(
-            f"lm_head is computed by {kind.__module__}.{kind.__name__}, of which a weight and a bias are only a "
-            "part: a fused loss would ignore the rest (of LoRA, the low-rank term). Take lm_head out of "
+        raise ValueError(_refusal_of_head((others or [lm_head])[0]))
+    return linear
+
+
+def _refusal_of_head(module: nn.Module) -> str:
+    """Why a fused loss cannot read the weight of `lm_head`, and what to do, by what `lm_head` is."""
+    kind, names = type(module), _names(type(module))
+    found = f"lm_head is computed by {kind.__module__}.{kind.__name__}"
+    if "LoraLayer" in names:
+        return (
+            f"{found}: a fused loss reads its weight and would ignore the low-rank term. Take lm_head out of "
             "target_modules; to train it all the same, name it in modules_to_save"
         )
-    return linear
+    if "TrainableTokensWrapper" in names:
+        return (
+            f"{found}: a fused loss reads its weight and would ignore the rows of trainable_token_indices. Untie the "
+            "head from the embeddings (tie_word_embeddings=False), or train both whole (modules_to_save)"
+        )
+    if "BaseTunerLayer" in names:
+        return (
+            f"{found}: a fused loss reads its weight and would ignore the adapter. Take lm_head out of the adapter's "
+            "target_modules"
+        )
+    if is_parametrized(module):
+        return (
+            f"{found}, which is parametrized: a fused loss reads a weight that is a plain parameter. Call "
+            "torch.nn.utils.parametrize.remove_parametrizations on lm_head first"
+        )
+    if isinstance(module, nn.Linear) or _is_quantized(module):
+        return (
+            f"{found}: a fused loss needs a weight in floating point, multiplied by torch.nn.Linear.forward. Leave "
+            "lm_head out of quantization (llm_int8_skip_modules, modules_to_not_convert), or make it a torch.nn.Linear"
+        )
+    return (
+        f"{found}: a fused loss needs a single torch.nn.Linear. Fold lm_head into one, or train with the logits of "
+        "the model's own forward"
+    )
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
 
 
 def _whole(parameter: Any) -> Any:
@@ -166,11 +307,12 @@ def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
 def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
     """The backbone on the arguments of `model.forward`, as `model.forward` itself would run it.
 
-    The arguments that belong to head and loss do not reach it: `labels`, `shift_labels`, `num_items_in_batch`,
-    `ignore_index`, `logits_to_keep`.
+    The arguments that belong to head and loss do not reach it: `shift_labels`, `num_items_in_batch`, `ignore_index`,
+    `logits_to_keep`, and `labels`, unless `model.forward` hands these to its backbone.
     """
+    facts = head_facts(model)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+    num_items_in_batch = _at_least_one(kwargs.pop("num_items_in_batch", None))
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = logit_options(model, ignore_index=kwargs.pop("ignore_index", -100))
     config = model.config.get_text_config()
@@ -178,6 +320,12 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
         kwargs["output_router_logits"] = True
     kwargs.setdefault("use_cache", False)
     kwargs["return_dict"] = True
+    for name in facts.dropped:
+        kwargs.pop(name, None)
+    for name, value in facts.constants.items():
+        kwargs.setdefault(name, value)
+    if facts.backbone_takes_labels:
+        kwargs["labels"] = labels
 
     outputs = backbone_of(model)(**kwargs)
     aux_loss: Any = None
@@ -194,6 +342,11 @@ def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
         num_items_in_batch=num_items_in_batch,
         aux_loss=aux_loss,
     )
+
+
+def _at_least_one(num_items: int | Tensor | None) -> int | Tensor | None:
+    """Losses take a tensor of 0 for 1, without a look at it. An int of 0 must do the same."""
+    return max(num_items, 1) if isinstance(num_items, int) else num_items
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -213,12 +366,44 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """`head_fn(head, input)`, from within the forward of `lm_head`, where its parameters are whole.
 
     Raises:
-        ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter.
+        ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter, or somebody's hook on
+            it, or forward of it, waits for logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
         return _at_projection(lm_head, input.hidden_states, input=input, head_fn=head_fn)
     return _run_inside(model, input, head_fn)
+
+
+# Packages whose hooks gather, move, cast or count, and know outputs of any kind.
+_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}
+
+
+def _refuse_readers_of_logits(lm_head: nn.Module) -> None:
+    """No logits exist for hooks on the output of `lm_head`, or for a forward that somebody has set on it.
+
+    Hooks on its input run as ever.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for module in lm_head.modules():
+        readers: list[tuple[str, Any]] = [("forward", vars(module).get(slot)) for slot in ("forward", "_old_forward")]
+        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            readers += [(kind.strip("_").replace("_", " ")[:-1], hook) for hook in vars(module)[kind].values()]
+        for kind, reader in readers:
+            if reader is not None and _package(reader) not in _FRAMEWORKS:
+                name = getattr(reader, "__qualname__", type(reader).__qualname__)
+                raise ValueError(
+                    f"lm_head has the {kind} {name!r}, which expects logits, and a fused loss builds none. Remove it, "
+                    "or run the model's own forward (skip_logits=False, or without head_fn)"
+                )
+
+
+def _package(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
@@ -231,11 +416,16 @@ def _is_bare(lm_head: nn.Module | None) -> bool:
 
 def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
     head = Head(_whole(projection.weight), _whole(projection.bias))
-    return head_fn(head, replace(input, hidden_states=hidden_states.to(head.weight.device)))
+    device, dtype = head.weight.device, hidden_states.dtype
+    if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
+        # A float32 head on a bfloat16 body. The other way round would round the hidden states: the loss refuses it.
+        dtype = torch.promote_types(dtype, head.weight.dtype)
+    return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
 @torch.compiler.disable
 def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
+    _refuse_readers_of_logits(model.get_output_embeddings())
     patches = Patches()
     for projection in projections(model):
         forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
