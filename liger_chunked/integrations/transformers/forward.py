@@ -82,9 +82,11 @@ def _cross_entropy(
 
 
 @can_return_tuple
-def _without_logits(model: PreTrainedModel, fusion: Fusion, token_accuracy: bool, **kwargs: Any) -> ModelOutput:
-    """What `model.forward` returns for labels, without logits."""
-    input = run_backbone(model, **kwargs)
+def _without_logits(
+    model: PreTrainedModel, forward: Callable[..., Any] | None, fusion: Fusion, token_accuracy: bool, **kwargs: Any
+) -> ModelOutput:
+    """What `forward`, or else that of the model's class, returns for labels, without logits."""
+    input = run_backbone(model, forward, **kwargs)
 
     def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
         return _cross_entropy(
@@ -161,8 +163,10 @@ def _forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            require_causal_loss(model)
-            return _without_logits(model, fusion, token_accuracy, **kwargs)
+            # A class that was patched: a subclass may have called this forward from its own.
+            forward = stock.func if isinstance(stock, functools.partial) else None
+            require_causal_loss(model, forward)
+            return _without_logits(model, forward, fusion, token_accuracy, **kwargs)
     return stock(**kwargs)
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
-from liger_chunked.integrations.transformers.head_check import HeadFacts, check_head, check_loss
+from liger_chunked.integrations.transformers.head_check import HeadFacts, Subject, check_head, check_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import Head, LogitOptions
 
@@ -80,7 +80,7 @@ _CONFIG_NAMES = (
     "lm_head_multiplier",
     "logits_mup_width_multiplier",
 )
-_CHECKED = "_liger_checked_head"  # of a model
+_CHECKED = "_liger_checked_head:"  # with the name of a forward, an attribute of the model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -92,8 +92,9 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
 class _CheckedHead:
     """The facts about one model's head, and the config that they hold for. Copies of the model are checked anew."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.facts = check_head(model, backbone_of(model), projections(model)[0])
+    def __init__(self, subject: Subject) -> None:
+        model = subject.model
+        self.facts = check_head(subject)
         self.has_causal_loss = False
         self.config, self.text_config = model.config, model.config.get_text_config()
         self._fields = [(config, dict(vars(config))) for config in (self.config, self.text_config)]
@@ -126,40 +127,51 @@ def _no_checked_head() -> None:
     """What a copy of a model has in place of its `_CheckedHead`."""
 
 
-def _check(model: PreTrainedModel) -> _CheckedHead:
-    checked = _CheckedHead(model)
-    vars(model)[_CHECKED] = checked
+def _subject(model: PreTrainedModel, forward: Callable[..., Any]) -> Subject:
+    return Subject(model, forward, backbone_of(model), projections(model)[0])
+
+
+def _check(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead:
+    checked = _CheckedHead(_subject(model, forward))
+    vars(model)[_CHECKED + forward.__qualname__] = checked
     _CHECKED_MODELS.add(model)
     return checked
 
 
 @torch.compiler.assume_constant_result
-def _facts_while_tracing(model: PreTrainedModel) -> HeadFacts:
-    return _check(model).facts
+def _facts_while_tracing(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
+    return _check(model, forward).facts
 
 
-def head_facts(model: PreTrainedModel) -> HeadFacts:
+def head_facts(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> HeadFacts:
     """What was found out about the head of a model, now or before.
+
+    Args:
+        forward: the function that makes its logits; None for that of its class.
 
     Raises:
         ValueError: the logits of this model are not `transform(lm_head(last_hidden_state))`.
     """
-    checked: _CheckedHead | None = vars(model).get(_CHECKED)
+    forward = type(model).forward if forward is None else forward
+    checked: _CheckedHead | None = vars(model).get(_CHECKED + forward.__qualname__)
     if checked is not None and checked.holds_for(model):
         return checked.facts
-    return _facts_while_tracing(model) if torch.compiler.is_compiling() else _check(model).facts
+    if torch.compiler.is_compiling():
+        return _facts_while_tracing(model, forward)
+    return _check(model, forward).facts
 
 
-def require_causal_loss(model: PreTrainedModel) -> None:
-    """Check once that the model's own forward computes the causal loss of its logits.
+def require_causal_loss(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> None:
+    """Check once that a model's own forward computes the causal loss of its logits.
 
     Raises:
         ValueError: it computes another loss.
     """
-    head_facts(model)
-    checked: _CheckedHead = vars(model)[_CHECKED]
+    forward = type(model).forward if forward is None else forward
+    head_facts(model, forward)
+    checked: _CheckedHead = vars(model)[_CHECKED + forward.__qualname__]
     if not checked.has_causal_loss:
-        check_loss(model, backbone_of(model), projections(model)[0])
+        check_loss(_subject(model, forward))
         checked.has_causal_loss = True
 
 
@@ -167,7 +179,8 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
     """Of one model, or of every model of a class."""
     for model in list(_CHECKED_MODELS):
         if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
-            vars(model).pop(_CHECKED, None)
+            for name in [name for name in vars(model) if name.startswith(_CHECKED)]:
+                del vars(model)[name]
             _CHECKED_MODELS.discard(model)
 
 
@@ -192,7 +205,10 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
     >>> logit_options(model).logit_scale
     0.125
     """
-    options = head_facts(model).options
+    return _with_ignore_index(head_facts(model).options, ignore_index)
+
+
+def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions:
     return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
 
 
@@ -304,17 +320,19 @@ def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def run_backbone(model: PreTrainedModel, **kwargs: Any) -> HeadInput:
+def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
     """The backbone on the arguments of `model.forward`, as `model.forward` itself would run it.
+
+    `forward` is the function whose place this takes; None for that of the model's class.
 
     The arguments that belong to head and loss do not reach it: `shift_labels`, `num_items_in_batch`, `ignore_index`,
     `logits_to_keep`, and `labels`, unless `model.forward` hands these to its backbone.
     """
-    facts = head_facts(model)
+    facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items_in_batch = _at_least_one(kwargs.pop("num_items_in_batch", None))
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
-    options = logit_options(model, ignore_index=kwargs.pop("ignore_index", -100))
+    options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
     config = model.config.get_text_config()
     if kwargs.get("output_router_logits") is None and getattr(config, "output_router_logits", False):
         kwargs["output_router_logits"] = True

@@ -93,56 +93,66 @@ class _Observed(NamedTuple):
     ours: dict[str, Any] | None
 
 
-def check_head(model: PreTrainedModel, backbone: nn.Module, projection: nn.Linear) -> HeadFacts:
-    """Find the transform of a model's logits.
+class Subject(NamedTuple):
+    """What is checked.
 
-    Args:
-        backbone: its `last_hidden_state` is what a fused loss multiplies by the head.
-        projection: of `lm_head`; only its sizes are read.
+    - `forward`: the function that makes logits of `model`, usually that of its class
+    - `backbone`: a fused loss multiplies its `last_hidden_state` by the head
+    - `projection`: of `lm_head`; only its sizes are read, and whether it has a bias
+    """
+
+    model: PreTrainedModel
+    forward: Callable[..., Any]
+    backbone: nn.Module
+    projection: nn.Linear
+
+
+def check_head(subject: Subject) -> HeadFacts:
+    """Find the transform of a model's logits.
 
     Raises:
         ValueError: the logits are not `transform(lm_head(last_hidden_state))`. The message says how they differ.
     """
-    return _told(model, lambda: _find_facts(model, backbone, projection))
+    return _told(subject, _find_facts)
 
 
-def check_loss(model: PreTrainedModel, backbone: nn.Module, projection: nn.Linear) -> None:
+def check_loss(subject: Subject) -> None:
     """Compare the loss of the model's own forward with the causal loss on its logits.
 
     Raises:
         ValueError: they differ.
     """
-    _told(model, lambda: _compare_losses(model, backbone, projection))
+    _told(subject, _compare_losses)
 
 
-def _told(model: PreTrainedModel, check: Callable[[], Any]) -> Any:
-    name = type(model).__name__
+def _told(subject: Subject, check: Callable[[Subject], Any]) -> Any:
+    name = subject.forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
-            return check()
+            return check(subject)
     except _Difference as difference:
-        raise ValueError(f"a fused loss cannot stand in for {name}.forward: {difference}. {advice}") from None
+        raise ValueError(f"a fused loss cannot stand in for {name}: {difference}. {advice}") from None
     except Exception as error:  # somebody else's forward may raise anything
         raise ValueError(
-            f"a fused loss cannot stand in for {name}.forward: the forward could not be followed from the backbone to "
+            f"a fused loss cannot stand in for {name}: the forward could not be followed from the backbone to "
             f"the logits ({type(error).__name__}: {error}). {advice}"
         ) from error
 
 
-def _find_facts(model: PreTrainedModel, backbone: nn.Module, projection: nn.Linear) -> HeadFacts:
-    probe = _probe(projection, wide=True)
-    observed = _observe(model, backbone, probe)
-    factor = _factor(observed.reached, probe.hidden_states, _numbers(model))
-    if factor != 1 and projection.bias is not None:
+def _find_facts(subject: Subject) -> HeadFacts:
+    probe, numbers = _probe(subject.projection, wide=True), _numbers(subject.model)
+    observed = _observe(subject, probe)
+    factor = _factor(observed.reached, probe.hidden_states, numbers)
+    if factor != 1 and subject.projection.bias is not None:
         raise _Difference(
             f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
         )
-    options = _transform(probe.logits, _logits_of(observed.output), _numbers(model), factor)
-    if "logits_to_keep" in _parameters(type(model).forward):
-        kept = _observe(model, backbone, probe, logits_to_keep=_KEPT)
-        _factor(kept.reached, probe.hidden_states[:, -_KEPT:], _numbers(model))
-    labelled = _observe(model, backbone, probe, labels=observed.given["input_ids"].clone())
+    options = _transform(probe.logits, _logits_of(observed.output), numbers, factor)
+    if "logits_to_keep" in _parameters(subject.forward):
+        kept = _observe(subject, probe, logits_to_keep=_KEPT)
+        _factor(kept.reached, probe.hidden_states[:, -_KEPT:], numbers)
+    labelled = _observe(subject, probe, loss_function=_no_loss, labels=observed.given["input_ids"].clone())
     return _handed_over(labelled, options)
 
 
@@ -271,32 +281,43 @@ def _containing(model: nn.Module, target: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _observe(model: PreTrainedModel, backbone: nn.Module, probe: _Probe, **arguments: Any) -> _Observed:
-    """Run the forward of the model's class on stand-ins.
+def _no_loss(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros((), device="cpu")
+
+
+def _observe(
+    subject: Subject, probe: _Probe, *, loss_function: Callable[..., Tensor] | None = None, **arguments: Any
+) -> _Observed:
+    """Run the forward on stand-ins.
 
     Some forwards call a part of the backbone, such as its `decoder`. Then that part is the core, and what the backbone
     itself hands to it is compared with what the forward does.
     """
-    core = backbone
+    core = subject.backbone
     while True:
         try:
-            return _run(model, backbone, core, probe, arguments)
+            return _run(subject, core, probe, loss_function, arguments)
         except _Part as part:
             name = str(part)
             core = getattr(core, name)
-            if not isinstance(core, nn.Module) or core is model.get_output_embeddings():
+            if not isinstance(core, nn.Module) or core is subject.model.get_output_embeddings():
                 raise _Difference(f"it uses {name!r} of its backbone") from None
 
 
 def _run(
-    model: PreTrainedModel, backbone: nn.Module, core: nn.Module, probe: _Probe, arguments: dict[str, Any]
+    subject: Subject,
+    core: nn.Module,
+    probe: _Probe,
+    loss_function: Callable[..., Tensor] | None,
+    arguments: dict[str, Any],
 ) -> _Observed:
+    model, forward = subject.model, subject.forward
     real_head = model.get_output_embeddings()
     stand_in, head = _Core(core, probe.hidden_states), _Head(probe.logits)
     stand_ins: dict[nn.Module, nn.Module] = {core: stand_in, real_head: head}
-    inner = {model} | _containing(model, real_head) | _containing(model, core)
-    copy = _copy(model, "", stand_ins, inner)
-    forward = type(model).forward
+    copy = _copy(model, "", stand_ins, {model} | _containing(model, real_head) | _containing(model, core))
+    if loss_function is not None:
+        vars(copy)["_loss_function"] = loss_function
     given = _arguments(forward, probe) | arguments
     output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=False))
     if len(stand_in.calls) != 1:
@@ -304,11 +325,13 @@ def _run(
     if len(head.inputs) != 1:
         raise _Difference(f"it calls lm_head {len(head.inputs)} times, not once")
     ours = None
-    if core is not backbone:
-        own = {name: x for name, x in given.items() if name not in ("labels", "logits_to_keep")}
-        result = stand_ins[backbone](**own, use_cache=False, return_dict=True)
+    if core is not subject.backbone:
+        own = {name: x for name, x in given.items() if name not in ("labels", "logits_to_keep", "num_items_in_batch")}
+        result = stand_ins[subject.backbone](**own, use_cache=False, return_dict=True)
         if len(stand_in.calls) != 2 or not _same(result.last_hidden_state, probe.hidden_states):
-            raise _Difference(f"its backbone {type(backbone).__name__} changes the hidden states that reach lm_head")
+            raise _Difference(
+                f"its backbone {type(subject.backbone).__name__} changes the hidden states that reach lm_head"
+            )
         ours = stand_in.calls[1]
     return _Observed(head.inputs[0], output, given, stand_in.calls[0], ours)
 
@@ -436,22 +459,20 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def _compare_losses(model: PreTrainedModel, backbone: nn.Module, projection: nn.Linear) -> None:
-    probe = _probe(projection, wide=False)
-    labels = _arguments(type(model).forward, probe)["input_ids"].clone()
+def _compare_losses(subject: Subject) -> None:
+    probe = _probe(subject.projection, wide=False)
+    labels = _arguments(subject.forward, probe)["input_ids"].clone()
     labels[:, 1] = -100
-    for name, arguments in {
-        "labels": {},
-        "num_items_in_batch": _if_taken(type(model).forward, num_items_in_batch=torch.tensor(_NUM_ITEMS)),
-    }.items():
-        observed = _observe(model, backbone, probe, labels=labels, **arguments)
-        logits = _logits_of(observed.output)
-        total = F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
-        expected = total / (_NUM_ITEMS if arguments else (labels[0, 1:] != -100).sum())
+    counted = _if_taken(subject.forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))
+    for arguments in ({}, counted):
+        observed = _observe(subject, probe, labels=labels, **arguments)
+        logits, target = _logits_of(observed.output), labels[0, 1:]
+        total = F.cross_entropy(logits[0, :-1], target, ignore_index=-100, reduction="sum")
+        expected = total / (_NUM_ITEMS if arguments else (target != -100).sum())
         loss = observed.output.loss
         if not isinstance(loss, Tensor) or not torch.allclose(loss.float(), expected, rtol=1e-4, atol=0):
-            got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else type(loss).__name__
+            got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else f"a {type(loss).__name__}"
             raise _Difference(
-                f"its loss, called with {name}, is {got} where the mean negative log-likelihood of the next tokens "
-                f"is {expected:.6g}"
+                f"its loss, called with {' and '.join(['labels', *arguments])}, is {got} where the mean negative "
+                f"log-likelihood of the next tokens is {expected:.6g}"
             )
