@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
 from liger_chunked.integrations.transformers.forward import Fusion, fuse, has_causal_loss, output_of, unfuse
-from liger_chunked.integrations.transformers.head import inner_model, require_causal_loss
+from liger_chunked.integrations.transformers.head import head_facts, inner_model
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import LogitOptions
@@ -193,7 +193,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
                 f"{switch}=False leaves it alone"
             )
     if _FUSED in on:
-        require_causal_loss(inner)
+        head_facts(inner, causal_loss=True)
 
     revert_liger_kernel(inner)
     applied = Applied(family.name)

@@ -24,7 +24,6 @@ from liger_chunked.integrations.transformers.head import (
     forget_facts,
     head_facts,
     inner_model,
-    require_causal_loss,
     run_backbone,
     run_head,
 )
@@ -165,7 +164,7 @@ def _forward(
         if _fuses(model, skip_logits, kwargs):
             # A class that was patched: a subclass may have called this forward from its own.
             forward = stock.func if isinstance(stock, functools.partial) else None
-            require_causal_loss(model, forward)
+            head_facts(model, forward, causal_loss=True)
             return _without_logits(model, forward, fusion, token_accuracy, **kwargs)
     return stock(**kwargs)
 
@@ -227,7 +226,7 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None
         ValueError: a fused loss is not what the model computes. Models of a class are checked before their first step.
     """
     if not isinstance(owner, type):
-        require_causal_loss(owner)
+        head_facts(owner, causal_loss=True)
     _teach(owner).fusion = fusion
 
 

@@ -80,7 +80,7 @@ _CONFIG_NAMES = (
     "lm_head_multiplier",
     "logits_mup_width_multiplier",
 )
-_CHECKED = "_liger_checked_head:"  # with the name of a forward, an attribute of the model
+_CHECKED = "_liger_checked_heads"  # of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -90,19 +90,17 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _CheckedHead:
-    """The facts about one model's head, and the config that they hold for. Copies of the model are checked anew."""
+    """The facts about one model's head, and the forward and the config that they hold for."""
 
     def __init__(self, subject: Subject) -> None:
         model = subject.model
+        self.forward = subject.forward
         self.facts = check_head(subject)
         self.has_causal_loss = False
         self.config, self.text_config = model.config, model.config.get_text_config()
         self._fields = [(config, dict(vars(config))) for config in (self.config, self.text_config)]
         self._own = _numbers(vars(model))
         self._guards = self._named()
-
-    def __reduce__(self) -> Any:
-        return (_no_checked_head, ())
 
     def _named(self) -> tuple[Any, ...]:
         configs = (self.config, self.text_config)
@@ -123,64 +121,74 @@ class _CheckedHead:
         return all(own.get(name, _CHECKED) == x for name, x in self._own.items())
 
 
-def _no_checked_head() -> None:
-    """What a copy of a model has in place of its `_CheckedHead`."""
+class _CheckedHeads:
+    """An attribute of a model. Copies of the model have an empty one, and are checked anew."""
+
+    def __init__(self) -> None:
+        self.heads: list[_CheckedHead] = []
+
+    def __reduce__(self) -> Any:
+        return (_CheckedHeads, ())
 
 
 def _subject(model: PreTrainedModel, forward: Callable[..., Any]) -> Subject:
     return Subject(model, forward, backbone_of(model), projections(model)[0])
 
 
-def _check(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead:
-    checked = _CheckedHead(_subject(model, forward))
-    vars(model)[_CHECKED + forward.__qualname__] = checked
-    _CHECKED_MODELS.add(model)
+def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead | None:
+    known = vars(model).get(_CHECKED)
+    if known is not None:
+        for checked in known.heads:
+            if checked.forward is forward:
+                return checked if checked.holds_for(model) else None
+    return None
+
+
+def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool) -> _CheckedHead:
+    """The checked head of a model; with `loss`, its loss has been checked too."""
+    checked = _known(model, forward)
+    if checked is None:
+        checked = _CheckedHead(_subject(model, forward))
+        heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
+        heads[:] = [head for head in heads if head.forward is not forward] + [checked]
+        _CHECKED_MODELS.add(model)
+    if loss and not checked.has_causal_loss:
+        check_loss(_subject(model, forward))
+        checked.has_causal_loss = True
     return checked
 
 
 @torch.compiler.assume_constant_result
-def _facts_while_tracing(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
-    return _check(model, forward).facts
+def _facts_while_tracing(model: PreTrainedModel, forward: Callable[..., Any], loss: bool) -> HeadFacts:
+    return _checked(model, forward, loss=loss).facts
 
 
-def head_facts(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> HeadFacts:
+def head_facts(
+    model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
+) -> HeadFacts:
     """What was found out about the head of a model, now or before.
 
     Args:
         forward: the function that makes its logits; None for that of its class.
+        causal_loss: also check that this function computes the causal loss of its logits.
 
     Raises:
-        ValueError: the logits of this model are not `transform(lm_head(last_hidden_state))`.
+        ValueError: the logits of this model are not `transform(lm_head(last_hidden_state))`, or its loss is another.
     """
     forward = type(model).forward if forward is None else forward
-    checked: _CheckedHead | None = vars(model).get(_CHECKED + forward.__qualname__)
-    if checked is not None and checked.holds_for(model):
+    checked = _known(model, forward)
+    if checked is not None and (checked.has_causal_loss or not causal_loss):
         return checked.facts
     if torch.compiler.is_compiling():
-        return _facts_while_tracing(model, forward)
-    return _check(model, forward).facts
-
-
-def require_causal_loss(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> None:
-    """Check once that a model's own forward computes the causal loss of its logits.
-
-    Raises:
-        ValueError: it computes another loss.
-    """
-    forward = type(model).forward if forward is None else forward
-    head_facts(model, forward)
-    checked: _CheckedHead = vars(model)[_CHECKED + forward.__qualname__]
-    if not checked.has_causal_loss:
-        check_loss(_subject(model, forward))
-        checked.has_causal_loss = True
+        return _facts_while_tracing(model, forward, causal_loss)
+    return _checked(model, forward, loss=causal_loss).facts
 
 
 def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
     """Of one model, or of every model of a class."""
     for model in list(_CHECKED_MODELS):
         if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
-            for name in [name for name in vars(model) if name.startswith(_CHECKED)]:
-                del vars(model)[name]
+            vars(model).pop(_CHECKED, None)
             _CHECKED_MODELS.discard(model)
 
 
