@@ -1,0 +1,586 @@
+"""A fused loss of a model is the loss of its own logits, or is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import random
+import time
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import liger_chunked
+from liger_chunked import linear_token_stats
+from liger_chunked.integrations.transformers import (
+    apply_liger_kernel,
+    attach_head,
+    detach_head,
+    logit_options,
+    revert_liger_kernel,
+)
+
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
+]
+
+LLAMA: dict[str, Any] = BY_ID["llama"].config
+SIGLIP: dict[str, Any] = {**BY_ID["gemma3"].config["vision_config"]}
+CLIP: dict[str, Any] = {**SIGLIP, "model_type": "clip_vision_model"}
+
+
+def text(model_type: str, **config: Any) -> dict[str, Any]:
+    return {**LLAMA, "mlp_bias": False, "model_type": model_type, **config}
+
+
+def tiny(model_class: str, **config: Any) -> PreTrainedModel:
+    """A model with random weights, its vectors away from their initial values; skipped where there is no such class."""
+    cls = getattr(transformers, model_class, None)
+    if cls is None:
+        pytest.skip(f"this transformers has no {model_class}")
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+        model.get_output_embeddings().weight.mul_(3.0)
+    return model
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(10, VOCAB - 10, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+
+
+def fused(head, input):
+    """The mean negative log-likelihood."""
+    stats = linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        softcap=input.options.softcap,
+        logit_scale=input.options.logit_scale,
+    )
+    return -stats.logps.sum() / (input.target != -100).sum()
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return result
+
+
+def assert_served(model: PreTrainedModel) -> None:
+    """Loss and gradients are those of the model's own logits."""
+    arguments = batch()
+    labels = arguments.pop("labels")
+    logits = model(**arguments).logits.float()
+    stock = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    exact = gradients(model, stock)
+    attach_head(model)
+    ours = model(**arguments, labels=labels, head_fn=fused)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+    found = gradients(model, ours)
+    assert found.keys() == exact.keys()
+    largest = max(g.norm() for g in exact.values())
+    for name, g in exact.items():
+        assert (found[name] - g).norm() <= 1e-4 * g.norm() + 1e-6 * largest, name
+
+
+# Models whose config does not say what happens to their logits, with what does: softcap and scale.
+SERVED: list[tuple[str, dict[str, Any], float | None, float]] = [
+    (
+        "AyaVisionForConditionalGeneration",
+        {"text_config": text("cohere2", logit_scale=0.25, layer_types=None), "vision_config": SIGLIP},
+        None,
+        1.0,
+    ),
+    (
+        "LlavaNextForConditionalGeneration",
+        {"text_config": text("granite", logits_scaling=4.0), "vision_config": CLIP},
+        None,
+        1.0,
+    ),
+    (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": text("gemma2", head_dim=8, final_logit_softcapping=3.0, hidden_act="gelu_pytorch_tanh"),
+            "vision_config": CLIP,
+        },
+        None,
+        1.0,
+    ),
+    ("RecurrentGemmaForCausalLM", {**LLAMA, "num_hidden_layers": 3, "lru_width": HIDDEN, "logits_soft_cap": 3.0}, 3.0, 1.0),
+    (
+        "InklingForCausalLM",
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "logits_mup_width_multiplier": 3.0,
+            "unpadded_vocab_size": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        None,
+        1 / 3.0,
+    ),
+    ("CohereForCausalLM", {**LLAMA, "logit_scale": 0.25}, None, 0.25),
+    ("GraniteForCausalLM", {**LLAMA, "logits_scaling": 8.0}, None, 0.125),
+    ("HyperCLOVAXForCausalLM", {**LLAMA, "logits_scaling": 8.0}, None, 8.0),
+    ("OPTForCausalLM", {"vocab_size": VOCAB, "hidden_size": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2,
+                        "num_attention_heads": 4, "ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0}, None, 1.0),
+    ("PhiForCausalLM", {**LLAMA}, None, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "config", "softcap", "scale"), SERVED, ids=[row[0] for row in SERVED])
+def test_served(name, config, softcap, scale):
+    model = tiny(name, **config)
+    options = logit_options(model)
+    assert (options.softcap, options.logit_scale) == (softcap, scale)
+    assert_served(model)
+
+
+@pytest.mark.parametrize("zoo", ZOO, ids=repr)
+def test_every_family_is_served(zoo):
+    model = zoo.build()
+    expected = zoo.config.get("final_logit_softcapping"), 1 / zoo.config.get("logits_scaling", 1.0)
+    assert (logit_options(model).softcap, logit_options(model).logit_scale) == expected
+    assert_served(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "difference"),
+    [
+        ("ModernBertDecoderForCausalLM", LLAMA, r"it runs lm_head \(ModernBertDecoderPredictionHead\) beside"),
+        ("BertLMHeadModel", {**LLAMA, "is_decoder": True}, r"it runs cls.predictions.transform \(BertPredictionHeadT"),
+        ("RobertaForCausalLM", {**LLAMA, "is_decoder": True}, r"it runs lm_head.dense \(Linear\) beside its backbone"),
+        ("T5Gemma2ForConditionalGeneration", None, "hands another decoder_input_ids to its backbone than it was"),
+        ("Inkling2ForCausalLM", None, r"logits of the shape \(1, 6, 201024\), and the model \(1, 6, 200058\)"),
+    ],
+)
+def test_refused(name, config, difference):
+    if config is None:  # as large as it is, without memory
+        cls = getattr(transformers, name, None)
+        if cls is None:
+            pytest.skip(f"this transformers has no {name}")
+        with torch.device("meta"):
+            model = cls(cls.config_class())
+    else:
+        model = tiny(name, **config)
+    for refused in (attach_head, logit_options):
+        with pytest.raises(ValueError, match=rf"a fused loss cannot stand in for {name}.forward: .*{difference}"):
+            refused(model)
+
+
+# The sizes of most configs, under the names that they have.
+SIZES: dict[str, Any] = {
+    **LLAMA,
+    "mlp_bias": False,
+    "head_dim": 8,
+    "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "d_model": 32, "embedding_size": 32,
+    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 1, "ffn_dim": 48,
+    "word_embed_proj_dim": 32, "is_decoder": True,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
+CAUSAL = sorted(
+    {
+        name
+        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for name in (names if isinstance(names, (list, tuple)) else (names,))
+        if name.endswith(("ForCausalLM", "LMHeadModel"))
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", random.Random(0).sample(CAUSAL, 40))
+def test_any_causal_model(name):
+    """Served or refused: a sample of all classes of this transformers, those that build small."""
+    cls = getattr(transformers, name, None)
+    try:
+        config = cls.config_class(**SIZES)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in cls(config).parameters())
+        if size > 2e6:
+            pytest.skip("these names do not make it small")
+        model = tiny(name, **SIZES)
+        with torch.no_grad():
+            arguments = batch()
+            arguments.pop("labels")
+            model(**arguments)
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        IndexError,
+        AssertionError,
+        ImportError,
+    ) as e:
+        pytest.skip(f"these names do not build one: {e}")
+    try:
+        attach_head(model)
+    except ValueError as refusal:
+        assert f"a fused loss cannot stand in for {name}.forward: it runs" in str(refusal)
+        return
+    detach_head(model)
+    assert_served(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "Gemma3ForConditionalGeneration"]
+)
+def test_a_check_is_quick_at_any_size(name):
+    """Of meta-device models in their published sizes, vocabularies of up to 262,208."""
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        attach_head(model)
+        seconds.append(time.perf_counter() - started)
+        detach_head(model)
+    assert min(seconds) < 1
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_check_leaves_no_trace():
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    model.lm_head.register_forward_hook(lambda *args: pytest.fail("the check ran a hook of the model"))
+    model.model.register_forward_hook(lambda *args: pytest.fail("the check ran a hook of the model"))
+    before, state, calls = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state(), vars(model)
+    attributes = set(calls)
+    attach_head(model)
+    detach_head(model)
+    assert set(vars(model)) == attributes
+    assert torch.get_rng_state().equal(state)
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+
+
+def test_a_config_that_changes_is_checked_again():
+    model = BY_ID["gemma2"].build()
+    apply_liger_kernel(model)
+    assert logit_options(model).softcap == 3.0
+    for softcap in (None, 5.0):
+        model.config.final_logit_softcapping = softcap
+        assert logit_options(model).softcap == softcap
+        arguments = batch()
+        with torch.no_grad():
+            stock = model.eval()(**arguments).loss
+            torch.testing.assert_close(model.train()(**arguments).loss, stock, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied):
+    model = BY_ID["gemma2"].build()
+    attach_head(model)
+    twin = copied(model)
+    twin.config = copy.deepcopy(twin.config)
+    twin.config.final_logit_softcapping = 7.0
+    assert logit_options(twin).softcap == 7.0
+    assert logit_options(model).softcap == 3.0
+
+
+class Dropped(transformers.LlamaForCausalLM):
+    """With a module between backbone and head that changes something in training alone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        logits = self.lm_head(self.dropout(outputs.last_hidden_state))
+        return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+
+def test_dropout_before_the_head():
+    assert_served(Dropped(transformers.LlamaConfig(**LLAMA)).eval())
+    model = Dropped(transformers.LlamaConfig(**LLAMA, attention_dropout=0.5)).eval()
+    with pytest.raises(ValueError, match="what reaches lm_head is not the backbone's last hidden state: the largest"):
+        attach_head(model)
+
+
+class Masked(transformers.LlamaForCausalLM):
+    """Some tokens are never predicted."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits[..., :3] = torch.finfo(output.logits.dtype).min
+        return output
+
+
+class Tripled(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 3 * output.logits
+        return output
+
+
+class Penalised(transformers.LlamaForCausalLM):
+    """Calls the forward of its base with embeddings of its own, and adds to its loss."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        embeddings = 2 * self.get_input_embeddings()(input_ids)
+        output = super().forward(inputs_embeds=embeddings, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + 5
+        return output
+
+
+def test_a_forward_of_ones_own():
+    assert_served(Tripled(transformers.LlamaConfig(**LLAMA)).eval())
+    with pytest.raises(
+        ValueError, match=r"Masked.forward: its logits are no scale and softcap of what lm_head returns"
+    ):
+        attach_head(Masked(transformers.LlamaConfig(**LLAMA)))
+    with pytest.raises(ValueError, match=r"Penalised.forward: it runs model \(|Penalised.forward: it uses 'get_input"):
+        attach_head(Penalised(transformers.LlamaConfig(**LLAMA)))
+    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing"):
+        apply_liger_kernel(Tripled(transformers.LlamaConfig(**LLAMA)), fused_linear_cross_entropy=True)
+
+
+@pytest.mark.parametrize("cls", [Penalised, Tripled, Masked])
+def test_a_forward_of_ones_own_over_a_patched_class(cls):
+    """It calls the fused forward of its base, and does its own to what comes back."""
+    torch.manual_seed(0)
+    model, arguments = cls(transformers.LlamaConfig(**LLAMA)).train(), batch()
+    stock = model(**arguments).loss
+    exact = gradients(model, stock)
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        if cls is Penalised:
+            ours = model(**arguments).loss
+            torch.testing.assert_close(ours, stock, rtol=1e-5, atol=0)
+            found = gradients(model, ours)
+            torch.testing.assert_close(found["lm_head.weight"], exact["lm_head.weight"], rtol=1e-3, atol=1e-5)
+        else:
+            with pytest.raises(TypeError, match="NoneType"):  # there are no logits to edit
+                model(**arguments)
+    finally:
+        revert_liger_kernel("llama")
+
+
+class Summed(transformers.LlamaForCausalLM):
+    pass
+
+
+def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
+    """`attach_head` needs logits alone; a fused loss takes the place of the model's."""
+    from liger_chunked.integrations.transformers.families import BY_NAME
+    from liger_chunked.integrations.transformers.forward import Fusion, fuse
+
+    stock = transformers.LlamaForCausalLM.forward
+
+    @functools.wraps(stock)
+    def forward(self, *args, **kwargs):
+        output = stock(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.5
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    assert_served(model)
+    with pytest.raises(ValueError, match=r"its loss, called with labels, is .* where the mean negative log-likelihood"):
+        apply_liger_kernel(model)
+    assert BY_NAME["llama"].causal == ("LlamaForCausalLM",)
+    with pytest.raises(ValueError, match="its loss, called with labels"):
+        fuse(model, Fusion(transformers.modeling_outputs.CausalLMOutput))
+
+
+# What others do to a patched model.
+
+
+@pytest.fixture(params=["fused", "head_fn"])
+def way(request) -> str:
+    return request.param
+
+
+def fused_step(model: PreTrainedModel, way: str) -> Tensor:
+    if way == "head_fn":
+        attach_head(model)
+        return model(**batch(), head_fn=fused)
+    apply_liger_kernel(model)
+    return model.train()(**batch()).loss
+
+
+def test_hooks_that_wait_for_logits_are_refused(way):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    expected = fused_step(model, way)
+
+    def halve(module, args, output):
+        return output / 2
+
+    for register in ("register_forward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"):
+        handle = getattr(model.lm_head, register)(halve)
+        with pytest.raises(
+            ValueError, match=r"lm_head has the (forward|backward)( pre)? hook .*halve', which expects l"
+        ):
+            fused_step(model, way)
+        assert model.eval()(**batch()).logits is not None
+        handle.remove()
+    torch.testing.assert_close(fused_step(model, way), expected)
+    model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) / 2
+    with pytest.raises(ValueError, match="lm_head has the forward .*<lambda>', which expects logits"):
+        fused_step(model, way)
+
+
+def test_hooks_on_what_reaches_the_head_run(way):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    model.lm_head.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    with torch.no_grad():
+        stock = model(**batch()).loss
+        torch.testing.assert_close(fused_step(model, way), stock, rtol=1e-5, atol=0)
+
+
+def test_hooks_of_frameworks_run(way):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    calls = []
+
+    class Hook(ModelHook):
+        def post_forward(self, module, output):
+            calls.append(type(output))
+            return output
+
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    with torch.no_grad():
+        stock = model(**batch()).loss
+        add_hook_to_module(model.lm_head, Hook())
+        torch.testing.assert_close(fused_step(model, way), stock, rtol=1e-5, atol=0)
+    assert len(calls) == 1
+
+
+def test_a_loss_function_set_after_patching_gets_its_logits():
+    model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
+    apply_liger_kernel(model)
+    assert model.train()(**arguments).logits is None
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    output = model(**arguments)
+    torch.testing.assert_close(output.loss, output.logits.square().mean())
+    with pytest.raises(ValueError, match="skip_logits=True is the causal loss, but the loss_function of this model is"):
+        model(**arguments, skip_logits=True)
+    del model._loss_function
+    assert model(**arguments).logits is None
+
+
+def test_no_items_as_int_and_as_tensor():
+    model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
+    arguments["labels"] = torch.full_like(arguments["labels"], -100)
+    apply_liger_kernel(model)
+    model.train()
+    losses = [model(**arguments, num_items_in_batch=items).loss for items in (0, torch.tensor(0))]
+    assert losses[0] == losses[1] == 0
+    for loss in losses:
+        assert not any(g.any() for g in gradients(model, loss).values())
+
+
+def test_a_float32_head_on_a_bfloat16_body(way):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    exact = fused_step(copy.deepcopy(model), way)
+    model.model.bfloat16()
+    loss = fused_step(model, way)
+    assert loss.dtype == torch.float32
+    assert 0 < abs(loss - exact) < 0.02 * exact
+    with torch.no_grad():
+        hidden = model.model(batch()["input_ids"], batch()["attention_mask"]).last_hidden_state
+        logits = model.lm_head(hidden.float())
+        expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch()["labels"][:, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    found = gradients(model, loss)
+    assert found["lm_head.weight"].dtype == torch.float32
+    assert found["model.norm.weight"].dtype == torch.bfloat16 and found["model.norm.weight"].any()
+
+
+class Quantized(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).round()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda head: nn.Sequential(head, nn.Tanh()),
+            r"container\.Sequential: a fused loss needs a single torch.nn.Lin",
+        ),
+        (
+            nn.utils.parametrizations.weight_norm,
+            "which is parametrized: a fused loss reads a weight that is a plain par",
+        ),
+        (lambda head: Quantized(HIDDEN, VOCAB, bias=False), "Leave lm_head out of quantization"),
+    ],
+    ids=["sequential", "parametrized", "quantized"],
+)
+def test_heads_that_are_more_than_a_linear(change, reason):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    model.lm_head = change(model.lm_head)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        attach_head(model)
+    assert "low-rank" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["lora", "trainable_tokens", "ia3"])
+def test_adapters_on_the_head(kind):
+    peft = pytest.importorskip("peft")
+    config, reason = {
+        "lora": (lambda: peft.LoraConfig(target_modules=["lm_head"]), "would ignore the low-rank term. Take lm_head"),
+        "trainable_tokens": (
+            lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 4]}),
+            "would ignore the rows of trainable_token_indices. Untie",
+        ),
+        "ia3": (
+            lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+            "would ignore the adapter. Take lm_head out of the adapter's target_modules",
+        ),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(tiny("LlamaForCausalLM", **LLAMA), config())
+    with pytest.raises(ValueError, match=reason):
+        attach_head(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_family_wide_and_compiled_before_any_step():
+    """Nothing was checked before Dynamo traces the step."""
+    model, arguments = BY_ID["gemma2"].build().train(), batch()
+    stock = model(**arguments).loss
+    liger_chunked.apply_liger_kernel_to_gemma2()
+    try:
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(**arguments).loss, stock, rtol=2e-5, atol=0)
+        model.config.final_logit_softcapping = None
+        with torch.no_grad():
+            uncapped = model.eval()(**arguments).loss
+        torch.testing.assert_close(
+            torch.compile(model.train(), backend="eager")(**arguments).loss, uncapped, rtol=2e-5, atol=0
+        )
+    finally:
+        revert_liger_kernel("gemma2")
