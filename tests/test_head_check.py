@@ -129,7 +129,12 @@ SERVED: list[tuple[str, dict[str, Any], float | None, float]] = [
         None,
         1.0,
     ),
-    ("RecurrentGemmaForCausalLM", {**LLAMA, "num_hidden_layers": 3, "lru_width": HIDDEN, "logits_soft_cap": 3.0}, 3.0, 1.0),
+    (
+        "RecurrentGemmaForCausalLM",
+        {**LLAMA, "num_hidden_layers": 3, "lru_width": HIDDEN, "logits_soft_cap": 3.0},
+        3.0,
+        1.0,
+    ),
     (
         "InklingForCausalLM",
         {
@@ -147,10 +152,9 @@ SERVED: list[tuple[str, dict[str, Any], float | None, float]] = [
     ("CohereForCausalLM", {**LLAMA, "logit_scale": 0.25}, None, 0.25),
     ("GraniteForCausalLM", {**LLAMA, "logits_scaling": 8.0}, None, 0.125),
     ("HyperCLOVAXForCausalLM", {**LLAMA, "logits_scaling": 8.0}, None, 8.0),
-    ("OPTForCausalLM", {"vocab_size": VOCAB, "hidden_size": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2,
-                        "num_attention_heads": 4, "ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0}, None, 1.0),
+    ("OPTForCausalLM", {**LLAMA, "word_embed_proj_dim": 16, "ffn_dim": 48, "dropout": 0.0}, None, 1.0),
     ("PhiForCausalLM", {**LLAMA}, None, 1.0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "config", "softcap", "scale"), SERVED, ids=[row[0] for row in SERVED])
@@ -230,17 +234,8 @@ def test_any_causal_model(name):
             arguments = batch()
             arguments.pop("labels")
             model(**arguments)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        RuntimeError,
-        IndexError,
-        AssertionError,
-        ImportError,
-    ) as e:
-        pytest.skip(f"these names do not build one: {e}")
+    except Exception as error:  # any error of the validation of its config, or of its forward
+        pytest.skip(f"these names do not build one: {error}")
     try:
         attach_head(model)
     except ValueError as refusal:
@@ -358,7 +353,7 @@ def test_a_forward_of_ones_own():
         ValueError, match=r"Masked.forward: its logits are no scale and softcap of what lm_head returns"
     ):
         attach_head(Masked(transformers.LlamaConfig(**LLAMA)))
-    with pytest.raises(ValueError, match=r"Penalised.forward: it runs model \(|Penalised.forward: it uses 'get_input"):
+    with pytest.raises(ValueError, match=r"Penalised.forward: it uses 'embed_tokens' of its backbone"):
         attach_head(Penalised(transformers.LlamaConfig(**LLAMA)))
     with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'.*matches nothing"):
         apply_liger_kernel(Tripled(transformers.LlamaConfig(**LLAMA)), fused_linear_cross_entropy=True)
@@ -379,14 +374,10 @@ def test_a_forward_of_ones_own_over_a_patched_class(cls):
             found = gradients(model, ours)
             torch.testing.assert_close(found["lm_head.weight"], exact["lm_head.weight"], rtol=1e-3, atol=1e-5)
         else:
-            with pytest.raises(TypeError, match="NoneType"):  # there are no logits to edit
+            with pytest.raises((TypeError, AttributeError), match="NoneType"):  # there are no logits to edit
                 model(**arguments)
     finally:
         revert_liger_kernel("llama")
-
-
-class Summed(transformers.LlamaForCausalLM):
-    pass
 
 
 def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
@@ -446,7 +437,7 @@ def test_hooks_that_wait_for_logits_are_refused(way):
         handle.remove()
     torch.testing.assert_close(fused_step(model, way), expected)
     model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) / 2
-    with pytest.raises(ValueError, match="lm_head has the forward .*<lambda>', which expects logits"):
+    with pytest.raises(ValueError, match=r"lm_head has the forward .*<lambda>', which expects logits"):
         fused_step(model, way)
 
 

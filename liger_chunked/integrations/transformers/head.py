@@ -89,6 +89,11 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in attributes.items() if x is None or type(x) in (int, float)}
 
 
+def _named(model: PreTrainedModel) -> tuple[Any, ...]:
+    configs = (model.config, model.config.get_text_config())
+    return tuple(getattr(config, name, None) for config in configs for name in _CONFIG_NAMES)
+
+
 class _CheckedHead:
     """The facts about one model's head, and the forward and the config that they hold for."""
 
@@ -100,16 +105,12 @@ class _CheckedHead:
         self.config, self.text_config = model.config, model.config.get_text_config()
         self._fields = [(config, dict(vars(config))) for config in (self.config, self.text_config)]
         self._own = _numbers(vars(model))
-        self._guards = self._named()
-
-    def _named(self) -> tuple[Any, ...]:
-        configs = (self.config, self.text_config)
-        return tuple(getattr(config, name, None) for config in configs for name in _CONFIG_NAMES)
+        self._named = _named(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
         """Whether no number of the config, or of the model itself, has changed since the check."""
         if torch.compiler.is_compiling():
-            return self._guards == self._named()
+            return self._named == _named(model)
         if model.config is not self.config:
             return False
         for i, (config, before) in enumerate(self._fields):
@@ -159,7 +160,10 @@ def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool)
 
 
 @torch.compiler.assume_constant_result
-def _facts_while_tracing(model: PreTrainedModel, forward: Callable[..., Any], loss: bool) -> HeadFacts:
+def _facts_while_tracing(
+    model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...]
+) -> HeadFacts:
+    """`guards`: the graph is good for these values alone."""
     return _checked(model, forward, loss=loss).facts
 
 
@@ -180,7 +184,7 @@ def head_facts(
     if checked is not None and (checked.has_causal_loss or not causal_loss):
         return checked.facts
     if torch.compiler.is_compiling():
-        return _facts_while_tracing(model, forward, causal_loss)
+        return _facts_while_tracing(model, forward, causal_loss, _named(model))
     return _checked(model, forward, loss=causal_loss).facts
 
 
@@ -348,7 +352,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
     kwargs["return_dict"] = True
     for name in facts.dropped:
         kwargs.pop(name, None)
-    for name, value in facts.constants.items():
+    for name, value in facts.constants:
         kwargs.setdefault(name, value)
     if facts.backbone_takes_labels:
         kwargs["labels"] = labels

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class HeadFacts:
     """
 
     options: LogitOptions
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: tuple[tuple[str, Any], ...] = ()
     dropped: tuple[str, ...] = ()
     backbone_takes_labels: bool = False
 
@@ -293,15 +293,21 @@ def _observe(
     Some forwards call a part of the backbone, such as its `decoder`. Then that part is the core, and what the backbone
     itself hands to it is compared with what the forward does.
     """
-    core = subject.backbone
+    core, used = subject.backbone, ""
     while True:
         try:
             return _run(subject, core, probe, loss_function, arguments)
         except _Part as part:
-            name = str(part)
-            core = getattr(core, name)
+            used = str(part)
+            core = getattr(core, used)
             if not isinstance(core, nn.Module) or core is subject.model.get_output_embeddings():
-                raise _Difference(f"it uses {name!r} of its backbone") from None
+                raise _Difference(f"it uses {used!r} of its backbone") from None
+        except _Difference:
+            raise
+        except Exception as error:
+            if not used:
+                raise
+            raise _Difference(f"it uses {used!r} of its backbone") from error
 
 
 def _run(
@@ -442,7 +448,7 @@ def _handed_over(observed: _Observed, options: LogitOptions) -> HeadFacts:
             constants[name] = theirs
         else:
             raise _Difference(f"it hands another {name} to its backbone than it was called with")
-    return HeadFacts(options, constants, tuple(dropped), takes_labels)
+    return HeadFacts(options, tuple(constants.items()), tuple(dropped), takes_labels)
 
 
 def _equal(own: Any, theirs: Any) -> bool:
