@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -49,7 +49,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LogitOptions, linear_token_stats
+from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LogitOptions,
+    linear_token_stats,
+    logit_options,
+)
 
 # The losses.
 
@@ -81,20 +87,6 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return model.base_model(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
     ).last_hidden_state
-
-
-def logit_options(model: PreTrainedModel, budget: int | None) -> LogitOptions:
-    """What the model does between `lm_head` and softmax, which a fused loss must do as well."""
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None)
-    if scale is None:
-        scale = 1 / getattr(config, "logits_scaling", 1.0)
-    return LogitOptions(
-        ignore_index=IGNORE_INDEX,
-        logit_scale=scale,
-        softcap=getattr(config, "final_logit_softcapping", None),
-        logits_budget=budget,
-    )
 
 
 class FusedLosses:
@@ -389,7 +381,10 @@ def main(argv: Sequence[str] | None = None) -> Summary:
                 f"{type(model).__name__}, {model.num_parameters():,} parameters, vocabulary {model.vocab_size:,}; "
                 f"{len(data.train):,} pairs to train on, {len(data.held_out):,} held out"
             )
-        losses = FusedLosses(args.beta, logit_options(model, budget)) if name == "fused" else EagerLosses(args.beta)
+            options = replace(logit_options(model, ignore_index=IGNORE_INDEX), logits_budget=budget)
+            losses: Losses = FusedLosses(args.beta, options)
+        else:
+            losses = EagerLosses(args.beta)
         runs.append(align(model, losses, data, encoder, settings))
         if name == "fused" and args.save:
             model.save_pretrained(args.save)

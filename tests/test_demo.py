@@ -112,3 +112,17 @@ def test_custom_losses_match_full_logits(monkeypatch):
     import custom_loss
 
     assert max(custom_loss.main()) < 1e-6
+
+
+def test_the_transform_of_the_model_is_used(align: ModuleType) -> None:
+    """RecurrentGemma names its softcap as no other model does."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": 16}
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, logits_soft_cap=2.0)).eval()
+    model.lm_head.weight.data.mul_(50)
+    ids = torch.randint(3, 64, (2, 9))
+    batch = align.Batch(ids, torch.ones_like(ids), ids.roll(-1, 1))
+    fused = align.FusedLosses(0.1, align.logit_options(model)).logps(model, batch)
+    torch.testing.assert_close(fused, align.EagerLosses(0.1).logps(model, batch), rtol=1e-5, atol=0)

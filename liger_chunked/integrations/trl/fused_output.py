@@ -128,6 +128,8 @@ def fused_output(
         fields["mean_logits"] = fields["mean_logits"].detach()
     label_mask = input.target[:, :end] != -100
     num_items = input.num_items_in_batch
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.clamp(min=1)
     loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if input.aux_loss is not None:
         loss = loss + aux_loss_coef * input.aux_loss
