@@ -420,25 +420,55 @@ def fused_step(model: PreTrainedModel, way: str) -> Tensor:
     return model.train()(**batch()).loss
 
 
-def test_hooks_that_wait_for_logits_are_refused(way):
+def returns(module, args, output):
+    return 2 * output
+
+
+def edits_in_place(module, args, output):
+    (output if isinstance(output, Tensor) else output[0]).mul_(2)
+
+
+def subtracts(module, args, output):
+    return output - 1
+
+
+@pytest.mark.parametrize("hook", [returns, edits_in_place, subtracts])
+def test_forward_hooks_that_edit_logits_are_refused(way, hook):
     model = tiny("LlamaForCausalLM", **LLAMA)
-    expected = fused_step(model, way)
-
-    def halve(module, args, output):
-        return output / 2
-
-    for register in ("register_forward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"):
-        handle = getattr(model.lm_head, register)(halve)
-        with pytest.raises(
-            ValueError, match=r"lm_head has the (forward|backward)( pre)? hook .*halve', which expects l"
-        ):
+    with torch.no_grad():
+        expected = fused_step(model, way)
+        handle = model.lm_head.register_forward_hook(hook)
+        with pytest.raises(ValueError, match=rf"the forward hook '{hook.__name__}' of lm_head expects logits"):
             fused_step(model, way)
         assert model.eval()(**batch()).logits is not None
         handle.remove()
-    torch.testing.assert_close(fused_step(model, way), expected)
+        torch.testing.assert_close(fused_step(model, way), expected)
+
+
+def test_other_readers_of_logits_are_refused(way):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+
+    def backward(module, grads, *more):
+        return None
+
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        handle = getattr(model.lm_head, register)(backward)
+        with pytest.raises(ValueError, match=r"the backward (pre-)?hook '.*backward' of lm_head expects logits"):
+            fused_step(model, way)
+        handle.remove()
     model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) / 2
-    with pytest.raises(ValueError, match=r"lm_head has the forward .*<lambda>', which expects logits"):
+    with pytest.raises(ValueError, match=r"the forward '.*<lambda>' of lm_head expects logits"):
         fused_step(model, way)
+
+
+def test_hooks_that_look_run(way):
+    model, seen = tiny("LlamaForCausalLM", **LLAMA), []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    model.lm_head.register_forward_hook(lambda module, args, kwargs, output: output, with_kwargs=True)
+    with torch.no_grad():
+        stock = model(**batch()).loss
+        torch.testing.assert_close(fused_step(model, way), stock, rtol=1e-5, atol=0)
+    assert seen == 2 * [(2, 9, HIDDEN)]
 
 
 def test_hooks_on_what_reaches_the_head_run(way):

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
@@ -397,7 +398,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
     Raises:
         ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter, or somebody's hook on
-            it, or forward of it, waits for logits.
+            it, or forward of it, expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -409,25 +410,57 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}
 
 
-def _refuse_readers_of_logits(lm_head: nn.Module) -> None:
-    """No logits exist for hooks on the output of `lm_head`, or for a forward that somebody has set on it.
+def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
+    """No logits exist for a hook on the output of `lm_head`, or for a forward that somebody has set on it.
 
-    Hooks on its input run as ever.
+    Hooks on its input run as ever. A forward hook sees the result of the fused loss; while `patches` last, one that
+    edits it is an error.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a backward hook, or a forward that somebody has set.
     """
     for module in lm_head.modules():
-        readers: list[tuple[str, Any]] = [("forward", vars(module).get(slot)) for slot in ("forward", "_old_forward")]
-        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            readers += [(kind.strip("_").replace("_", " ")[:-1], hook) for hook in vars(module)[kind].values()]
-        for kind, reader in readers:
+        own = [("forward", vars(module).get(slot)) for slot in ("forward", "_old_forward")]
+        own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
+        own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
+        for kind, reader in own:
             if reader is not None and _package(reader) not in _FRAMEWORKS:
-                name = getattr(reader, "__qualname__", type(reader).__qualname__)
-                raise ValueError(
-                    f"lm_head has the {kind} {name!r}, which expects logits, and a fused loss builds none. Remove it, "
-                    "or run the model's own forward (skip_logits=False, or without head_fn)"
-                )
+                raise _expects_logits(kind, reader)
+        hooks = vars(module)["_forward_hooks"]
+        if any(_package(hook) not in _FRAMEWORKS for hook in hooks.values()):
+            guarded = {
+                key: hook if _package(hook) in _FRAMEWORKS else functools.partial(_run_observer, hook)
+                for key, hook in hooks.items()
+            }
+            patches.set(module, "_forward_hooks", type(hooks)(guarded))
+
+
+def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+    """A forward hook that may look at the output, and not change it.
+
+    Raises:
+        ValueError: it returns another output, edits tensors of this one, or cannot use it.
+    """
+    output = kwargs_and_output[-1]
+    versions = _versions(output)
+    try:
+        result = hook(module, args, *kwargs_and_output)
+    except Exception as error:
+        raise _expects_logits("forward hook", hook) from error
+    if versions != _versions(output) or not (result is None or result is output):
+        raise _expects_logits("forward hook", hook)
+
+
+def _versions(output: Any) -> list[int]:
+    return [x._version for x in tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def _expects_logits(kind: str, function: Any) -> ValueError:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return ValueError(
+        f"the {kind} {name!r} of lm_head expects logits, and a fused loss builds none. Remove it, or run the model's "
+        "own forward (skip_logits=False, or without head_fn)"
+    )
 
 
 def _package(function: Any) -> str:
@@ -455,12 +488,12 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
 
 @torch.compiler.disable
 def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    _refuse_readers_of_logits(model.get_output_embeddings())
     patches = Patches()
-    for projection in projections(model):
-        forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
-        patches.set(projection, forward_slot(projection), forward)
     try:
+        _refuse_editors_of_logits(model.get_output_embeddings(), patches)
+        for projection in projections(model):
+            forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
+            patches.set(projection, forward_slot(projection), forward)
         return model.get_output_embeddings()(input.hidden_states)
     finally:
         patches.undo()
