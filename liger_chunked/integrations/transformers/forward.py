@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.engine import Like, Returns, loss_and, one_operation
 from liger_chunked.integrations.transformers.head import (
+    STOCK,
     HeadFn,
     HeadInput,
     arguments,
@@ -33,7 +34,6 @@ from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
 
 _STATE = "_liger_forward"  # of a model or class
-_STOCK = "_liger_stock_forward"  # of a forward: what it stands in for
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return _forward(self, functools.partial(stock, self), *args, **kwargs)
 
-    vars(forward)[_STOCK] = stock
+    vars(forward)[STOCK] = stock
     return forward
 
 
@@ -187,12 +187,12 @@ def _taught_model(model: PreTrainedModel, own: Callable[..., Any] | None) -> Cal
     """`_forward` for one model; `own` is the forward that somebody has set on it."""
     if own is None:
         of_class = type(model).forward
-        own = types.MethodType(getattr(of_class, _STOCK, of_class), model)
-    elif hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, _STOCK)), _STOCK):
+        own = types.MethodType(getattr(of_class, STOCK, of_class), model)
+    elif hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, STOCK)), STOCK):
         return own  # ours, in what Trainer wraps around it
     # A partial, which a model can be pickled with.
     forward = functools.update_wrapper(functools.partial(_forward, model, own), own)
-    vars(forward)[_STOCK] = own
+    vars(forward)[STOCK] = own
     return forward
 
 
