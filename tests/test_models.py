@@ -43,6 +43,7 @@ from liger_chunked.integrations.transformers import (
 from liger_chunked.integrations.transformers.apply import APPLY_TO
 from liger_chunked.integrations.transformers.families import BY_NAME
 from liger_chunked.integrations.transformers.layers import GLU, LAYER_NORM, RMS_NORM
+from liger_chunked.integrations.transformers.patches import is_patched, stock_class
 
 # Some layers of transformers have no deterministic backward.
 pytestmark = [
@@ -136,8 +137,8 @@ def test_everything_was_patched(tiny, fresh):
     ]
     norms = [m for m in model.modules() if re.search("(RMS|Layer)Norm$", type(m).__name__)]
     gated = [m for m in model.modules() if hasattr(m, "down_proj")]
-    assert norms and all("forward" in vars(m) for m in norms)
-    assert gated and all({"forward", "_apply_gate"} & vars(m).keys() for m in gated)
+    assert norms and all(map(is_patched, norms))
+    assert gated and all(map(is_patched, gated))
     assert family.modeling.apply_rotary_pos_emb is family.rope
     assert all(switch in str(applied) for switch in expected)
 
@@ -450,7 +451,7 @@ def test_norms_round_where_stock_norms_round(tiny):
     assert norms
     for cls, norm in norms.items():
         x = torch.randn(64, norm.weight.shape[0], generator=generator).to(torch.bfloat16)
-        ours, stock = norm(x), cls.forward(norm, x)
+        ours, stock = norm(x), stock_class(cls).forward(norm, x)
         assert ours.dtype == stock.dtype
         assert (ours != stock).float().mean() < 0.01
     revert_liger_kernel(model)
@@ -472,7 +473,7 @@ def test_switches(fresh):
     model = fresh("llama")
     applied = apply_liger_kernel(model, rms_norm=True, swiglu=False, rope=False, fused_linear_cross_entropy=False)
     assert applied.replaced == {"rms_norm": {"LlamaRMSNorm": 5}}
-    assert "forward" not in vars(model)
+    assert not is_patched(model)
 
 
 def test_two_models_share_the_rope_of_their_module():
@@ -508,7 +509,7 @@ def test_a_copy_is_a_model_of_its_own(fresh):
     expected = copy.deepcopy(twin)
     revert_liger_kernel(expected)
     detach_head(expected)
-    assert "forward" not in vars(expected) and "forward" not in vars(expected.model.norm)
+    assert not is_patched(expected) and not is_patched(expected.model.norm)
     torch.testing.assert_close(step(twin, arguments)[0].loss, step(expected, arguments)[0].loss)
     revert_liger_kernel(twin)
     assert twin(**arguments).logits.equal(expected(**arguments).logits)
@@ -536,7 +537,7 @@ def test_a_patched_model_pickles(tiny, tmp_path):
     loaded = type(model).from_pretrained(tmp_path).eval()
     stock = step(model, arguments)
     for same in (twin, loaded):
-        assert "forward" not in vars(same)
+        assert not is_patched(same)
         assert step(same, arguments)[0].loss.equal(stock[0].loss)
 
 
@@ -756,13 +757,10 @@ def test_auto_model(tiny, tmp_path):
     assert type(model).__name__ == tiny.model_class
     norm, mlp = model.get_decoder().norm, model.get_decoder().layers[0].mlp
 
-    def is_patched(mlp: torch.nn.Module) -> bool:
-        return any({"forward", "_apply_gate"} & vars(m).keys() for m in mlp.modules())
-
-    assert "forward" in vars(norm) and not is_patched(mlp)
+    assert is_patched(norm) and not any(map(is_patched, mlp.modules()))
     model.save_pretrained(tmp_path)
     again = liger_chunked.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, logits_budget=4096)
-    assert "forward" in vars(again.get_decoder().norm) and is_patched(again.get_decoder().layers[0].mlp)
+    assert is_patched(again.get_decoder().norm) and any(map(is_patched, again.get_decoder().layers[0].mlp.modules()))
     assert again.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
     assert step(again, labelled(tiny))[0].logits is None
     revert_liger_kernel(model)

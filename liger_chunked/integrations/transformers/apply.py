@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections import defaultdict
@@ -18,7 +17,15 @@ from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITC
 from liger_chunked.integrations.transformers.forward import Fusion, fuse, output_of, unfuse
 from liger_chunked.integrations.transformers.head import inner_model, projections
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
-from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+from liger_chunked.integrations.transformers.patches import (
+    Instead,
+    Patches,
+    has_own_forward,
+    replace_method,
+    replacement_of,
+    restore_method,
+    stock_class,
+)
 from liger_chunked.types import LogitOptions
 
 _FUSED = "fused_linear_cross_entropy"
@@ -112,14 +119,22 @@ def _layer_class(family: Family, name: str) -> type[nn.Module]:
 
 
 def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """The modules that a switch speaks of, each with its name in the table; not those with a forward of their own."""
-    classes = {name: _layer_class(family, name) for name in family.layers[switch]}
+    """The modules that a switch serves, each with its name in the table. Modules with their own code are left out."""
+    layers = [(name, _layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
         for module in model.modules()
-        for name, cls in classes.items()
-        if isinstance(module, cls) and type(module).forward is cls.forward
+        for name, cls, method in layers
+        if isinstance(module, cls) and _runs_code_of(module, cls, method)
     ]
+
+
+def _runs_code_of(module: nn.Module, cls: type[nn.Module], method: str) -> bool:
+    """Whether neither the module's own class nor somebody who set a forward on it has changed what `cls` computes."""
+    stock = stock_class(type(module))
+    if stock.forward is not cls.forward or getattr(stock, method, None) is not getattr(cls, method, None):
+        return False
+    return not has_own_forward(module)
 
 
 def _refusal(layer: Layer, module: nn.Module) -> str | None:
@@ -179,7 +194,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    causal = _causal_class(type(inner), family)
+    causal = _causal_class(stock_class(type(inner)), family)
     found = {switch: _layers_in(inner, family, switch) for switch in family.layers}
     absent = {switch for switch in found if not found[switch]} | (set() if causal else set(HEAD_SWITCHES))
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
@@ -201,14 +216,13 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     for switch in on:
         for module, name in found.get(switch, ()):
             layer = family.layers[switch][name]
-            slot = forward_slot(module) if layer.method == "forward" else layer.method
-            applied.patches.set(module, slot, functools.partial(layer.run, module))
+            replace_method(module, layer.method, Instead(layer.run))
             applied.count(switch, name)
     if "rope" in on:
         _ROPES[family.name].hold(family, applied)
         applied.count("rope", "apply_rotary_pos_emb")
     if "cross_entropy" in on:
-        applied.patches.set(inner, "_loss_function", causal_lm_loss)
+        vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
         fuse(inner, Fusion(output_of(getattr(family.modeling, causal)), logits_budget))
@@ -231,9 +245,15 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         return
     inner = inner_model(model)
     unfuse(inner)
+    for module in inner.modules():
+        if isinstance(replacement_of(module), Instead):
+            restore_method(module)
+    if vars(inner).get("_loss_function") is causal_lm_loss:
+        del inner._loss_function
+        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):  # it had been set to ForCausalLMLoss
+            inner.loss_function = ForCausalLMLoss
     applied = vars(inner).pop(_APPLIED, None)
     if applied is not None:
-        applied.patches.undo()
         _ROPES[applied.family].release(applied)
 
 
