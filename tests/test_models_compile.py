@@ -1,4 +1,4 @@
-"""Patched layers under torch.compile: one graph for all layers of a kind, and the same saved tensors as in eager code."""
+"""Patched layers under torch.compile: one graph for each kind of layer, and the saved tensors of eager code."""
 
 from __future__ import annotations
 
