@@ -108,7 +108,7 @@ def _without_logits(model: PreTrainedModel, fusion: Fusion, token_accuracy: bool
 
     loss, accuracy = run_head(model, input, cross_entropy)
     if input.aux_loss is not None:
-        loss = loss + model.config.get_text_config().router_aux_loss_coef * input.aux_loss.to(loss.device)
+        loss = loss + input.aux_loss_coef * input.aux_loss.to(loss.device)
     shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
     if input.aux_loss is not None:
         shared["aux_loss"] = input.aux_loss
