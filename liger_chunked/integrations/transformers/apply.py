@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections import defaultdict
@@ -13,7 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
+from liger_chunked.integrations.transformers.families import (
+    BY_NAME,
+    FAMILIES,
+    HEAD_SWITCHES,
+    SWITCHES,
+    Family,
+    family_of,
+)
 from liger_chunked.integrations.transformers.forward import Fusion, fuse, output_of, unfuse
 from liger_chunked.integrations.transformers.head import inner_model, projections
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
@@ -26,6 +34,7 @@ from liger_chunked.integrations.transformers.patches import (
     restore_method,
     stock_class,
 )
+from liger_chunked.integrations.transformers.verify import Difference, check_layers, check_row
 from liger_chunked.types import LogitOptions
 
 _FUSED = "fused_linear_cross_entropy"
@@ -63,11 +72,14 @@ class _Rope:
 
     def __init__(self) -> None:
         self._patches = Patches()
+        self._function: Callable[..., Any] | None = None
         self._holders: dict[int, weakref.ref[Applied]] = {}
 
     def hold(self, family: Family, applied: Applied) -> None:
-        if not self._holders:
+        if self._function is not family.rope:  # nobody holds it, or the row was replaced
+            self._patches.undo()
             self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
+            self._function = family.rope
         key = id(applied)
         self._holders[key] = weakref.ref(applied, lambda _: self._drop(key))
 
@@ -78,6 +90,7 @@ class _Rope:
         self._holders.pop(key, None)
         if not self._holders:
             self._patches.undo()
+            self._function = None
 
 
 _ROPES: defaultdict[str, _Rope] = defaultdict(_Rope)
@@ -145,6 +158,17 @@ def _refusal(layer: Layer, module: nn.Module) -> str | None:
         return f"it is laid out in another way, {missing}"
 
 
+def _compare(family: Family, found: dict[str, list[tuple[nn.Module, str]]], on: tuple[str, ...]) -> None:
+    """Compare the kernels of a registered row with the layers of a model."""
+    for switch in found.keys() & set(on):
+        for name, layer in family.layers[switch].items():
+            modules = [module for module, known in found[switch] if known == name]
+            try:
+                check_layers(layer, modules, _layer_class(family, name))
+            except Difference as difference:
+                raise ValueError(f"{switch} cannot serve {name}: {difference}; {switch}=False leaves it out") from None
+
+
 def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
@@ -202,6 +226,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         for module, name in found.get(switch, ()):
             if reason := _refusal(family.layers[switch][name], module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
+    if family not in FAMILIES:  # the suite compares those
+        _compare(family, found, on)
     if _FUSED in on:
         projections(inner)
     for switch in set(HEAD_SWITCHES) & set(on):
@@ -291,6 +317,11 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
     }
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in everybodys), switches)
     _revert_family(family)
+    if family not in FAMILIES:
+        off: dict[str, Any] = {
+            switch: None if switch == "rope" else {} for switch in ("rope", *family.layers) if switch not in on
+        }
+        check_row(dataclasses.replace(family, **off), needs_all=True)
     applied = Applied(family.name)
     for switch in on:
         for name, layer in family.layers.get(switch, {}).items():
@@ -335,15 +366,23 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
     return apply
 
 
-def register_family(family: Family) -> Callable[..., Applied]:
+def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
     """Add a row to the table: `apply_liger_kernel` and `AutoLigerKernelForCausalLM` know the family from then on.
+
+    Each kernel of the row is compared with the code that it replaces, on a few random tokens: the rotary embedding and
+    the layers here, and the layers again, as a model has them, when a model is patched.
+
+    Args:
+        family: the row.
+        replace: take the place of rows that have one of its names. Models that are patched stay as they are.
 
     Returns:
         Its `apply_liger_kernel_to_<name>`, which `liger_chunked` has then too.
 
     Raises:
         TypeError: a name where there should be a tuple of names.
-        ValueError: another family has that name, or the modeling module is not there, or lacks what the row names.
+        ValueError: another family has that name and `replace` is False, the modeling module is not there or lacks what
+            the row names, or a kernel computes something else than the code that it would replace.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(
@@ -358,8 +397,11 @@ def register_family(family: Family) -> Callable[..., Applied]:
     if isinstance(family.causal, str) or isinstance(family.aliases, str):
         raise TypeError(f"causal and aliases must be tuples of names, got {family.causal!r} and {family.aliases!r}")
     names = (family.name, *family.aliases)
-    if taken := [name for name in names if BY_NAME.get(name, family) != family]:
-        raise ValueError(f"the table has another family of the name {taken[0]!r}")
+    taken = [name for name in names if BY_NAME.get(name, family) != family]
+    if taken and not replace:
+        raise ValueError(
+            f"the table has another family of the name {taken[0]!r}; replace=True puts this one in its place"
+        )
     classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
     wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
     try:
@@ -369,6 +411,12 @@ def register_family(family: Family) -> Callable[..., Applied]:
     known = vars(modeling).keys() | vars(nn).keys()
     if missing := [name for name in wanted if name not in known]:
         raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
+    replaced = {BY_NAME[name].name for name in taken}
+    if patched := sorted(replaced & _FAMILY_WIDE.keys()):
+        raise ValueError(f"the classes of {patched[0]} are patched: revert_liger_kernel({patched[0]!r}) first")
+    check_row(family)
+    for name in [name for name, old in BY_NAME.items() if old.name in replaced and old.name == family.name]:
+        del BY_NAME[name], APPLY_TO[f"apply_liger_kernel_to_{name}"]
     BY_NAME.update(dict.fromkeys(names, family))
     APPLY_TO.update({f"apply_liger_kernel_to_{name}": _function_of(name, family) for name in names})
     return APPLY_TO[f"apply_liger_kernel_to_{family.name}"]
