@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,17 @@ class _Rope:
 
     def release(self, applied: Applied) -> None:
         self._drop(id(applied))
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The function of transformers for a while, whoever holds ours."""
+        held = self._patches.current()
+        self._patches.undo()
+        try:
+            yield
+        finally:
+            for owner, name, value in held if self._holders else ():
+                self._patches.set(owner, name, value)
 
     def _drop(self, key: int) -> None:
         self._holders.pop(key, None)

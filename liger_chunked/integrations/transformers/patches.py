@@ -35,20 +35,20 @@ class Instead:
 
 
 @dataclass(frozen=True)
-class _Patch:
+class Patch:
     """Which method of a class was replaced, and by what."""
 
     method: str
     make: Make
 
 
-def _patched_class(cls: Any, patch: _Patch) -> Any:
+def _patched_class(cls: Any, patch: Patch) -> Any:
     """A subclass of the same name whose method is the replacement. There is one for each class, method and `make`."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
 @functools.cache
-def _subclass(cls: Any, patch: _Patch, method: Method) -> Any:
+def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
         """Copies and pickles name the original class: nobody can import this one."""
         reduced = super(subclass, self).__reduce_ex__(protocol)
@@ -70,7 +70,7 @@ def _subclass(cls: Any, patch: _Patch, method: Method) -> Any:
     return subclass
 
 
-def _rebuilt(patch: _Patch, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _rebuilt(patch: Patch, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     module = make(*arguments)
     object.__setattr__(module, "__class__", _patched_class(type(module), patch))
     return module
@@ -95,15 +95,20 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(type(module), _PATCH)
 
 
+def patch_of(module: nn.Module) -> Patch | None:
+    """Which method of the module was replaced, and by what; None for no method."""
+    return getattr(type(module), _PATCH, None)
+
+
 def replacement_of(module: nn.Module) -> Make | None:
     """What made the module's replaced method; None where no method was replaced."""
-    patch = getattr(type(module), _PATCH, None)
+    patch = patch_of(module)
     return None if patch is None else patch.make
 
 
 def replace_method(module: nn.Module, method: str, make: Make) -> None:
     """Give a module the method `make(method)`, in place of a replacement that it has already."""
-    _set_class(module, _patched_class(stock_class(type(module)), _Patch(method, make)))
+    _set_class(module, _patched_class(stock_class(type(module)), Patch(method, make)))
 
 
 def restore_method(module: nn.Module) -> None:
@@ -146,6 +151,10 @@ class Patches:
         """`owner.name = value`, in the owner's own dictionary."""
         self._replaced.append((owner, name, vars(owner).get(name, _Absent), value))
         _set(owner, name, value)
+
+    def current(self) -> list[tuple[Any, str, Any]]:
+        """What was set: owner, name and value."""
+        return [(owner, name, value) for owner, name, _, value in self._replaced]
 
     def undo(self) -> None:
         """Put the attributes back. One that somebody else has replaced since stays as it is."""

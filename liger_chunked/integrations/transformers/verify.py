@@ -6,6 +6,7 @@ model's layers. Weights are random: those of a new norm, all one or all zero, wo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -124,17 +125,11 @@ def check_row(family: Family, *, needs_all: bool = False) -> None:
                     ) from failure
 
 
-class _quiet:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """On the CPU, without gradients and autocast."""
-
-    def __enter__(self) -> None:
-        self._contexts = (torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"))
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*failure)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        yield
 
 
 def _first_line(failure: Exception) -> str:
@@ -258,7 +253,7 @@ def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
 
 
 def _name(layer: Layer) -> str:
-    return next((name for name, known in _LAYERS.items() if known == layer), "its layer in the row")
+    return next((name for name, known in _LAYERS.items() if known.run is layer.run), "its layer in the row")
 
 
 def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
