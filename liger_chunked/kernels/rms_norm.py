@@ -215,13 +215,17 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        # In the order of a compiled graph, inputs before results: a checkpoint may run the one, then the other.
+        ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+        if dtotal is None:
+            x, weight, rstd = ctx.saved_tensors
+        else:
+            weight, rstd, x = ctx.saved_tensors
         needs_x, needs_dw, needs_residual, _ = ctx.needs_input_grad
         dx, dw = _backward(dy, dtotal, x, weight, rstd, ctx.offset, needs_x or needs_residual, needs_dw)
         return dx if needs_x else None, dw if needs_dw else None, dx if needs_residual else None, None

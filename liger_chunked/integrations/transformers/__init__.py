@@ -5,7 +5,10 @@ forward.py    the one forward of all families, and `attach_head`
 layers.py     what takes the place of norms, MLPs, rotary embeddings, losses
 families.py   the table: which class of which family is which layer
 apply.py      patching one model, or a family; and back
-patches.py    attributes replaced for a while
+verify.py     a row of the table against the code that its kernels replace
+check.py      a patched model against the stock one
+experts.py    the load-balancing loss, as the model's own forward computes it
+patches.py    methods and attributes replaced for a while
 auto.py       models that come patched
 """
 
@@ -19,6 +22,7 @@ from liger_chunked.integrations.transformers.apply import (
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.auto import AutoLigerKernelForCausalLM
+from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.families import FAMILIES, Family
 from liger_chunked.integrations.transformers.forward import attach_head, detach_head
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
@@ -38,8 +42,10 @@ __all__ = [
     "Family",
     "HeadFn",
     "HeadInput",
+    "ModelReport",
     "apply_liger_kernel",
     "attach_head",
+    "check_model",
     "detach_head",
     "logit_options",
     "register_family",

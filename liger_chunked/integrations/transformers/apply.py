@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers.families import BY_NAME, HEAD_SWITCHES, SWITCHES, Family, family_of
+from liger_chunked.integrations.transformers.families import (
+    BY_NAME,
+    FAMILIES,
+    HEAD_SWITCHES,
+    SWITCHES,
+    Family,
+    family_of,
+)
 from liger_chunked.integrations.transformers.forward import Fusion, fuse, has_causal_loss, output_of, unfuse
 from liger_chunked.integrations.transformers.head import head_facts, inner_model
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
-from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+from liger_chunked.integrations.transformers.patches import (
+    Instead,
+    Patches,
+    has_own_forward,
+    replace_method,
+    replacement_of,
+    restore_method,
+    stock_class,
+)
+from liger_chunked.integrations.transformers.verify import Difference, check_layers, check_row
 from liger_chunked.types import LogitOptions
 
 _FUSED = "fused_linear_cross_entropy"
@@ -55,21 +73,36 @@ class _Rope:
 
     def __init__(self) -> None:
         self._patches = Patches()
+        self._function: Callable[..., Any] | None = None
         self._holders: dict[int, weakref.ref[Applied]] = {}
 
     def hold(self, family: Family, applied: Applied) -> None:
-        if not self._holders:
+        if self._function is not family.rope:  # nobody holds it, or the row was replaced
+            self._patches.undo()
             self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
+            self._function = family.rope
         key = id(applied)
         self._holders[key] = weakref.ref(applied, lambda _: self._drop(key))
 
     def release(self, applied: Applied) -> None:
         self._drop(id(applied))
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The function of transformers for a while, whoever holds ours."""
+        held = self._patches.current()
+        self._patches.undo()
+        try:
+            yield
+        finally:
+            for owner, name, value in held if self._holders else ():
+                self._patches.set(owner, name, value)
+
     def _drop(self, key: int) -> None:
         self._holders.pop(key, None)
         if not self._holders:
             self._patches.undo()
+            self._function = None
 
 
 _ROPES: defaultdict[str, _Rope] = defaultdict(_Rope)
@@ -111,14 +144,22 @@ def _layer_class(family: Family, name: str) -> type[nn.Module]:
 
 
 def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """The modules that a switch speaks of, each with its name in the table; not those with a forward of their own."""
-    classes = {name: _layer_class(family, name) for name in family.layers[switch]}
+    """The modules that a switch serves, each with its name in the table. Modules with their own code are left out."""
+    layers = [(name, _layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
         for module in model.modules()
-        for name, cls in classes.items()
-        if isinstance(module, cls) and type(module).forward is cls.forward
+        for name, cls, method in layers
+        if isinstance(module, cls) and _runs_code_of(module, cls, method)
     ]
+
+
+def _runs_code_of(module: nn.Module, cls: type[nn.Module], method: str) -> bool:
+    """Whether neither the module's own class nor somebody who set a forward on it has changed what `cls` computes."""
+    stock = stock_class(type(module))
+    if stock.forward is not cls.forward or getattr(stock, method, None) is not getattr(cls, method, None):
+        return False
+    return not has_own_forward(module)
 
 
 def _refusal(layer: Layer, module: nn.Module) -> str | None:
@@ -127,6 +168,17 @@ def _refusal(layer: Layer, module: nn.Module) -> str | None:
         return layer.refusal(module)
     except AttributeError as missing:
         return f"it is laid out in another way, {missing}"
+
+
+def _compare(family: Family, found: dict[str, list[tuple[nn.Module, str]]], on: tuple[str, ...]) -> None:
+    """Compare the kernels of a registered row with the layers of a model."""
+    for switch in found.keys() & set(on):
+        for name, layer in family.layers[switch].items():
+            modules = [module for module, known in found[switch] if known == name]
+            try:
+                check_layers(layer, modules, _layer_class(family, name))
+            except Difference as difference:
+                raise ValueError(f"{switch} cannot serve {name}: {difference}; {switch}=False leaves it out") from None
 
 
 def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
@@ -178,7 +230,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    causal = _causal_class(type(inner), family)
+    causal = _causal_class(stock_class(type(inner)), family)
     found = {switch: _layers_in(inner, family, switch) for switch in family.layers}
     absent = {switch for switch in found if not found[switch]} | (set() if causal else set(HEAD_SWITCHES))
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
@@ -186,6 +238,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
         for module, name in found.get(switch, ()):
             if reason := _refusal(family.layers[switch][name], module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
+    if family not in FAMILIES:  # the suite compares those
+        _compare(family, found, on)
     for switch in set(HEAD_SWITCHES) & set(on):
         if not has_causal_loss(inner):
             raise ValueError(
@@ -200,14 +254,13 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     for switch in on:
         for module, name in found.get(switch, ()):
             layer = family.layers[switch][name]
-            slot = forward_slot(module) if layer.method == "forward" else layer.method
-            applied.patches.set(module, slot, functools.partial(layer.run, module))
+            replace_method(module, layer.method, Instead(layer.run))
             applied.count(switch, name)
     if "rope" in on:
         _ROPES[family.name].hold(family, applied)
         applied.count("rope", "apply_rotary_pos_emb")
     if "cross_entropy" in on:
-        applied.patches.set(inner, "_loss_function", causal_lm_loss)
+        vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if _FUSED in on and causal is not None:
         fuse(inner, Fusion(output_of(getattr(family.modeling, causal)), logits_budget))
@@ -230,9 +283,15 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
         return
     inner = inner_model(model)
     unfuse(inner)
+    for module in inner.modules():
+        if isinstance(replacement_of(module), Instead):
+            restore_method(module)
+    if vars(inner).get("_loss_function") is causal_lm_loss:
+        del inner._loss_function
+        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):  # it had been set to ForCausalLMLoss
+            inner.loss_function = ForCausalLMLoss
     applied = vars(inner).pop(_APPLIED, None)
     if applied is not None:
-        applied.patches.undo()
         _ROPES[applied.family].release(applied)
 
 
@@ -270,6 +329,11 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
     }
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in everybodys), switches)
     _revert_family(family)
+    if family not in FAMILIES:
+        off: dict[str, Any] = {
+            switch: None if switch == "rope" else {} for switch in ("rope", *family.layers) if switch not in on
+        }
+        check_row(dataclasses.replace(family, **off), needs_all=True)
     applied = Applied(family.name)
     for switch in on:
         for name, layer in family.layers.get(switch, {}).items():
@@ -314,15 +378,23 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
     return apply
 
 
-def register_family(family: Family) -> Callable[..., Applied]:
+def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
     """Add a row to the table: `apply_liger_kernel` and `AutoLigerKernelForCausalLM` know the family from then on.
+
+    Each kernel of the row is compared with the code that it replaces, on a few random tokens: the rotary embedding and
+    the layers here, and the layers again, as a model has them, when a model is patched.
+
+    Args:
+        family: the row.
+        replace: take the place of rows that have one of its names. Models that are patched stay as they are.
 
     Returns:
         Its `apply_liger_kernel_to_<name>`, which `liger_chunked` has then too.
 
     Raises:
         TypeError: a name where there should be a tuple of names.
-        ValueError: another family has that name, or the modeling module is not there, or lacks what the row names.
+        ValueError: another family has that name and `replace` is False, the modeling module is not there or lacks what
+            the row names, or a kernel computes something else than the code that it would replace.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(
@@ -337,8 +409,11 @@ def register_family(family: Family) -> Callable[..., Applied]:
     if isinstance(family.causal, str) or isinstance(family.aliases, str):
         raise TypeError(f"causal and aliases must be tuples of names, got {family.causal!r} and {family.aliases!r}")
     names = (family.name, *family.aliases)
-    if taken := [name for name in names if BY_NAME.get(name, family) != family]:
-        raise ValueError(f"the table has another family of the name {taken[0]!r}")
+    taken = [name for name in names if BY_NAME.get(name, family) != family]
+    if taken and not replace:
+        raise ValueError(
+            f"the table has another family of the name {taken[0]!r}; replace=True puts this one in its place"
+        )
     classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
     wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
     try:
@@ -348,6 +423,12 @@ def register_family(family: Family) -> Callable[..., Applied]:
     known = vars(modeling).keys() | vars(nn).keys()
     if missing := [name for name in wanted if name not in known]:
         raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
+    replaced = {BY_NAME[name].name for name in taken}
+    if patched := sorted(replaced & _FAMILY_WIDE.keys()):
+        raise ValueError(f"the classes of {patched[0]} are patched: revert_liger_kernel({patched[0]!r}) first")
+    check_row(family)
+    for name in [name for name, old in BY_NAME.items() if old.name in replaced and old.name == family.name]:
+        del BY_NAME[name], APPLY_TO[f"apply_liger_kernel_to_{name}"]
     BY_NAME.update(dict.fromkeys(names, family))
     APPLY_TO.update({f"apply_liger_kernel_to_{name}": _function_of(name, family) for name in names})
     return APPLY_TO[f"apply_liger_kernel_to_{family.name}"]

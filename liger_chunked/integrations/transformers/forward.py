@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +28,14 @@ from liger_chunked.integrations.transformers.head import (
     run_head,
 )
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
-from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+from liger_chunked.integrations.transformers.patches import (
+    Patches,
+    forward_slot,
+    has_own_forward,
+    replace_method,
+    replacement_of,
+    restore_method,
+)
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
 
@@ -44,17 +50,20 @@ class Fusion:
     logits_budget: int | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForwardState:
     """Why a model, or a class of models, has our forward, and how to put its own back.
 
     - `head_fn`: it was asked to know that keyword
     - `fusion`: how head and loss are fused in training; None for not at all
+    - `patches`: what was replaced on a class
+
+    A state is never changed, only exchanged: a shallow copy of a model shares it.
     """
 
-    patches: Patches
     head_fn: bool = False
     fusion: Fusion | None = None
+    patches: Patches = field(default_factory=Patches)
 
 
 def _cross_entropy_returns(given: dict[str, Any]) -> Returns:
@@ -103,7 +112,7 @@ def _without_logits(
 
     loss, accuracy = run_head(model, input, cross_entropy)
     if input.aux_loss is not None:
-        loss = loss + model.config.get_text_config().router_aux_loss_coef * input.aux_loss.to(loss.device)
+        loss = loss + input.aux_loss_coef * input.aux_loss.to(loss.device)
     shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
     if input.aux_loss is not None:
         shared["aux_loss"] = input.aux_loss
@@ -174,6 +183,7 @@ def _forward(
 
 def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`_forward` for every model of a class whose forward is `stock`."""
+    stock = getattr(stock, STOCK, stock)  # of a family that is patched already
 
     @functools.wraps(stock)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -183,29 +193,48 @@ def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _taught_model(model: PreTrainedModel, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`_forward` for one model; `own` is the forward that somebody has set on it."""
-    if own is None:
-        of_class = type(model).forward
-        own = types.MethodType(getattr(of_class, STOCK, of_class), model)
-    elif hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, STOCK)), STOCK):
-        return own  # ours, in what Trainer wraps around it
+def _taught_instance(model: PreTrainedModel, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`_forward` for one model on which somebody has set the forward `own`."""
     # A partial, which a model can be pickled with.
     forward = functools.update_wrapper(functools.partial(_forward, model, own), own)
     vars(forward)[STOCK] = own
     return forward
 
 
-def _teach(owner: PreTrainedModel | type[PreTrainedModel]) -> ForwardState:
-    if _STATE not in vars(owner):
-        state = ForwardState(Patches())
+def _knows_ours(own: Callable[..., Any]) -> bool:
+    """Whether a forward that somebody has set calls `_forward`: Trainer's does, as it wraps autocast around ours."""
+    return hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, STOCK)), STOCK)
+
+
+def _teach_model(model: PreTrainedModel) -> None:
+    if has_own_forward(model):
+        slot = forward_slot(model)
+        own = vars(model)[slot]
+        if not _knows_ours(own):
+            vars(model)[slot] = _taught_instance(model, own)
+            return
+    replace_method(model, "forward", _taught_class)
+
+
+def _unteach_model(model: PreTrainedModel) -> None:
+    if replacement_of(model) is _taught_class:
+        restore_method(model)
+    slot = forward_slot(model)
+    forward = vars(model).get(slot)
+    if isinstance(forward, functools.partial) and forward.func is _forward:
+        vars(model)[slot] = vars(forward)[STOCK]
+
+
+def _teach(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
+    """Add a wish; with the first one, the owner gets our forward."""
+    state = vars(owner).get(_STATE)
+    if state is None:
+        state = ForwardState(patches=Patches())
         if isinstance(owner, type):
             state.patches.set(owner, "forward", _taught_class(owner.forward))
         else:
-            slot = forward_slot(owner)
-            state.patches.set(owner, slot, _taught_model(owner, vars(owner).get(slot)))
-        state.patches.set(owner, _STATE, state)
-    return vars(owner)[_STATE]
+            _teach_model(owner)
+    _set_state(owner, replace(state, **wish))
 
 
 def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
@@ -213,10 +242,22 @@ def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None
     state = vars(owner).get(_STATE)
     if state is None:
         return
-    vars(state).update(wish)
-    if not state.head_fn and state.fusion is None:
-        state.patches.undo()
-        forget_facts(owner)
+    state = replace(state, **wish)
+    if state.head_fn or state.fusion is not None:
+        _set_state(owner, state)
+        return
+    state.patches.undo()
+    if not isinstance(owner, type):
+        _unteach_model(owner)
+    delattr(owner, _STATE)
+    forget_facts(owner)
+
+
+def _set_state(owner: PreTrainedModel | type[PreTrainedModel], state: ForwardState) -> None:
+    if isinstance(owner, type):
+        setattr(owner, _STATE, state)
+    else:
+        vars(owner)[_STATE] = state
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None:
@@ -227,7 +268,7 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None
     """
     if not isinstance(owner, type):
         head_facts(owner, causal_loss=True)
-    _teach(owner).fusion = fusion
+    _teach(owner, fusion=fusion)
 
 
 def unfuse(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
@@ -265,7 +306,7 @@ def attach_head(model: nn.Module) -> None:
     """
     inner = inner_model(model)
     head_facts(inner)
-    _teach(inner).head_fn = True
+    _teach(inner, head_fn=True)
 
 
 def detach_head(model: nn.Module) -> None:

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
+from liger_chunked.integrations.transformers.experts import balance_of
 from liger_chunked.integrations.transformers.head_check import HeadFacts, Subject, check_head, check_loss
 from liger_chunked.integrations.transformers.patches import Patches, forward_slot
 from liger_chunked.types import Head, LogitOptions
@@ -43,7 +43,8 @@ class HeadInput:
     - `outputs`: what the backbone returned
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
     - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
-      asked for, by the call or the config
+      asked for, by the call or the config, or where the model's own loss has no such term
+    - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
     """
 
     hidden_states: Tensor
@@ -53,6 +54,7 @@ class HeadInput:
     shift_labels: Tensor | None = None
     num_items_in_batch: int | Tensor | None = None
     aux_loss: Tensor | None = None
+    aux_loss_coef: float = 0.0
 
     @property
     def target(self) -> Tensor:
@@ -349,8 +351,15 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
     num_items_in_batch = _at_least_one(kwargs.pop("num_items_in_batch", None))
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
-    config = model.config.get_text_config()
-    if kwargs.get("output_router_logits") is None and getattr(config, "output_router_logits", False):
+    balance = balance_of(model)
+    if balance is not None and not balance.asked(model, kwargs.get("output_router_logits")):
+        balance = None
+    if balance is not None:
+        if balance.refusal is not None:
+            raise ValueError(
+                f"the load-balancing loss of {type(model).__name__} cannot be computed: {balance.refusal}; pass "
+                "output_router_logits=False, or set it so in the config, to train without it"
+            )
         kwargs["output_router_logits"] = True
     kwargs.setdefault("use_cache", False)
     kwargs["return_dict"] = True
@@ -363,10 +372,9 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
     outputs = backbone_of(model)(**kwargs)
     aux_loss: Any = None
-    if kwargs.get("output_router_logits"):
-        aux_loss = load_balancing_loss_func(
-            outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
-        )
+    aux_loss_coef = 0.0
+    if balance is not None:
+        aux_loss, aux_loss_coef = balance.loss(model, outputs, kwargs.get("attention_mask")), balance.coefficient(model)
     return HeadInput(
         hidden_states=_kept(outputs.last_hidden_state, logits_to_keep),
         options=options,
@@ -375,6 +383,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
         shift_labels=shift_labels,
         num_items_in_batch=num_items_in_batch,
         aux_loss=aux_loss,
+        aux_loss_coef=aux_loss_coef,
     )
 
 

@@ -1,0 +1,386 @@
+"""Whether a row of the table is right: each kernel against the code that it replaces, on a few random tokens.
+
+`register_family` compares on modules of its own, built on the meta device; `apply_liger_kernel` on small copies of the
+model's layers. Weights are random: those of a new norm, all one or all zero, would hide what they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_chunked.integrations.transformers import layers as kinds
+from liger_chunked.integrations.transformers.families import Family
+from liger_chunked.integrations.transformers.layers import Layer, rotate_halves, rotate_pairs
+
+_TOLERANCE = 1e-4  # of a token's norm, in float32
+_MOST_ROUNDED = 0.02  # of a norm's values in bfloat16: another casting order changes a tenth of them or more
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # of tokens: small ones show the eps of a norm, large ones a clamp
+
+_LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
+
+
+class Difference(ValueError):
+    """A kernel and the code that it replaces compute different things."""
+
+
+class Incomparable(Exception):
+    """The original does not run on what the comparison can make up."""
+
+
+def check_rope(family: Family) -> None:
+    """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
+
+    Raises:
+        Difference: they differ, or the original cannot be called as attention of other families calls it.
+    """
+    stock, ours = family.modeling.apply_rotary_pos_emb, family.rope
+    assert ours is not None
+    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
+    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
+    with _quiet():
+        try:
+            arguments = _rotary_arguments(family)
+            expected = stock(*arguments)
+        except Exception as failure:
+            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
+        difference = _rotary_difference(ours, arguments, expected)
+        if difference is None:
+            return
+        for other in (rotate_halves, rotate_pairs):
+            if other is not ours and _rotary_difference(other, arguments, expected) is None:
+                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
+        name = getattr(ours, "__name__", repr(ours))
+        raise Difference(f"{title} is not {name}: {difference}; {advice}")
+
+
+def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
+    """Compare `layer.run` with the method of `cls` that it replaces, on a small copy of `module`.
+
+    Raises:
+        Difference: they differ, or `layer` reads attributes that the module does not have.
+        Incomparable: the original does not run on the copy.
+    """
+    with _quiet():
+        probe = _probe(module, cls)
+        width, expected = _stock_output(layer, probe, cls)
+        difference = _layer_difference(layer, probe, cls, width, expected)
+        if difference is None:
+            return
+        same = [
+            name
+            for name, other in _LAYERS.items()
+            if other.method == layer.method and _layer_difference(other, probe, cls, width, expected) is None
+        ]
+    advice = f"{same[0]} computes the same" if same else "leave it out of the row"
+    raise Difference(f"{cls.__name__} is not {_name(layer)}: {difference}; {advice}")
+
+
+def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
+    """`check_layer` for one module of each setting.
+
+    Raises:
+        Difference: a module differs, or cannot be compared.
+    """
+    seen = set()
+    for module in modules:
+        plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
+        setting = repr(sorted((plain | {"training": None}).items()))
+        if setting in seen:
+            continue
+        seen.add(setting)
+        try:
+            check_layer(layer, module, cls)
+        except Incomparable as failure:
+            raise Difference(f"{cls.__name__} cannot be compared with {_name(layer)} ({failure})") from failure
+
+
+def check_row(family: Family, *, needs_all: bool = False) -> None:
+    """Compare what a row names with the original, as far as small modules can be built without a model.
+
+    Raises:
+        Difference: one of them differs; with `needs_all`, also where a class cannot be built or run.
+    """
+    if family.rope is not None:
+        check_rope(family)
+    for switch, layers in family.layers.items():
+        for name, layer in layers.items():
+            cls = getattr(family.modeling, name, None) or getattr(nn, name)
+            try:
+                check_layer(layer, _built(layer, cls, family), cls)
+            except Difference as difference:
+                raise Difference(f"{switch}: {difference}") from difference.__cause__
+            except Incomparable as failure:
+                if needs_all:
+                    raise Difference(
+                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
+                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
+                    ) from failure
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """On the CPU, without gradients and autocast."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        yield
+
+
+def _first_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".splitlines()[0]
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float32)
+
+
+def _largest(ours: Tensor, expected: Tensor) -> str | None:
+    """How far apart two results are, in words; None for no further than rounding."""
+    if ours.shape != expected.shape:
+        return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
+    distance = (ours.double() - expected.double()).norm(dim=-1)
+    size = expected.double().norm(dim=-1)
+    error = (distance / size.clamp(min=1e-12)).nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
+    return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
+
+
+# Rotary embeddings.
+
+
+def _configs(family: Family) -> Iterator[Any]:
+    """Default configurations of the family's models, and of their parts."""
+    named = [getattr(family.modeling, name) for name in family.causal]
+    others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
+    classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
+    for config_class in dict.fromkeys(classes):
+        try:
+            config = config_class()
+        except Exception:  # it has no defaults
+            continue
+        yield config.get_text_config()
+        yield config
+        for part in config.sub_configs:
+            if getattr(config, part, None) is not None:
+                yield getattr(config, part)
+
+
+def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, and cos and sin as the family's own rotary embedding makes them."""
+    positions = torch.tensor([[0, 1, 2, 7, 50]])
+    found = _angles(family, positions)
+    if found is None:  # none of its own: those of Llama
+        angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25)
+        found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
+    cos, sin, width = found
+    q, k = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1)
+    try:
+        family.modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    except Exception:
+        width = cos.shape[-1]  # attention hands over the columns that rotate, and no more
+    return q[..., :width], k[..., :width], cos, sin
+
+
+def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | None:
+    classes: list[Any] = [
+        cls
+        for name, cls in vars(family.modeling).items()
+        if name.endswith("RotaryEmbedding") and "Vision" not in name and inspect.isclass(cls)
+    ]
+    x = torch.zeros(1, 5, 8)
+    for config in _configs(family):
+        width = getattr(config, "head_dim", None)
+        for cls in classes:
+            try:
+                width = width or config.hidden_size // config.num_attention_heads
+                rotary = cls(config)
+                more = {}
+                if "layer_type" in inspect.signature(rotary.forward).parameters:
+                    more["layer_type"] = config.layer_types[0]
+                for ids in (positions, positions.expand(3, 1, -1)):  # the second, of text and images
+                    cos, sin = rotary(x, ids, **more)
+                    if cos.ndim == 3 and cos.shape[0] == 1:
+                        return cos, sin, width
+            except Exception:  # of another part of the model
+                continue
+    return None
+
+
+def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], expected: Any) -> str | None:
+    try:
+        rotated = ours(*arguments)
+    except Exception as failure:
+        return f"the kernel does not take its arguments ({_first_line(failure)})"
+    differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
+    return next((difference for difference in differences if difference is not None), None)
+
+
+# Layers.
+
+
+def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
+    """An instance on the meta device, by a default configuration.
+
+    Raises:
+        Incomparable: no configuration fits, or none that `layer` serves.
+        Difference: the instance lacks what `layer` reads.
+    """
+    reasons = []
+    for config in (*_configs(family), None):
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "grouped_mm"  # which a model decides
+        try:
+            with torch.device("meta"):
+                module = cls(**_constructor_arguments(cls, config))
+        except Exception as failure:
+            reasons.append(_first_line(failure))
+            continue
+        try:
+            refusal = layer.refusal(module)
+        except AttributeError as missing:
+            raise Difference(
+                f"{cls.__name__} is not {_name(layer)}: it is laid out in another way, {missing}"
+            ) from None
+        if refusal is None:
+            return module
+        reasons.append(refusal)
+    raise Incomparable(reasons[0])
+
+
+def _name(layer: Layer) -> str:
+    return next((name for name, known in _LAYERS.items() if known.run is layer.run), "its layer in the row")
+
+
+def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        is_size = "size" in name or "dim" in name
+        optional = parameter.default is not parameter.empty and not (parameter.default is None and is_size)
+        if name == "self" or optional or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if "config" in name:
+            arguments[name] = config
+        elif "eps" in name:
+            arguments[name] = 1e-6
+        else:
+            arguments[name] = 0 if name == "layer_idx" else 64
+    return arguments
+
+
+class _Sizes:
+    """A small size for each dimension of a layer; twice as large where the one is twice the other."""
+
+    def __init__(self) -> None:
+        self._small: dict[int, int] = {1: 1}
+
+    def __call__(self, size: int) -> int:
+        if size not in self._small:
+            if 2 * size in self._small:
+                small = self._small[2 * size] // 2
+            elif size % 2 == 0 and size // 2 in self._small:
+                small = 2 * self._small[size // 2]
+            else:
+                small = 8 + 16 * len(self._small)
+            self._small[size] = small
+        return self._small[size]
+
+    def of_attribute(self, value: Any) -> Any:
+        """What takes the place of an attribute that holds a size, or a tuple of sizes."""
+        if isinstance(value, tuple):
+            return tuple(map(self.of_attribute, value))
+        return self._small.get(value, value) if type(value) is int else value
+
+
+def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
+    """A module of class `cls` with the attributes of `module`, and small random weights in float32."""
+    sizes = _Sizes() if sizes is None else sizes
+    probe = object.__new__(cls)
+    nn.Module.__init__(probe)
+    internal = {*vars(probe), "forward", "_old_forward", "_hf_hook"}
+    for i, (name, parameter) in enumerate(module._parameters.items()):
+        # DeepSpeed's ZeRO-3 keeps the shape of a parameter whose elements are elsewhere.
+        shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
+        probe._parameters[name] = None if shape is None else _weight(*map(sizes, shape), seed=i)
+    for i, (name, child) in enumerate(module._modules.items()):
+        probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
+    for name, buffer in module._buffers.items():
+        probe._buffers[name] = None if buffer is None else _random(*map(sizes, buffer.shape))
+    for name, value in vars(module).items():
+        if name not in internal:
+            vars(probe)[name] = sizes.of_attribute(value)
+    return probe.eval()
+
+
+def _weight(*shape: int, seed: int) -> nn.Parameter:
+    scale = 0.5 if len(shape) < 2 else shape[-1] ** -0.5
+    return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
+
+
+def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
+    if next(child.parameters(), None) is None:
+        return copy.deepcopy(child).eval()
+    n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    if n_in is None or n_out is None:
+        return _probe(child, type(child), sizes)
+    # Also of an adapter or a quantized layer: what the projection computes is not the question.
+    linear = nn.Linear(sizes(n_in), sizes(n_out), bias=getattr(child, "bias", None) is not None, device="meta")
+    for name, parameter in list(linear.named_parameters()):
+        setattr(linear, name, _weight(*parameter.shape, seed=seed))
+    return linear
+
+
+def _tokens(width: int) -> Tensor:
+    return _random(len(_SCALES), width) * torch.tensor(_SCALES)[:, None]
+
+
+def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
+    """The width of an input that the original takes, and what it returns.
+
+    Raises:
+        Incomparable: none was found.
+    """
+    widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
+    failure: Exception | None = None
+    for width in dict.fromkeys(widths):
+        try:
+            expected = getattr(cls, layer.method)(probe, _tokens(width))
+            if isinstance(expected, Tensor) and expected.ndim == 2:
+                return width, expected
+        except Exception as reason:
+            failure = failure or reason
+    raise Incomparable("it has no parameters" if failure is None else _first_line(failure))
+
+
+def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
+    try:
+        difference = _largest(layer.run(probe, _tokens(width)), expected)
+        if difference is None and not probe._modules and layer.method == "forward":
+            difference = _rounding(layer, probe, cls, width)
+    except AttributeError as missing:
+        return f"it is laid out in another way, {missing}"
+    except Exception as failure:
+        return f"the kernel does not run on it ({_first_line(failure)})"
+    return difference
+
+
+def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
+    """How a norm of bfloat16 rows differs from the original, whose weights may be float32 or bfloat16."""
+    x = _random(64, width).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = copy.deepcopy(probe).to(dtype)
+        try:
+            expected = getattr(cls, layer.method)(probe, x)
+        except RuntimeError:  # it takes no two dtypes
+            continue
+        ours = layer.run(probe, x)
+        if ours.dtype != expected.dtype:
+            return f"of bfloat16 and a {dtype} weight it makes {expected.dtype}, the kernel {ours.dtype}"
+        changed = (ours != expected).float().mean().item()
+        if changed > _MOST_ROUNDED:
+            return f"in bfloat16 {changed:.0%} of the values are rounded elsewhere"
+    return None

@@ -1,0 +1,120 @@
+"""`check_model` finds what is wrong, passes what is right, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from model_zoo import BY_ID
+from test_models import labelled, state_of, step
+
+import liger_chunked
+from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, layers, revert_liger_kernel
+from liger_chunked.integrations.transformers.check import check_model
+from liger_chunked.integrations.transformers.families import BY_NAME
+
+pytestmark = [
+    pytest.mark.ordinary_memory,
+    *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "glm4", "gemma3_text"])
+def test_what_is_right_passes(name, dtype):
+    model = BY_ID[name].build().to(dtype)
+    report = check_model(model)
+    assert report.failures == []
+    kinds = {kind for counts in report.patched.replaced.values() for kind in counts}
+    assert report.layers.keys() == kinds - {type(model).__name__}
+    assert report.gradients.keys() == {n for n, p in model.named_parameters()}
+    assert "loss: error" in str(report) and "layer apply_rotary_pos_emb: as stock" in str(report)
+
+
+def test_a_stock_model_is_left_as_it_was():
+    model = BY_ID["llama"].build().train()
+    model.model.norm.eval()
+    model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+    step_state, rng = state_of(model), torch.get_rng_state()
+    check_model(model)
+    assert state_of(model) == step_state and rng.equal(torch.get_rng_state())
+    assert model.training and not model.model.norm.training
+    assert model.model.norm.weight.grad.eq(1).all() and model.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize("options", [{}, {"swiglu": False}, {"logits_budget": 2048}])
+def test_a_patched_model_is_left_as_it_was(options):
+    """Its own patches are those that are checked, unless others are asked for."""
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    apply_liger_kernel(model, rms_norm=False, logits_budget=4096)
+    attach_head(model)
+    before = state_of(model)
+    report = check_model(model, **options)
+    assert ("rms_norm" in report.patched.replaced) == bool(options)
+    assert ("swiglu" in report.patched.replaced) == (options != {"swiglu": False})
+    assert state_of(model) == before
+    assert step(model, arguments)[0].logits is None
+    revert_liger_kernel(model)
+    modeling = BY_NAME["llama"].modeling
+    assert modeling.apply_rotary_pos_emb is not BY_NAME["llama"].rope
+
+
+def test_under_an_adapter():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(BY_ID["llama"].build(), peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    report = check_model(model)
+    assert report.gradients and all("lora" in name for name in report.gradients)
+
+
+def wrong_norm(self, hidden_states):
+    return liger_chunked.liger_rms_norm(hidden_states, self.weight, 1e-2)
+
+
+def norm_without_gradient(self, hidden_states):
+    return liger_chunked.liger_rms_norm(hidden_states, self.weight.detach(), self.variance_epsilon)
+
+
+def wrong_rope(q, k, cos, sin, unsqueeze_dim=1):
+    return layers.rotate_pairs(q, k, cos, sin, unsqueeze_dim)
+
+
+@pytest.mark.parametrize(
+    ("switch", "broken", "message"),
+    [
+        ("rms_norm", wrong_norm, "layer LlamaRMSNorm: LlamaRMSNorm is not its layer in the row: the results differ"),
+        ("rms_norm", wrong_norm, "loss: error"),
+        ("rms_norm", norm_without_gradient, r"gradient of model\.layers\.0\.input_layernorm\.weight: error 1, stock"),
+        ("rope", wrong_rope, "apply_rotary_pos_emb: .* is not wrong_rope: .*rope=rotate_halves"),
+    ],
+)
+def test_what_is_wrong_is_found(switch, broken, message, monkeypatch):
+    """In a row of the table that nobody has compared."""
+    row = BY_NAME["llama"]
+    changed = {"rope": broken} if switch == "rope" else {switch: {"LlamaRMSNorm": layers.Layer(broken)}}
+    for name, value in changed.items():
+        monkeypatch.setitem(vars(row), name, value)
+    model = BY_ID["llama"].build()
+    before = state_of(model)
+    with pytest.raises(AssertionError, match=f"(?s)the patched model differs from stock:.*{message}"):
+        check_model(model)
+    assert state_of(model) == before
+
+
+def test_a_family_that_is_patched_as_a_whole():
+    model = BY_ID["llama"].build()
+    liger_chunked.apply_liger_kernel_to_llama()
+    try:
+        with pytest.raises(ValueError, match=r"revert_liger_kernel\('llama'\) first"):
+            check_model(model)
+    finally:
+        revert_liger_kernel("llama")
+
+
+def test_ones_own_tokens():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    report = check_model(model, input_ids=arguments["input_ids"], labels=arguments["labels"])
+    assert report.loss.size == pytest.approx(
+        model(input_ids=arguments["input_ids"], labels=arguments["labels"]).loss.item()
+    )
