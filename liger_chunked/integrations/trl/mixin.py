@@ -60,7 +60,7 @@ class LigerTrainerMixin:
     models_without_head: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
+        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
         LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is loaded
         if any(getattr(x, "use_liger_kernel", False) for x in (*args, kwargs.get("args"))):
@@ -146,7 +146,7 @@ class LigerTrainerMixin:
 
 
 @contextmanager
-def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
+def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | float | str | None) -> Iterator[None]:
     """While a trainer is built, the function that its TRL modules call to add fused heads is ours.
 
     They call it with the temperature, precision and statistics that they need, and may score a reference before they
