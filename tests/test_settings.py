@@ -362,8 +362,8 @@ def test_a_budget_of_a_few_rows(call):
 
 def test_a_budget_of_less_than_a_row():
     schedule._warn_of_few_rows.cache_clear()
-    sizes = {"vocab_size": 152_000, "hidden_size": 8, "shape": (1000,)}
-    with pytest.warns(UserWarning, match=r"logits_budget=256 bytes holds less than one row of logits"):
-        estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=256), **sizes)
-    # Which is all that such a batch asks for.
-    estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=257), **{**sizes, "shape": (8,)})
+    sizes = {"vocab_size": 8192, "hidden_size": 8, "shape": (40,)}
+    with pytest.warns(UserWarning, match=r"logits_budget=16000 bytes holds less than one row of logits"):
+        estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16000), **sizes)
+    # Few tokens ask for no more than a few rows.
+    estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16001), **{**sizes, "shape": (8,)})
