@@ -470,7 +470,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 def test_a_config_field_that_a_loss_replaces(tmp_path, kind, name):
     """Refused before anything is loaded, where it is not at its default."""
     fields = fields_of(kind)
-    assert name in fields
+    if name not in fields and not mixin.trl.__version__.startswith("1.16."):
+        pytest.skip(f"TRL {mixin.trl.__version__} has no such field")
     default = fields[name].default
     if name == "loss_type":
         other = OTHER_TYPE[kind]
