@@ -317,8 +317,8 @@ def test_the_order_of_the_metrics_is_liger_kernels_first():
 @pytest.mark.parametrize(
     "loss",
     [
-        LigerFusedLinearDPOLoss(),
-        LigerFusedLinearDPOLoss(loss_type="ipo"),
+        LigerFusedLinearDPOLoss(use_ref_model=False),
+        LigerFusedLinearDPOLoss(loss_type="ipo", use_ref_model=False),
         LigerFusedLinearORPOLoss(),
         LigerFusedLinearCPOLoss(),
         LigerFusedLinearSimPOLoss(),
