@@ -1,9 +1,10 @@
 """The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from liger_chunked.engine import linear_token_stats
+from liger_chunked.engine import linear_token_stats, shifted
 from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
@@ -119,9 +120,10 @@ __all__ = [
     "liger_tvd",
     "liger_tvd_with_logits",
     "linear_token_stats",
+    "shifted",
 ]
 
-# Not in __all__: these import transformers, when they are first asked for.
+# These import transformers when they are first asked for.
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "apply_liger_kernel",
@@ -131,6 +133,9 @@ _OF_TRANSFORMERS = (
     "register_family",
     "revert_liger_kernel",
 )
+# `from liger_chunked import *` asks for every name, so it may not name these where transformers is missing.
+if find_spec("transformers") is not None:
+    __all__ += list(_OF_TRANSFORMERS)
 
 
 def __getattr__(name: str) -> Any:

@@ -85,9 +85,6 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _memory(args: argparse.Namespace) -> int:
-    budget = args.logits_budget
-    if budget is not None and budget * 2**20 < 1:
-        raise ValueError(f"--logits-budget must be a positive number of MiB, got {budget:g}")
     estimate = library.estimate_memory(
         LOSSES[args.loss](),
         vocab_size=args.vocab_size,
@@ -102,7 +99,7 @@ def _memory(args: argparse.Namespace) -> int:
         ref_hidden_size=args.ref_hidden_size,
         teacher_hidden_size=args.teacher_hidden_size,
         teacher_top_k=args.teacher_top_k,
-        logits_budget=None if budget is None else int(budget * 2**20),
+        logits_budget=args.logits_budget,
         capability=None if args.capability is None else tuple(args.capability),
     )
     print(estimate)
@@ -143,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--ref-hidden-size", type=int, help="a reference given as hidden states")
     command.add_argument("--teacher-hidden-size", type=int, help="a teacher given as hidden states")
     command.add_argument("--teacher-top-k", type=int, help="a teacher given as log-probabilities")
-    command.add_argument("--logits-budget", type=float, help="MiB; default: automatic")
+    command.add_argument("--logits-budget", help="bytes, or with a unit: 256MiB, 1GB; default: automatic")
     command.add_argument("--capability", type=int, nargs=2, help="of the GPU: 9 0 is Hopper; default: this machine's")
 
     command = commands.add_parser("bench", help="run a benchmark of the repository")

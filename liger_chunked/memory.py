@@ -46,7 +46,7 @@ def estimate_memory(
     ref_hidden_size: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
-    logits_budget: int | None = None,
+    logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
     """The most GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
@@ -68,7 +68,7 @@ def estimate_memory(
         ref_hidden_size: of a reference given as hidden states. As log-probabilities it takes nothing.
         teacher_hidden_size: of a teacher given as hidden states, or
         teacher_top_k: the entries a token of one given as log-probabilities.
-        logits_budget: in place of the loss's own.
+        logits_budget: in place of the loss's own, as a number of bytes or a string such as "512MiB".
         capability: of the NVIDIA GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it. Hopper,
             (9, 0), takes a path of its own where that serves, see `EpiloguePass`. Blackwell of data centres, (10, x),
             takes it too if the environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10". None: that of this machine's

@@ -70,7 +70,7 @@ class LogitOptionsDict(TypedDict, total=False):
     softcap: float | None
     logit_scale: float
     temperature: float
-    logits_budget: int | None
+    logits_budget: int | float | str | None
 
 
 def described(x: Any) -> str:
@@ -117,6 +117,56 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
         raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
+# Bytes of a unit. Case does not matter.
+_UNITS = {"b": 1} | {
+    f"{prefix}{unit}": base**power
+    for unit, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
+
+def budget_bytes(budget: int | float | str | None) -> int | None:
+    """A `logits_budget` in bytes; None stays None.
+
+    A number is bytes. A string is a number, with a unit or without: B, KB, MB, GB and TB are powers of 1000; KiB, MiB,
+    GiB and TiB are powers of 1024. Upper and lower case are the same, and a space may stand before the unit.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a string that is no size, a number that is not whole, less than one byte.
+
+    >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
+    (1000000000, 1000000000, 536870912, 256000000)
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, (numbers.Real, str)):
+        raise TypeError(
+            f"logits_budget must be a number of bytes, a string such as '512MiB', or None, got {type(budget).__name__}"
+        )
+    if isinstance(budget, str):
+        text = budget.strip().lower()
+        number = text.rstrip("bikmgt")
+        try:
+            size = float(number) * _UNITS[text[len(number) :] or "b"]
+        except (ValueError, KeyError):
+            size = math.nan
+        if not math.isfinite(size):
+            raise ValueError(
+                "logits_budget must be a number of bytes, or one with a unit: B, KB, MB, GB, TB (powers of 1000), "
+                f"KiB, MiB, GiB, TiB (powers of 1024), got {budget!r}"
+            )
+    elif isinstance(budget, numbers.Integral):
+        size = int(budget)
+    else:
+        size = float(budget)
+        if not size.is_integer():
+            raise ValueError(f"logits_budget must be a whole number of bytes, got {budget!r}")
+    if size < 1:
+        raise ValueError(f"logits_budget must be a positive number of bytes or None, got {budget}")
+    return int(size)
+
+
 @dataclass(frozen=True)
 class LogitOptions:
     """What happens between the projection and the statistics, and how much memory it may take.
@@ -129,33 +179,35 @@ class LogitOptions:
         softcap: Gemma's `final_logit_softcapping`; None for none.
         logit_scale: multiplied (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
         temperature: divides last.
-        logits_budget: the most bytes of logits alive at once; None for an automatic choice.
+        logits_budget: the most bytes of logits alive at once; None for an automatic choice. Bytes as a number (`1e9`),
+            or a string with a unit ("1GB", "512MiB"), see `budget_bytes`. The attribute is an int.
 
     Raises:
         TypeError: one that is no number.
-        ValueError: a softcap or temperature that is not positive, a scale that is not finite, a budget under one byte.
+        ValueError: a softcap or temperature that is not positive, a scale that is not finite, a budget under one byte
+            or in an unknown unit.
     """
 
     ignore_index: int = -100
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
-    logits_budget: int | None = None
+    logits_budget: int | float | str | None = None
 
     def __post_init__(self) -> None:
         check_number("ignore_index", self.ignore_index, whole=True)
         check_number("softcap", self.softcap, optional=True)
         check_number("logit_scale", self.logit_scale)
         check_number("temperature", self.temperature)
-        check_number("logits_budget", self.logits_budget, whole=True, optional=True)
+        budget = budget_bytes(self.logits_budget)
+        if budget is not self.logits_budget:
+            object.__setattr__(self, "logits_budget", budget)
         if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
             raise ValueError(f"softcap must be a positive number or None, got {self.softcap}")
         if not math.isfinite(self.logit_scale):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be positive, got {self.temperature}")
-        if self.logits_budget is not None and self.logits_budget < 1:
-            raise ValueError(f"logits_budget must be a positive number of bytes or None, got {self.logits_budget}")
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
@@ -301,6 +353,9 @@ class PreferenceMetrics(NamedTuple):
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
     - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, unless the loss shapes its rewards
+    - `reward_accuracies` (n,): 1 where the chosen reward is greater than the rejected one, else 0; TRL logs its mean as
+      `rewards/accuracies`
+    - `reward_margins` (n,): chosen minus rejected reward; TRL logs its mean as `rewards/margins`
     """
 
     chosen_logps: Tensor
@@ -310,6 +365,8 @@ class PreferenceMetrics(NamedTuple):
     nll_loss: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
+    reward_accuracies: Tensor
+    reward_margins: Tensor
 
 
 class UnpairedPreferenceMetrics(NamedTuple):

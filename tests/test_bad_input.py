@@ -111,6 +111,15 @@ OPTIONS = {
     "logit_scale-infinite": ({"logit_scale": float("inf")}, "logit_scale must be finite, got inf"),
     "budget-0": ({"logits_budget": 0}, "logits_budget must be a positive number of bytes or None, got 0"),
     "budget-negative": ({"logits_budget": -1}, "logits_budget must be a positive number"),
+    "budget-fraction": ({"logits_budget": 1.5}, "logits_budget must be a whole number of bytes, got 1.5"),
+    "budget-nan": ({"logits_budget": float("nan")}, "logits_budget must be a whole number of bytes, got nan"),
+    "budget-unit": ({"logits_budget": "1 gallon"}, "KiB, MiB, GiB, TiB .powers of 1024., got '1 gallon'"),
+    "budget-bare-prefix": ({"logits_budget": "1G"}, "logits_budget must be a number of bytes, or one with a unit"),
+    "budget-empty": ({"logits_budget": ""}, "logits_budget must be a number of bytes, or one with a unit"),
+    "budget-text-0": (
+        {"logits_budget": "0 MiB"},
+        "logits_budget must be a positive number of bytes or None, got 0 MiB",
+    ),
 }
 
 
@@ -118,7 +127,7 @@ NO_NUMBERS = {
     "softcap": ("30", "softcap must be a number or None, got '30', a str"),
     "temperature": (None, "temperature must be a number, got None, a NoneType"),
     "logit_scale": ([1.0], "logit_scale must be a number, got a list of 1"),
-    "logits_budget": (1e9, "logits_budget must be an int or None, got 1000000000.0, a float"),
+    "logits_budget": ([1], "logits_budget must be a number of bytes, a string such as '512MiB', or None, got list"),
     "ignore_index": (None, "ignore_index must be an int, got None"),
 }
 
@@ -486,9 +495,14 @@ UNPAIRED = {
         rf"input must be \(n, T, H\), a sequence a row, got \({B}, {H}\)",
     ),
     "labels-integer": (
-        lambda: kto(preference_labels=ids(B)),
+        lambda: kto(preference_labels=-ids(B)),
+        ValueError,
+        "preference_labels must be bool, or integers 0 and 1 .* got torch.int64 with another number in it",
+    ),
+    "labels-float": (
+        lambda: kto(preference_labels=f64(B)),
         TypeError,
-        "preference_labels must be a bool tensor, one value for each sequence, got int64",
+        "preference_labels must be a tensor of bool, or of integers 0 and 1, one for each sequence, got float64",
     ),
     "labels-list": (lambda: kto(preference_labels=[True] * B), TypeError, "preference_labels .* got list"),
     "labels-missing": (lambda: kto(preference_labels=None), TypeError, "preference_labels .* got NoneType"),

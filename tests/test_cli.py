@@ -8,7 +8,14 @@ import sys
 
 import pytest
 
-from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, __version__, cli, estimate_memory
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    __version__,
+    cli,
+    estimate_memory,
+)
 from liger_chunked.kernels.backend import INTERPRETED
 
 SIZES = ["--vocab-size", "32000", "--hidden-size", "512", "--shape", "4", "256"]
@@ -45,8 +52,20 @@ def test_memory(capsys):
     sizes = {"vocab_size": 32000, "hidden_size": 512, "shape": (4, 256)}
     loss = LigerFusedLinearJSDLoss(logits_budget=32 << 20)
     estimate = estimate_memory(loss, **sizes, valid=700, teacher_hidden_size=768, trainable_head=False)
-    settings = ["--valid", "700", "--teacher-hidden-size", "768", "--frozen-head", "--logits-budget", "32"]
+    settings = ["--valid", "700", "--teacher-hidden-size", "768", "--frozen-head", "--logits-budget", "32MiB"]
     assert out(capsys, "memory", "jsd", *SIZES, *settings) == f"{estimate}\n"
+
+
+def test_a_budget_is_bytes_or_has_a_unit(capsys):
+    settings = ["memory", "dpo", *SIZES, "--logits-budget"]
+    printed = {
+        out(capsys, *settings, budget) for budget in ("33554432", "32MiB", "32 mib", "33554432.0", "33554.432kB")
+    }
+    estimate = estimate_memory(
+        LigerFusedLinearDPOLoss(), vocab_size=32000, hidden_size=512, shape=(4, 256), logits_budget=32 << 20
+    )
+    assert printed == {f"{estimate}\n"}
+    assert "a number of bytes, or one with a unit" in refusal(capsys, *settings, "32 apples")
 
 
 def test_memory_of_a_gpu_that_is_not_here(capsys):

@@ -19,8 +19,10 @@ from liger_chunked import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearSimPOLoss,
     Pairs,
+    PreferenceMetrics,
     reference,
 )
+from liger_chunked.compat.chunked_loss import PairMetrics
 from liger_chunked.losses.probability import complement, log_odds
 
 SEVERAL_PACKS = 8 * 9 * SMALL.vocab
@@ -273,3 +275,66 @@ def test_token_weights_of_zero_are_ignored_tokens():
     assert_same(ours, evaluate(lambda batch: loss(**batch), ignored))
     nothing = evaluate(lambda batch: loss(**batch, token_weights=torch.zeros_like(weights)), batch)
     assert all((value == 0).all() for value in nothing.values())
+
+
+# Metrics, as TRL logs them
+
+
+def test_accuracies_and_margins():
+    batch = pairs(SMALL, seed=0)
+    metrics = LigerFusedLinearDPOLoss(beta=0.3)(**batch)[1]
+    exact = 0.3 * torch.stack(reference_logratios(batch))
+    assert torch.allclose(metrics.reward_margins, exact[0] - exact[1])
+    assert torch.equal(metrics.reward_accuracies, (exact[0] > exact[1]).to(exact.dtype))
+    assert 0 < metrics.reward_accuracies.mean() < 1
+    # A tie is no success.
+    half = SMALL.sequences // 2
+    for name in ("input", "target", "ref_input"):
+        batch[name][half:] = batch[name][:half]
+    metrics = LigerFusedLinearDPOLoss()(**batch)[1]
+    assert not metrics.reward_accuracies.any() and not metrics.reward_margins.any()
+
+
+def reference_logratios(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the chosen and of the rejected sequences, from full logits."""
+    sums = [
+        reference.token_stats(batch[f"{p}weight"], batch[f"{p}input"], batch["target"], batch[f"{p}bias"])["logps"]
+        for p in ("", "ref_")
+    ]
+    chosen, rejected = (sums[0] - sums[1]).sum(1).chunk(2)
+    return chosen, rejected
+
+
+def test_the_order_of_the_metrics_is_liger_kernels_first():
+    assert PreferenceMetrics._fields[:7] == PairMetrics._fields
+    assert PreferenceMetrics._fields[7:] == ("reward_accuracies", "reward_margins")
+
+
+# A pair with one empty sequence
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LigerFusedLinearDPOLoss(use_ref_model=False),
+        LigerFusedLinearDPOLoss(loss_type="ipo", use_ref_model=False),
+        LigerFusedLinearORPOLoss(),
+        LigerFusedLinearCPOLoss(),
+        LigerFusedLinearSimPOLoss(),
+    ],
+    ids=["dpo", "ipo", "orpo", "cpo", "simpo"],
+)
+def test_an_empty_sequence_counts_as_certain(loss, side):
+    """As the log-probability of no token, 0, says; the other one is trained, and no number is NaN."""
+    batch = pairs(SMALL, seed=0, ref=None)
+    half = SMALL.sequences // 2
+    batch["target"][0 if side == "chosen" else half] = -100
+    result = evaluate(lambda batch: loss(**batch)[0], batch)
+    assert all(x.isfinite().all() for x in result.values())
+    metrics = loss(**batch)[1]
+    empty, other = ("chosen", "rejected") if side == "chosen" else ("rejected", "chosen")
+    assert getattr(metrics, f"{empty}_logps")[0] == 0 > getattr(metrics, f"{other}_logps")[0]
+    assert metrics.reward_accuracies[0] == (side == "chosen")
+    of_other = result["input"][half if side == "chosen" else 0]
+    assert of_other.abs().max() > 0 and not result["input"][0 if side == "chosen" else half].any()

@@ -25,7 +25,11 @@ from liger_chunked import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearTVDLoss,
+    LogitOptions,
+    estimate_memory,
+    linear_token_stats,
 )
+from liger_chunked.engine import schedule
 from liger_chunked.losses import cpo, dpo, kto
 from liger_chunked.losses.surrogates import SurrogateSettings
 
@@ -288,3 +292,78 @@ def test_numbers_of_a_call_and_of_lists():
     for num_items in (NAN, INF, -1):
         with pytest.raises(ValueError, match=f"^num_items must be finite and positive, got {num_items}$"):
             LigerFusedLinearJSDLoss()(**students(SMALL, seed=0), num_items=num_items)
+
+
+# Budgets
+
+GIB = 2**30
+SIZES = {
+    1000: [1000, 1000.0, "1000", "1e3", "1kB", "1 KB", "0.001MB"],
+    10**9: [1e9, "1GB", "1 gb", "1000MB", " 1e9 "],
+    10**12: ["1TB"],
+    512 * 2**20: [512 << 20, "512MiB", "512 mib", "0.5GiB"],
+    4 * GIB: ["4GiB", "4096 MiB", "4194304KiB"],
+    1: [1, 1.0, "1B", "1"],
+}
+
+
+@pytest.mark.parametrize(("size", "spelt"), [(size, spelt) for size, many in SIZES.items() for spelt in many], ids=repr)
+def test_a_budget_in_bytes_or_with_a_unit(size, spelt):
+    for options in (LogitOptions(logits_budget=spelt), LigerFusedLinearJSDLoss(logits_budget=spelt).options):
+        assert options == LogitOptions(logits_budget=size)
+        assert type(options.logits_budget) is int
+
+
+def test_a_budget_with_a_unit_cuts_as_its_bytes_do():
+    batch = pairs(SMALL, seed=0)
+    given = {name: batch[name] for name in ("weight", "input", "target")}
+    for spelt in (1000.0, "1kB"):
+        ours, plain = (linear_token_stats(**given, logits_budget=budget).logps for budget in (spelt, 1000))
+        assert torch.equal(ours, plain)
+
+
+def test_a_budget_with_a_unit_under_compile():
+    batch = pairs(SMALL, seed=0)
+    given = {name: batch[name] for name in ("weight", "input", "target")}
+    plain = linear_token_stats(**given, outputs=("logps", "lse"))
+    for outputs, budget in ((("logps", "lse"), "1kB"), ("logps", 1e3)):
+        compiled = torch.compile(
+            lambda outputs=outputs, budget=budget: linear_token_stats(**given, outputs=outputs, logits_budget=budget),
+            fullgraph=True,
+            backend="eager",
+        )
+        assert torch.allclose(compiled().logps, plain.logps)
+
+
+# A vocabulary as large as a model's, and states as small as they can be.
+LARGE = {"weight": torch.ones(32768, 1), "input": torch.ones(300, 1), "target": torch.zeros(300, dtype=torch.int64)}
+ROW = 32768 * 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda budget: linear_token_stats(**LARGE, logits_budget=budget),
+        lambda budget: LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(**LARGE),
+        lambda budget: LigerFusedLinearJSDLoss(logits_budget=2 * budget)(
+            **LARGE, teacher_weight=LARGE["weight"], teacher_input=LARGE["input"]
+        ),
+    ],
+    ids=["stats", "fused", "distillation"],
+)
+def test_a_budget_of_a_few_rows(call):
+    schedule._warn_of_few_rows.cache_clear()
+    message = r"holds only 2 rows of logits: a row takes (131072|262144) bytes for a vocabulary of 32768, .* '256MiB'"
+    with pytest.warns(UserWarning, match=message):
+        call(2 * ROW)
+    call(2 * ROW)  # once, and warnings are errors here
+    call(16 * ROW)
+
+
+def test_a_budget_of_less_than_a_row():
+    schedule._warn_of_few_rows.cache_clear()
+    sizes = {"vocab_size": 8192, "hidden_size": 8, "shape": (40,)}
+    with pytest.warns(UserWarning, match=r"logits_budget=16000 bytes holds less than one row of logits"):
+        estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16000), **sizes)
+    # Few tokens ask for no more than a few rows.
+    estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16001), **{**sizes, "shape": (8,)})

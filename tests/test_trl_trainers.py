@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import math
@@ -45,6 +46,7 @@ from liger_chunked.kernels import liger_rms_norm
 pytestmark = [
     # transformers and TRL on themselves, and on a run of four steps without a GPU.
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning"),
 ]
 
 
@@ -191,6 +193,9 @@ SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_
 CASES = [
     ("SFT", {}),
     ("SFT", {"loss_type": "dft"}),
+    ("SFT", {"label_smoothing_factor": 0.1}),
+    ("SFT", {"label_smoothing_factor": 0.3, "average_tokens_across_devices": False}),
+    ("SFT", {"label_smoothing_factor": 0.1, "packing": True, "max_length": 24}),
     ("SFT", {"packing": True, "max_length": 24}),
     ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     ("SFT", {"padding_free": True, "max_length": None}),
@@ -246,12 +251,16 @@ def of_family(kind: str, family: str) -> dict[str, Any]:
         *((kind, "softcap") for kind in ("SFT", "DPO", "ORPO", "CPO", "GKD", "Distillation")),
         *((kind, "scaled") for kind in ("SFT", "CPO", "Distillation")),
         *((kind, "experts") for kind in ("SFT", "DPO", "KTO", "GRPO", "ORPO", "CPO")),
+        *(("SFT-smoothed", family) for family in ("softcap", "scaled", "experts")),
     ],
 )
 def test_families(train, kind, family):
     """The transform of the logits, tied embeddings, and the load balancing loss of a mixture of experts."""
-    stock = train(kind, ours=False, config=PLAIN, **of_family(kind, family))
-    assert_same(train(kind, ours=True, config=PLAIN, **of_family(kind, family)), stock)
+    config = PLAIN
+    if kind == "SFT-smoothed":
+        kind, config = "SFT", {**PLAIN, "label_smoothing_factor": 0.1}
+    stock = train(kind, ours=False, config=config, **of_family(kind, family))
+    assert_same(train(kind, ours=True, config=config, **of_family(kind, family)), stock)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +333,14 @@ OVERRIDES = {
 }
 
 
+# What these configs say of a loss in words that the loss does not have: it is refused beside the loss.
+ONLY_STOCK = {
+    "DPO-hinge": ("loss_type",),
+    "GRPO-sequence": ("loss_type",),
+    "SimPO": ("loss_type", "cpo_alpha", "simpo_gamma"),
+}
+
+
 class Hinge(LigerFusedLinearPreferenceBase):
     """A user's own loss, which TRL has too."""
 
@@ -351,7 +368,9 @@ ELSEWHERE = {"ORPO": {"logits/chosen", "logits/rejected"}, "CPO": {"logits/chose
 def test_a_loss_in_the_place_of_the_trainers(train, case):
     """It trains as TRL's does, and logs what it reports under TRL's names."""
     kind, config, loss = OVERRIDES[case]
-    stock, ours = train(kind, ours=False, config=config), train(kind, ours=True, config=config, loss=loss())
+    stock = train(kind, ours=False, config=config)
+    kept = {name: value for name, value in config.items() if name not in ONLY_STOCK.get(case, ())}
+    ours = train(kind, ours=True, config=kept, loss=loss())
     for entry in (*stock, *ours):
         for name in ELSEWHERE.get(kind, ()):
             entry.pop(name, None)
@@ -417,6 +436,114 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
         build(tmp_path, kind, ours=True, loss=loss)
 
 
+# Another value than the default, for every field that a loss replaces.
+LOSS_OF = {
+    "SFT": LigerFusedLinearCrossEntropyLoss,
+    "DPO": LigerFusedLinearDPOLoss,
+    "KTO": LigerFusedLinearKTOLoss,
+    "GRPO": LigerFusedLinearGRPOLoss,
+    "ORPO": LigerFusedLinearORPOLoss,
+    "CPO": LigerFusedLinearCPOLoss,
+    "GKD": LigerFusedLinearJSDLoss,
+    "GOLD": LigerFusedLinearJSDLoss,
+    "Distillation": LigerFusedLinearJSDLoss,
+}
+OTHER = {
+    "loss_weights": [0.5],
+    "ld_alpha": 0.5,
+    "f_divergence_type": "js_divergence",
+    "importance_sampling_level": "sequence",
+    "delta": 3.0,
+    "epsilon_high": 0.28,
+    "off_policy_mask_threshold": 0.5,
+    "use_bias_correction_kl": False,
+}
+OTHER_TYPE = {"SFT": "dft", "DPO": "hinge", "GRPO": "bnpo", "CPO": "hinge"}
+REPLACED = [(kind, name) for kind in LOSS_OF for name in KINDS[kind].ours().replaced_fields]
+
+
+def fields_of(kind: str) -> dict[str, Any]:
+    return {f.name: f for f in dataclasses.fields(KINDS[kind].config_class())}
+
+
+@pytest.mark.parametrize(("kind", "name"), REPLACED, ids=str)
+def test_a_config_field_that_a_loss_replaces(tmp_path, kind, name):
+    """Refused before anything is loaded, where it is not at its default."""
+    fields = fields_of(kind)
+    if name not in fields and not mixin.trl.__version__.startswith("1.16."):
+        pytest.skip(f"TRL {mixin.trl.__version__} has no such field")
+    default = fields[name].default
+    if name == "loss_type":
+        other = OTHER_TYPE[kind]
+    elif name in OTHER:
+        other = OTHER[name]
+    else:
+        other = not default if isinstance(default, bool) else (default - 0.125 if default else 0.125)
+    ours = KINDS[kind].ours()
+    config = KINDS[kind].config_class()(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{name: other})
+    calls = [functools.partial(ours, "no such model", args=config)]
+    if kind in ("SFT", "DPO"):
+        calls.append(functools.partial(ours, "no such model", *([None] if kind == "DPO" else []), config))
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"with loss=, Liger{kind}Trainer does not read .*: {name}="):
+            call(loss=LOSS_OF[kind]())
+
+
+@pytest.mark.parametrize("kind", LOSS_OF)
+def test_a_config_at_its_defaults_goes_with_a_loss(kind, tmp_path):
+    config = KINDS[kind].config_class()(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    KINDS[kind].ours()._check_config(LOSS_OF[kind](), config)
+
+
+def test_the_refusal_names_every_field_and_what_the_loss_has(tmp_path):
+    config = {"beta": 0.3, "loss_type": "hinge", "ld_alpha": 0.5, "max_length": 32}
+    message = (
+        r"does not read these fields of DPOConfig: .*loss_type=\['hinge'\] \(the loss has loss_types='sigmoid'\), "
+        r"ld_alpha=0.5 \(the loss has ld_alpha=None\), beta=0.3 \(the loss has beta=0.1\)\. Set the loss up"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, "DPO", ours=True, config=config, loss=LigerFusedLinearDPOLoss())
+    # Another loss may have no such attribute.
+    with pytest.raises(ValueError, match=r"loss_type=\['hinge'\]\. Set"):
+        build(tmp_path, "DPO", ours=True, config={"loss_type": "hinge"}, loss=Hinge())
+
+
+def test_a_config_that_agrees_with_the_loss(tmp_path):
+    config = {"beta": 0.3, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 1.0], "ld_alpha": 0.5}
+    loss = LigerFusedLinearDPOLoss(**config)
+    assert build(tmp_path, "DPO", ours=True, config=config, loss=loss).loss_override is loss
+
+
+def test_defaults_of_a_users_config_are_no_defaults(tmp_path):
+    """TRL would read them, so they are not what the loss may ignore."""
+
+    @dataclasses.dataclass
+    class Ours(KINDS["DPO"].config_class()):
+        beta: float = 0.7
+
+    config = Ours(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"fields of Ours: beta=0.7 \(the loss has beta=0.1\)"):
+        KINDS["DPO"].ours()("no such model", args=config, loss=LigerFusedLinearDPOLoss())
+
+
+def test_a_budget_beside_a_loss(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError,
+        match=r"logits_budget='1MiB' of the trainer would not be read: pass it to the loss, LigerFusedLinearDPOLoss",
+    ):
+        build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(), logits_budget="1MiB")
+    # Its own is also that of the heads which score the reference.
+    trainer = build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(logits_budget="1MiB"))
+    assert trainer.logits_budget == 2**20
+    assert build(tmp_path, "ORPO", ours=True, logits_budget="0.5MiB").logits_budget == 2**19
+
+
+@pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
+def test_a_loss_beside_compute_loss_func(tmp_path):
+    with pytest.raises(ValueError, match=r"loss= and compute_loss_func both take the place"):
+        build(tmp_path, "SFT", ours=True, loss=LigerFusedLinearCrossEntropyLoss(), compute_loss_func=len)
+
+
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO"])
 def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
     """Its losses would stand before the heads, and nobody would be told."""
@@ -468,8 +595,10 @@ def test_compute_metrics_gets_what_trl_hands_it(tmp_path, kind, loss):
 SCALE, VOCABULARY = 4, 1500
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_tensor_of_the_size_of_the_logits(train, kind):
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*((kind, {}) for kind in KINDS), ("SFT", {"label_smoothing_factor": 0.1})], ids=str
+)
+def test_no_tensor_of_the_size_of_the_logits(train, kind, settings):
     """In a run, optimizer, evaluation and all, nothing is larger than the head's gradient, or the attention's scores.
 
     Stock, which builds logits or, without a GPU, a tile as large, shows that the measure can fail.
@@ -479,6 +608,7 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind):
     config |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
     config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
     config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
+    config |= settings
 
     def largest(ours: bool) -> int:
         models = {

@@ -303,3 +303,13 @@ def test_metrics_are_float32():
     counts = {"chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens"}
     dtypes = {name: torch.int64 if name in counts else torch.float32 for name in metrics._fields}
     assert {name: value.dtype for name, value in metrics._asdict().items()} == dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_labels_of_integers(dtype):
+    batch = examples(SMALL, seed=0)
+    loss = LigerFusedLinearKTOLoss(loss_type="apo_zero_unpaired")
+    plain = evaluate(lambda batch: loss(**batch)[0], batch)
+    spelt = {**batch, "preference_labels": batch["preference_labels"].to(dtype)}
+    ours = evaluate(lambda batch: loss(**batch)[0], spelt)
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)

@@ -12,7 +12,7 @@ memory. The losses, their gradients and what is returned beside them are Liger-K
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,22 @@ __all__ = [
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
     """Arguments of a loss; Liger-Kernel takes an `alpha` that nothing reads."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
+
+
+class PairMetrics(NamedTuple):
+    """The metrics that Liger-Kernel's losses on pairs return: the first fields of `PreferenceMetrics`."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor
+    rejected_logits_mean: Tensor
+    nll_loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, PairMetrics]:
+    return loss, PairMetrics(*metrics[: len(PairMetrics._fields)])
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
@@ -94,9 +110,9 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
-    ) -> tuple[Tensor, PreferenceMetrics]:
-        """`(loss, metrics)`; the fields of `PreferenceMetrics` are in Liger-Kernel's order."""
-        return self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias)
+    ) -> tuple[Tensor, PairMetrics]:
+        """`(loss, metrics)`, the metrics in Liger-Kernel's order."""
+        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias))
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
@@ -133,7 +149,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
         These are means over the pairs of `log sigmoid(d)` and of `d = log odds(chosen) - log odds(rejected)`.
         """
-        loss, metrics = self.loss(lin_weight, _input, target, bias, nll_target=nll_target)
+        loss, metrics = _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, nll_target=nll_target))
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
         return loss, (*metrics, -logistic(difference).mean(), difference.mean())
 
@@ -170,9 +186,9 @@ class LigerFusedLinearCPOLoss(nn.Module):
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PreferenceMetrics]:
+    ) -> tuple[Tensor, PairMetrics]:
         """`(loss, metrics)`, as those of `LigerFusedLinearDPOLoss`."""
-        return self.loss(lin_weight, _input, target, bias)
+        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
@@ -206,9 +222,9 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PreferenceMetrics]:
+    ) -> tuple[Tensor, PairMetrics]:
         """`(loss, metrics)`, as those of `LigerFusedLinearDPOLoss`."""
-        return self.loss(lin_weight, _input, target, bias)
+        return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearKTOLoss(nn.Module):

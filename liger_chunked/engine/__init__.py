@@ -16,7 +16,7 @@ rehearsal.py  their steps on tensors without storage, which is what `estimate_me
 checks.py     what is asked of inputs
 """
 
-from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values
+from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values, shifted
 from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distill import LossWeights, Teacher, distillation_loss
 from liger_chunked.engine.fused import NegativeLogLikelihood, fused_loss
@@ -53,5 +53,6 @@ __all__ = [
     "loss_and",
     "one_operation",
     "plain",
+    "shifted",
     "token_stats",
 ]

@@ -170,13 +170,53 @@ def check_target(
     """
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
-        is_swapped = weight is not None and target.shape == weight.shape[:-1]
+        hint = ""
+        if weight is not None and target.shape == weight.shape[:-1]:
+            hint = _SWAPPED
+        elif target.ndim == input.ndim - 1 == 2 and abs(target.shape[1] - input.shape[1]) == 1:
+            hint = f". If one of the two is shifted already, shift both: {input_name}, {name} = shifted(hidden, labels)"
         raise ValueError(
             f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {described(input)}, "
-            f"got {described(target)}{_SWAPPED if is_swapped else ''}"
+            f"got {described(target)}{hint}"
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")
+
+
+def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
+
+    The losses take `input` and `target` position by position: `target[t]` is the token that `input[t]` predicts. A
+    causal model predicts the next token, so `labels` as a tokenizer gives them are one position off. No loss can see
+    that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+
+    Args:
+        hidden: (B, T, H) last hidden states.
+        labels: (B, T) token ids at the positions of `hidden`, not shifted.
+
+    Returns:
+        (B, T - 1, H) and (B, T - 1), views.
+
+    Raises:
+        TypeError: `labels` is no integer tensor, or `hidden` no floating-point tensor.
+        ValueError: other shapes, or another device.
+
+    >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
+    >>> input, target = shifted(hidden, labels)
+    >>> input.shape, target.tolist()
+    (torch.Size([2, 4, 4]), [[2, 3, 4, 5], [7, 8, 9, -100]])
+    """
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        raise TypeError(f"hidden must be a floating-point tensor, got {described(hidden)}")
+    if hidden.ndim != 3:
+        raise ValueError(f"hidden must be (B, T, H), a sequence a row, got {described(hidden)}")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] == hidden.shape[1] - 1:
+        raise ValueError(
+            f"labels must be {tuple(hidden.shape[:2])}, a token id for each position of hidden {described(hidden)}, "
+            f"got {described(labels)}: labels that are shifted already go with hidden[:, :-1], without shifted"
+        )
+    check_target(labels, hidden, "labels", "hidden")
+    return hidden[:, :-1], labels[:, 1:]
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:

@@ -119,8 +119,8 @@ class FusedLoss(nn.Module, metaclass=LossType):
 class _Call(NamedTuple):
     """The arguments of `liger_chunked::forward`: a call of an eager function, spelt for a graph.
 
-    - `tensors`, `ints`, `floats`, `texts`: the values of its arguments `names`, in this order; a text is words with
-      commas between them
+    - `tensors`, `ints`, `floats`, `texts`: the values of its arguments `names`, in this order; a tuple of words is a
+      text with a comma after each word
     - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
     - `needs`: the arguments that gradients are wanted for
     - `returns`: `Like`s of what it returns, "per dtype" each
@@ -140,7 +140,7 @@ class _Call(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        texts = (tuple(text.split(",")) for text in self.texts)
+        texts = (tuple(text[:-1].split(",")) if text.endswith(",") else text for text in self.texts)
         return dict(zip(self.names, (*self.tensors, *self.ints, *self.floats, *texts), strict=True))
 
     @property
@@ -308,7 +308,7 @@ def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any],
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
     floats = {name: x for name, x in arguments.items() if isinstance(x, float)}
-    texts = {name: (x,) if isinstance(x, str) else x for name, x in arguments.items() if isinstance(x, (str, tuple))}
+    texts = {name: x for name, x in arguments.items() if isinstance(x, (str, tuple))}
     names = [*tensors, *ints, *floats, *texts]
     if len(names) < len(arguments):
         unknown = [name for name in arguments if name not in names]
@@ -320,7 +320,7 @@ def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any],
         tensors=list(tensors.values()),
         ints=list(ints.values()),
         floats=list(floats.values()),
-        texts=[",".join(x) for x in texts.values()],
+        texts=[x if isinstance(x, str) else "".join(f"{word}," for word in x) for x in texts.values()],
         names=names,
         function=function,
         owner="" if owner is None else owner._name_in_graphs,
@@ -336,8 +336,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
 
-    Eagerly the function is what it was. Its arguments are tensors, numbers and tuples of words. A float is a constant
-    of the graph: one that changes from step to step had better be a tensor.
+    Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
+    constant of the graph: one that changes from step to step had better be a tensor.
 
     Args:
         returns: what the function returns, from its arguments by name, without None; a method's takes `self` first.

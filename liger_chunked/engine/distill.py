@@ -25,7 +25,17 @@ from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.fused import GradientInForward
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.routes import Route
-from liger_chunked.engine.schedule import Chunk, Layout, Pack, Tile, along, budget_chunk, packs, pieces
+from liger_chunked.engine.schedule import (
+    Chunk,
+    Layout,
+    Pack,
+    Tile,
+    along,
+    budget_chunk,
+    packs,
+    pieces,
+    warn_of_few_rows,
+)
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
@@ -84,6 +94,7 @@ class DistillationPlan:
         options: LogitOptions,
         wants_weight: bool,
     ) -> DistillationPlan:
+        warn_of_few_rows(options, head_shape[0], bytes_per_logit, layout.n_valid)
         chunk = budget_chunk(options, head_shape, dtype, layout.n_valid, bytes_per_logit, wants_weight)
         return cls(layout, chunk, packs(layout, head_shape[0], chunk.tokens * head_shape[0]))
 

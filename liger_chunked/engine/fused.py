@@ -33,6 +33,7 @@ from liger_chunked.engine.schedule import (
     packs,
     row_blocks,
     tiles,
+    warn_of_few_rows,
 )
 from liger_chunked.kernels import LogitsCotangents, scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
@@ -119,6 +120,7 @@ class Plan:
     ) -> Plan:
         vocab_size, hidden_size = head.weight.shape
         differentiates = tuple(name for name in differentiates if name in outputs)
+        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
 
         def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
             elements = budget_elements(options, head.weight.shape, dtype, n_valid)

@@ -22,7 +22,16 @@ from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.fused import Plan
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
 from liger_chunked.engine.routes import ByAutograd, Route
-from liger_chunked.engine.schedule import Layout, Tile, along, budget_elements, largest, row_blocks, tiles
+from liger_chunked.engine.schedule import (
+    Layout,
+    Tile,
+    along,
+    budget_elements,
+    largest,
+    row_blocks,
+    tiles,
+    warn_of_few_rows,
+)
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
@@ -203,6 +212,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
 def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions) -> None:
     """`token_stats`, and its backward where a gradient is needed."""
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
+    warn_of_few_rows(options, projection.head.weight.shape[0], projection.dtype.itemsize, layout.n_valid)
     cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
     numbers = _numbers(layout)
     head_pass = projection.open(ledger, options, largest(cut))

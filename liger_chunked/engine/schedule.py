@@ -12,6 +12,8 @@ the vocabulary first: then each slice of the weight gradient is one product, wri
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -259,6 +261,7 @@ def budget_elements(
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
     if options.logits_budget is not None:
+        assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
     # What holds more than a teacher's logits beside the student's pays with shorter chunks.
@@ -266,6 +269,42 @@ def budget_elements(
     if n_valid * vocab_size * bytes_per_logit <= _ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
+
+
+# A budget is taken for a mistake where it holds fewer rows of logits than this, of a vocabulary at least this large,
+# and a step needs many more. A product of a few rows costs about as much as one of many.
+_FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
+
+
+def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
+    """Warn, once for each budget and vocabulary, where the caller's budget cuts a step into very many chunks.
+
+    Args:
+        options: with the caller's budget, if there is one.
+        vocab_size: V.
+        bytes_per_logit: what the budget counts for each logit.
+        n_valid: tokens of the step.
+    """
+    budget = options.logits_budget
+    if budget is None or vocab_size < _LARGE_VOCAB:
+        return
+    assert isinstance(budget, int)
+    row = vocab_size * bytes_per_logit
+    rows = budget // row
+    if rows < _FEW_ROWS and n_valid > _MANY_CHUNKS * max(1, rows):
+        _warn_of_few_rows(budget, vocab_size, row, rows)
+
+
+@functools.cache
+def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None:
+    holds = "less than one row" if rows == 0 else f"only {rows} row{'s' if rows > 1 else ''}"
+    warnings.warn(
+        f"logits_budget={budget} bytes holds {holds} of logits: a row takes {row} bytes for a vocabulary of "
+        f"{vocab_size}, and a step this fine is slow. Pass a larger budget, such as '256MiB', or None to choose it "
+        "automatically",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 class Chunk(NamedTuple):

@@ -18,7 +18,16 @@ from liger_chunked.engine.checks import check_projection, check_target, compute_
 from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
 from liger_chunked.engine.saved import hooks_active, join, split
-from liger_chunked.engine.schedule import Layout, Tile, budget_elements, largest, lay_out, row_blocks, tiles
+from liger_chunked.engine.schedule import (
+    Layout,
+    Tile,
+    budget_elements,
+    largest,
+    lay_out,
+    row_blocks,
+    tiles,
+    warn_of_few_rows,
+)
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
@@ -137,6 +146,7 @@ def token_stats(
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) weighs `mean_logits`."""
     dtype = compute_dtype(head, input)
     elements = budget_elements(options, head.weight.shape, dtype)
+    warn_of_few_rows(options, head.weight.shape[0], dtype.itemsize, layout.n_valid)
     plan = _Plan(
         layout=layout,
         tiles=tiles(layout.n_valid, head.weight.shape[0], elements),
@@ -176,7 +186,7 @@ def linear_token_stats(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     ignore_index: int = -100,
-    logits_budget: int | None = None,
+    logits_budget: int | float | str | None = None,
 ) -> TokenStats:
     """Statistics of the logits of every token, differentiable, without the logits.
 
@@ -192,7 +202,8 @@ def linear_token_stats(
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64.
+        target: (B, T) or (N,) token ids, int64. Labels that are not shifted give the log-probabilities of other tokens,
+            without an error, see `shifted`.
         bias: (V,) or None.
         outputs: names of the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.

@@ -248,7 +248,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (B, T) or (N,) token ids.
+            target: (B, T) or (N,) token ids. Labels that are not shifted train silently to a loss near
+                0, see `shifted`.
             bias: (V,) or None.
             num_items: with "mean", the sum over this batch is divided by this instead of by its own count of tokens:
                 under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers). In a

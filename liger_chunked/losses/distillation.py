@@ -153,7 +153,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             teacher_weight: (V or more, H_teacher).
             teacher_input: (B, T, H_teacher) or (N, H_teacher).
             target: (B, T) or (N,) token ids, `target[t]` is what `input[t]` predicts; tokens with `ignore_index` do not
-                count, in either loss. None: no hard loss.
+                count, in either loss. None: no hard loss. Labels that are not shifted train silently to a hard loss
+                near 0, see `shifted`.
             bias, teacher_bias: (V,), (V or more,), or None.
             teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss,
                 -inf for an entry that is not there. The divergence is one of k + 1 bins: these, and all other tokens.

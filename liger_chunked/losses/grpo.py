@@ -48,6 +48,10 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     `vespo` therefore does not multiply by, at whichever level. Without `delta` there is no such bound. Costs are
     reduced, KL and entropy bonus added, as `LigerFusedLinearPolicyBase` says.
 
+    The default reduction is "grpo", the paper's mean over sequences. TRL's `GRPOConfig` and Liger-Kernel default to
+    `loss_type="dapo"`, a mean over tokens that gives long completions more weight. For their default, write
+    `LigerFusedLinearGRPOLoss(reduction="dapo")`; `liger_chunked.compat` keeps Liger-Kernel's.
+
     On-policy, without `old_logps`, `r` is exactly 1, and its gradient that of `log pi`. All of it is TRL 1.16's, and
     `from_loss_type` takes its names. The compositions that have one:
 

@@ -238,7 +238,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (B, T, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (B, T) token ids; `ignore_index` at prompts and padding.
+            target: (B, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
+                log-probabilities of other tokens, without an error, see `shifted`.
             advantages: (B,) or (B, 1), one a sequence, or (B, T), one a token.
             bias: (V,) or None.
             attention_mask: (B, T) of 0 and 1, zero at tokens that are to be ignored beyond those of the target.

@@ -116,7 +116,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
 
     The batch stacks the chosen sequences, then the rejected ones, on dim 0. A pair without a single valid token adds
-    nothing to the loss; the mean is over all pairs all the same.
+    nothing to the loss; the mean is over all pairs all the same. A pair with one empty sequence does count, as in TRL:
+    the empty sequence has a log-probability of 0, hence probability 1, and trains only the other one. Drop such pairs,
+    which truncation or a missing answer leaves behind, from the data.
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
@@ -206,8 +208,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """The loss of each pair, (n,), from `Pairs`; called on some of the batch's pairs at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
-        of_pairs = ("chosen_logps", "rejected_logps", "chosen_rewards", "rejected_rewards")
-        fields = {name: Like("pair" if name in of_pairs else "batch") for name in PreferenceMetrics._fields}
+        of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
+        fields = {name: Like("batch" if name in of_batch else "pair") for name in PreferenceMetrics._fields}
         return loss_and(PreferenceMetrics, fields, Like())
 
     @one_operation(_returns)
@@ -230,7 +232,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             weight: (V, H), `lm_head.weight`.
             input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `target[t]` is what `input[t]`
                 predicts.
-            target: (2 n, T) token ids; `ignore_index` at prompts and padding.
+            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
+                log-probabilities of other tokens, without an error, see `shifted`.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
             ref_logps: instead of them, its log-probabilities in nats: (2 n, T) of each token, or (2 n,) of each
@@ -374,6 +377,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll_loss=nll,
             chosen_rewards=chosen[2],
             rejected_rewards=rejected[2],
+            reward_accuracies=(chosen[2] > rejected[2]).to(rewards.dtype),
+            reward_margins=chosen[2] - rejected[2],
         )
 
     def extra_repr(self) -> str:

@@ -166,8 +166,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (n, T, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (n, T) token ids; `ignore_index` at prompts and padding.
-            preference_labels: (n,) bool, True for a desirable sequence, in any order and any proportion.
+            target: (n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
+                log-probabilities of other tokens, without an error, see `shifted`.
+            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and any
+                proportion.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
             ref_logps: instead of them, its log-probabilities in nats: (n, T) of each token, or (n,) of each sequence in
@@ -192,9 +194,9 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         check_target(target, input, weight=weight)
         if input.ndim != 3:
             raise ValueError(f"input must be (n, T, H), a sequence a row, got {tuple(input.shape)}")
-        _check_examples("preference_labels", preference_labels, input)
+        preference_labels = _labels(preference_labels, input)
         if example_weights is not None:
-            _check_examples("example_weights", example_weights, input)
+            _check_weights(example_weights, input)
         target = target.long()
         layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
         batch = self._batch(
@@ -303,13 +305,39 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-def _check_examples(name: str, x: Tensor, input: Tensor) -> None:
-    """One value for each sequence of `input`: labels, or weights."""
-    kind = "bool" if name == "preference_labels" else "floating-point"
-    fits = isinstance(x, Tensor) and (x.dtype == torch.bool if kind == "bool" else x.is_floating_point())
-    if not fits:
-        got = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a {kind} tensor, one value for each sequence, got {got}")
+def _labels(labels: Tensor, input: Tensor) -> Tensor:
+    """(n,) bool from labels that are bool, or integers 0 and 1.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device, another integer.
+    """
+    of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
+    if not of_integers:
+        got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(
+            f"preference_labels must be a tensor of bool, or of integers 0 and 1, one for each sequence, got {got}"
+        )
+    _check_each("preference_labels", labels, input)
+    if labels.dtype == torch.bool:
+        return labels
+    if bool(((labels != 0) & (labels != 1)).any()):
+        raise ValueError(
+            "preference_labels must be bool, or integers 0 and 1 with 1 for a desirable sequence: got "
+            f"{labels.dtype} with another number in it. For labels of -1 and 1 pass preference_labels > 0"
+        )
+    return labels == 1
+
+
+def _check_weights(weights: Tensor, input: Tensor) -> None:
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        got = f"{weights.dtype}".removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"example_weights must be a floating-point tensor, one value for each sequence, got {got}")
+    _check_each("example_weights", weights, input)
+
+
+def _check_each(name: str, x: Tensor, input: Tensor) -> None:
+    """One value for each sequence of `input`, on its device."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "

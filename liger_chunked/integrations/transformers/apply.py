@@ -36,7 +36,7 @@ from liger_chunked.integrations.transformers.patches import (
     stock_class,
 )
 from liger_chunked.integrations.transformers.verify import Difference, check_layers, check_row
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import budget_bytes
 
 _FUSED = "fused_linear_cross_entropy"
 _APPLIED = "_liger_applied"
@@ -181,7 +181,9 @@ def _compare(family: Family, found: dict[str, list[tuple[nn.Module, str]]], on: 
                 raise ValueError(f"{switch} cannot serve {name}: {difference}; {switch}=False leaves it out") from None
 
 
-def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
+def apply_liger_kernel(
+    model: nn.Module, *, logits_budget: int | float | str | None = None, **switches: bool | None
+) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
     In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
@@ -194,7 +196,8 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
 
     Args:
         model: a transformers model of a family of `families.py`, or what wraps one (PEFT, DDP).
-        logits_budget: of the fused loss, the most bytes of logits alive at once; None for an automatic choice.
+        logits_budget: of the fused loss, the most bytes of logits alive at once, a number or a string such as
+            "512MiB"; None for an automatic choice.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
             By default all that the model has are on, but for `cross_entropy`, which turns the last one off.
 
@@ -222,7 +225,7 @@ def apply_liger_kernel(model: nn.Module, *, logits_budget: int | None = None, **
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
-    LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is patched
+    logits_budget = budget_bytes(logits_budget)  # refuses a bad one before anything is patched
     inner = inner_model(model)
     family = family_of(type(inner))
     if inner.use_kernels:
@@ -310,7 +313,9 @@ def _revert_family(family: Family) -> None:
         _ROPES[family.name].release(applied)
 
 
-def apply_to_family(family: Family, *, logits_budget: int | None = None, **switches: bool | None) -> Applied:
+def apply_to_family(
+    family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
+) -> Applied:
     """Patch the classes of a family, and with them all its models, those that exist and those to come.
 
     The switches are those of `apply_liger_kernel`, but for layers whose class is not the family's: `nn.LayerNorm`
@@ -321,7 +326,7 @@ def apply_to_family(family: Family, *, logits_budget: int | None = None, **switc
         TypeError: an unknown switch.
         ValueError: one that the family does not have.
     """
-    LogitOptions(logits_budget=logits_budget)
+    logits_budget = budget_bytes(logits_budget)
     everybodys = {
         switch
         for switch, layers in family.layers.items()

@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def mean_logits(head: Head, input: HeadInput, logits_budget: int | None = None) -> Tensor:
+def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
     """(B, T) mean logit over the vocabulary at every position, whether it has a target or not.
 
     Without a softcap that is a product with the mean row of the head, `mean(W) @ h + mean(b)`: no logits.

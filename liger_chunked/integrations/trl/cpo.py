@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,8 +20,20 @@ class LigerCPOTrainer(ConcatenatedMixin, CPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder, or a loss that needs a reference.
+        ValueError: an encoder-decoder, or a loss that needs a reference; with a loss, a field of the config that TRL
+            reads for its own loss (`replaced_fields`) and that is neither at its default nor what the loss has.
     """
+
+    replaced_fields = MappingProxyType(
+        {
+            "beta": "beta",
+            "loss_type": "loss_type",
+            "label_smoothing": "settings.label_smoothing",
+            "cpo_alpha": None,
+            "simpo_gamma": "settings.simpo_gamma",
+            "alpha": None,
+        }
+    )
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         n = batch["chosen_labels"].shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,13 @@ class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
         *args, **kwargs: TRL's.
         loss: a `LigerFusedLinearDistillationBase`, at whose temperature the entropy is logged too.
         logits_budget: the most bytes of logits alive at once, those of student and teacher together; None for 1 GiB.
+
+    Raises:
+        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
+            neither at its default nor what the loss has.
     """
+
+    replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})
 
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head = ("model", "teacher_model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ _NOT_OF_THE_MODEL = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"
 class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     """TRL's `DPOTrainer` on a chunked head.
 
-    With `loss`, what TRL's config says of the loss (`loss_type`, `beta`, `label_smoothing`, ...) is not read. One that
-    refuses a reference (SimPO, CPO, ORPO) loads none.
+    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`, `beta`,
+    `label_smoothing`, ...) must be at their defaults, or agree with `loss`. A loss that refuses a reference (SimPO,
+    CPO, ORPO) loads none.
 
         LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
 
@@ -29,10 +31,23 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a reference for a loss that refuses one.
+        ValueError: a reference for a loss that refuses one; with a loss, a field of the config that it replaces.
     """
 
     loss_kind = LigerFusedLinearPreferenceBase
+    replaced_fields = MappingProxyType(
+        {
+            "beta": "beta",
+            "loss_type": "loss_types",
+            "loss_weights": "loss_weights",
+            "label_smoothing": "settings.label_smoothing",
+            "ld_alpha": "ld_alpha",
+            "f_divergence_type": "settings.f_divergence_type",
+            "f_alpha_divergence_coef": "settings.f_alpha_divergence_coef",
+            "discopop_tau": "settings.discopop_tau",
+            "use_weighting": "use_weighting",
+        }
+    )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         loss = self.loss_override

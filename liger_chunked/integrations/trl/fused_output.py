@@ -32,7 +32,7 @@ def add_chunked_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
     *,
-    logits_budget: int | None = None,
+    logits_budget: int | float | str | None = None,
 ) -> None:
     """Give `model` the head that TRL's `add_fused_lm_head` gives it, computed by `linear_token_stats`.
 
@@ -81,7 +81,7 @@ def head_stats(
     outputs: tuple[str, ...],
     *,
     temperature: float = 1.0,
-    logits_budget: int | None = None,
+    logits_budget: int | float | str | None = None,
 ) -> TokenStats:
     """`linear_token_stats` of a head inside its model, with the model's transform of its logits."""
     return linear_token_stats(
@@ -105,7 +105,7 @@ def fused_output(
     temperature: float,
     float32: bool,
     aux_loss_coef: float,
-    logits_budget: int | None,
+    logits_budget: int | float | str | None,
 ) -> FusedCausalLMOutput:
     """TRL's `FusedCausalLMOutput`: the fields `outputs`, and the mean negative log-likelihood.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,13 @@ class LigerGKDTrainer(GeneralizedMixin, GKDTrainer):
         *args, **kwargs: TRL's.
         loss: a `LigerFusedLinearDistillationBase`.
         logits_budget: see `LigerTrainerMixin`.
+
+    Raises:
+        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
+            neither at its default nor what the loss has.
     """
+
+    replaced_fields = MappingProxyType({"beta": "beta"})
 
     def compute_loss(
         self,

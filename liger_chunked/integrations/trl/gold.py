@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +24,11 @@ class LigerGOLDTrainer(GeneralizedMixin, GOLDTrainer):
 
     Raises:
         ValueError: a loss, with a teacher of another tokenizer.
+        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
+            neither at its default nor what the loss has.
     """
+
+    replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

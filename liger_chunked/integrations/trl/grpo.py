@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,10 +28,15 @@ _LOGGED = {
 class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    With `loss`, what TRL's config says of the loss (`loss_type`, `epsilon`, `importance_sampling_level`, ...) is not
-    read, but for two: `temperature` is the one of sampling, and `beta` says whether a reference is kept.
+    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`, `epsilon`,
+    `importance_sampling_level`, ...) must be at their defaults, or agree with `loss`. `temperature` is still read, for
+    sampling and for the loss. `beta` is too: it must be the loss's, and keeps the reference where it is not 0.
 
-        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=LigerFusedLinearGRPOLoss())
+    TRL's default `loss_type` is "dapo", and this library's default reduction is "grpo": as given here, the loss divides
+    as TRL's default does.
+
+        loss = LigerFusedLinearGRPOLoss(reduction="dapo")
+        LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
 
     Args:
         *args, **kwargs: TRL's.
@@ -38,10 +44,36 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss with a KL term and a config without.
+        ValueError: a loss with a KL term and a config without; with a loss, a field of the config that it replaces.
     """
 
     loss_kind = LigerFusedLinearPolicyBase
+    replaced_fields = MappingProxyType(
+        {
+            "loss_type": None,
+            "beta": "beta",
+            "epsilon": None,  # TRL's epsilon is the upper bound too, unless epsilon_high is given
+            "epsilon_high": "settings.epsilon_high",
+            "delta": "settings.delta",
+            "importance_sampling_level": "importance_level",
+            "use_bias_correction_kl": "use_bias_correction_kl",
+            "top_entropy_quantile": "top_entropy_quantile",
+            "entropy_coef": "entropy_coef",
+            "use_adaptive_entropy": None,
+            "entropy_coef_min": None,
+            "entropy_coef_max": None,
+            "entropy_coef_delta": None,
+            "entropy_target": None,
+            "off_policy_mask_threshold": None,
+            "sapo_temperature_pos": "settings.sapo_temperature_pos",
+            "sapo_temperature_neg": "settings.sapo_temperature_neg",
+            "vespo_k_pos": "settings.vespo_k_pos",
+            "vespo_lambda_pos": "settings.vespo_lambda_pos",
+            "vespo_k_neg": "settings.vespo_k_neg",
+            "vespo_lambda_neg": "settings.vespo_lambda_neg",
+            "cast_lm_head_to_fp32": None,
+        }
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ _NOT_OF_THE_MODEL = {"completion_mask", "label", "ref_logps", "ref_KL_logps"}
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """TRL's `KTOTrainer` on a chunked head.
 
-    With `loss`, what TRL's config says of the loss (`beta`, `desirable_weight`, ...) is not read, but for `loss_type`:
-    "kto" prepares the mismatched completions that a loss whose reference point is "kl" needs.
+    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `beta`,
+    `desirable_weight`, `undesirable_weight`) must be at their defaults, or agree with `loss`. `loss_type` is still
+    read: "kto" prepares the mismatched completions that a loss whose reference point is "kl" needs.
 
     Args:
         *args, **kwargs: TRL's.
@@ -31,10 +33,14 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss whose reference point the trainer cannot estimate, or a reference for one that refuses it.
+        ValueError: a loss whose reference point the trainer cannot estimate, or a reference for one that refuses it;
+            with a loss, a field of the config that it replaces.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
+    replaced_fields = MappingProxyType(
+        {"beta": "beta", "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"}
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -6,17 +6,19 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import trl
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from liger_chunked.integrations.transformers.head import inner_model
 from liger_chunked.integrations.trl.fused_output import add_chunked_lm_head
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import LogitOptions, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
@@ -33,12 +35,14 @@ class LigerTrainerMixin:
     Args:
         *args, **kwargs: the trainer's own.
         loss: takes the place of the trainer's loss; of the kind that the trainer names.
-        logits_budget: of the trainer's own heads, the most bytes of logits alive at once, see `LogitOptions`; a `loss`
-            has its own. None for 512 MiB in a head that takes the place of TRL's, and else an automatic choice.
+        logits_budget: of the trainer's own heads, the most bytes of logits alive at once, a number or a string such as
+            "512MiB", see `LogitOptions`. None for 512 MiB in a head that takes the place of TRL's, and else an
+            automatic choice. Not with a `loss`, whose own `logits_budget` then counts for these heads too.
 
     Raises:
-        TypeError: a loss of another kind, or a budget that is no int.
-        ValueError: a loss that ignores another label than -100, TRL's; a config with `use_liger_kernel`.
+        TypeError: a loss of another kind, or a budget of another type.
+        ValueError: a loss that ignores another label than -100, TRL's; a config with `use_liger_kernel`; with a loss, a
+            `logits_budget`, or a config that sets a field of `replaced_fields`.
         RuntimeError: a release of TRL whose trainer asks for no fused head, and would build logits.
     """
 
@@ -56,13 +60,16 @@ class LigerTrainerMixin:
 
     # What `loss` must be an instance of; None for a trainer that takes none.
     loss_kind: ClassVar[type[Any] | None] = None
+    # The fields of the config that TRL reads for its loss, and that a `loss` replaces. The value is the attribute of
+    # the loss that means the same, with which the config may agree; None where there is none.
+    replaced_fields: ClassVar[Mapping[str, str | None]] = MappingProxyType({})
     # The models that TRL gives no fused head.
     models_without_head: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | None = None, **kwargs: Any
+        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        LogitOptions(logits_budget=logits_budget)  # refuses a bad one before anything is loaded
+        budget = budget_bytes(logits_budget)  # refuses a bad one before anything is loaded
         if any(getattr(x, "use_liger_kernel", False) for x in (*args, kwargs.get("args"))):
             raise ValueError(
                 "use_liger_kernel=True brings the package Liger-Kernel, whose losses take the place of these heads: "
@@ -70,14 +77,22 @@ class LigerTrainerMixin:
             )
         if loss is not None:
             self._check_loss(loss)
+            self._check_config(loss, next((x for x in (*args, kwargs.get("args")) if _is_config(x)), None))
+            if budget is not None:
+                raise ValueError(
+                    f"with loss=, logits_budget={logits_budget!r} of the trainer would not be read: pass it to the "
+                    f"loss, {type(loss).__name__}(..., logits_budget={logits_budget!r})"
+                )
+            options: Any = loss.options
+            budget = options.logits_budget
         self.loss_override: Any = loss
-        self.logits_budget = logits_budget
-        with _chunked_heads(type(self), logits_budget):
+        self.logits_budget = budget
+        with _chunked_heads(type(self), budget):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
             model = getattr(self, name)
             if model is not None:
-                add_chunked_lm_head(inner_model(model), logits_budget=logits_budget)
+                add_chunked_lm_head(inner_model(model), logits_budget=budget)
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -143,6 +158,61 @@ class LigerTrainerMixin:
         ignored = loss.options.ignore_index
         if ignored != -100:
             raise ValueError(f"TRL's labels are -100 where there is none, but the loss has ignore_index={ignored}")
+
+    @classmethod
+    def _check_config(cls, loss: Any, config: Any) -> None:
+        """Refuse what a config says of TRL's loss, which `loss` replaces, unless `loss` says the same.
+
+        Raises:
+            ValueError: fields of `replaced_fields` that are not at TRL's defaults.
+        """
+        if config is None:
+            return
+        unread = []
+        for name, default in _defaults(type(config)).items():
+            if name not in cls.replaced_fields:
+                continue
+            value, same = getattr(config, name), cls.replaced_fields[name]
+            if value == default:
+                continue
+            if same is None:
+                unread.append(f"{name}={value!r}")
+            elif _alone(value) != (own := _alone(_attribute(loss, same))):
+                unread.append(f"{name}={value!r}" + ("" if own is _MISSING else f" (the loss has {same}={own!r})"))
+        if unread:
+            raise ValueError(
+                f"with loss=, {cls.__name__} does not read these fields of {type(config).__name__}: "
+                f"{', '.join(unread)}. Set the loss up as you want it, {type(loss).__name__}(...), and leave these "
+                "fields at their defaults"
+            )
+
+
+_MISSING: Any = object()
+
+
+def _is_config(x: Any) -> bool:
+    return isinstance(x, TrainingArguments)
+
+
+def _defaults(config: type[Any]) -> dict[str, Any]:
+    """The defaults of the fields of TRL's config class that `config` is, or extends: a subclass may have others."""
+    of_trl = next((c for c in config.__mro__ if c.__module__.partition(".")[0] == "trl"), config)
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(of_trl)
+    }
+
+
+def _attribute(x: Any, path: str) -> Any:
+    """The attribute of `x` at a dotted path, or `_MISSING`."""
+    for name in path.split("."):
+        x = getattr(x, name, _MISSING)
+    return x
+
+
+def _alone(value: Any) -> Any:
+    """The only element of a list, which TRL makes of a single loss type."""
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 @contextmanager

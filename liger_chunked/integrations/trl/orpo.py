@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ class LigerORPOTrainer(ConcatenatedMixin, ORPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder, or a loss that needs a reference.
+        ValueError: an encoder-decoder, or a loss that needs a reference; with a loss, a field of the config that TRL
+            reads for its own loss (`replaced_fields`) and that is neither at its default nor what the loss has.
     """
+
+    replaced_fields = MappingProxyType({"beta": "beta"})
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
         n = batch["chosen_labels"].shape[0]

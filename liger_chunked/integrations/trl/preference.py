@@ -61,12 +61,11 @@ def preference_logs(
     trainer: LigerTrainerMixin, loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, labels: Tensor
 ) -> dict[str, float]:
     """TRL's names for the metrics of a loss on pairs with these labels, (2 n, T), averaged over the ranks."""
-    chosen, rejected = metrics.chosen_rewards, metrics.rejected_rewards
     of_pairs = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/accuracies": (chosen > rejected).float(),
-        "rewards/margins": chosen - rejected,
+        "rewards/chosen": metrics.chosen_rewards,
+        "rewards/rejected": metrics.rejected_rewards,
+        "rewards/accuracies": metrics.reward_accuracies,
+        "rewards/margins": metrics.reward_margins,
         "logps/chosen": metrics.chosen_logps,
         "logps/rejected": metrics.rejected_logps,
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from trl import SFTTrainer
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
+from liger_chunked.integrations.trl.fused_output import head_stats
+from liger_chunked.integrations.trl.mixin import HEAD_BUDGET, LigerTrainerMixin, fitted
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
 
@@ -16,7 +18,10 @@ from liger_chunked.types import Head
 class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
     """TRL's `SFTTrainer` on a chunked head.
 
-    With `loss`, what TRL's config says of the loss (`loss_type`, `label_smoothing_factor`) is not read.
+    With `label_smoothing_factor`, for which TRL builds logits, the loss is computed from the head's statistics.
+
+    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`,
+    `label_smoothing_factor`) must be at their defaults, or agree with `loss`.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
 
@@ -27,10 +32,17 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss of another reduction.
+        ValueError: a loss of another reduction; a loss beside `compute_loss_func`; with a loss, a field of the config
+            that it replaces.
     """
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
+    replaced_fields = MappingProxyType({"loss_type": None, "label_smoothing_factor": "label_smoothing"})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.loss_override is not None and self.compute_loss_func is not None:
+            raise ValueError("loss= and compute_loss_func both take the place of TRL's loss: pass one of them")
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
@@ -47,6 +59,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
     ) -> Any:
         loss = self.loss_override
         if loss is None:
+            if self.label_smoother is not None and self.compute_loss_func is None and self.args.loss_type == "nll":
+                return self._with_label_smoothing(model, inputs, return_outputs, num_items_in_batch)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def apply(head: Head, input: HeadInput) -> Any:
@@ -67,6 +81,39 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             self.mode_metrics["mean_token_accuracy"].append(self.global_mean(metrics.token_accuracy, n_tokens))
         if metrics is not None and metrics.z_loss is not None:
             self.mode_metrics["z_loss"].append(self.gathered_mean(metrics.z_loss))
+        self._count_tokens(inputs)
+        unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
+        return self._with_outputs(value, model, unlabelled, return_outputs)
+
+    def _with_label_smoothing(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: int | Tensor | None
+    ) -> Any:
+        """What TRL computes with `label_smoothing_factor`, in one forward and without logits.
+
+        Of each token `(1 - eps) * nll + eps * mean(-log p)`, where the mean over the vocabulary is `lse - mean_logits`.
+        As TRL, it logs the load balancing loss of a mixture of experts, and does not add it.
+        """
+        eps = self.args.label_smoothing_factor
+        budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget
+
+        def apply(head: Head, input: HeadInput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+            outputs = ("logps", "lse", "mean_logits", "entropy", "is_top1")
+            stats = head_stats(head, input, outputs, logits_budget=budget)
+            logps, lse, mean_logits, entropy, is_top1 = (getattr(stats, name) for name in outputs)
+            total = eps * (lse - mean_logits).sum() - (1 - eps) * logps.sum()
+            n_tokens = (input.target != -100).sum()
+            count = n_tokens.clamp(min=1)
+            return total, n_tokens, entropy.detach().sum() / count, is_top1.sum() / count, input.aux_loss
+
+        total, n_tokens, entropy, accuracy, aux_loss = model(**inputs, **self._aux_inputs, head_fn=apply)
+        items = n_tokens.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        value = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            value = value * (self.accelerator.num_processes // self.get_tp_size())
+        self.mode_metrics["entropy"].append(self.global_mean(entropy, n_tokens))
+        self.mode_metrics["mean_token_accuracy"].append(self.global_mean(accuracy, n_tokens))
+        if aux_loss is not None:
+            self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
         self._count_tokens(inputs)
         unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
         return self._with_outputs(value, model, unlabelled, return_outputs)

@@ -1,0 +1,439 @@
+"""Checks for code that meets this library: a user's own loss, a patched model.
+
+Run them once, in a test. They find mistakes that a training run hides:
+
+    from liger_chunked.testing import check_loss, check_model
+
+    check_loss(MyLoss())        # fused against full logits, and the whole batch against small budgets
+    check_model(model)          # a patched transformers model against the stock one; needs transformers
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_chunked.engine import Layout, NegativeLogLikelihood
+from liger_chunked.engine.schedule import Pack
+from liger_chunked.losses import (
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.reference.token_stats import logits, token_stats
+from liger_chunked.types import Head, LogitOptions, TokenStats
+
+__all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers when it is first asked for
+
+Batch = dict[str, Any]
+
+_PARAMETERS = ("weight", "input", "bias")
+# The method that a subclass of each base writes.
+_METHODS: dict[type[nn.Module], str | None] = {
+    LigerFusedLinearPreferenceBase: "preference_loss",
+    LigerFusedLinearUnpairedPreferenceBase: "preference_loss",
+    LigerFusedLinearPolicyBase: "policy_loss",
+    LigerFusedLinearDistillationBase: "divergence",
+    LigerFusedLinearCrossEntropyLoss: None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check_model":
+        return import_module("liger_chunked.integrations.transformers.check").check_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class LossReport(NamedTuple):
+    """What `check_loss` found of a loss that passed.
+
+    - `loss`: its value on the batch
+    - `error`: the largest difference from full logits, of the loss and of its gradients, relative to their size
+    - `budgets`: the budgets in bytes that gave the same as the whole batch at once
+    - `tokens`: tokens of the batch that have a target
+    """
+
+    loss: float
+    error: float
+    budgets: tuple[int, ...]
+    tokens: int
+
+
+def check_loss(
+    loss: nn.Module, batch: Mapping[str, Any] | None = None, *, seed: int = 0, tolerance: float = 1e-5
+) -> LossReport:
+    """Check a loss of this library, or a user's own on one of the bases, in float64.
+
+    It compares the fused loss and its gradients with autograd over full logits, on which it evaluates the same
+    `preference_loss`, `policy_loss` or `divergence`. It also compares the whole batch with budgets that cut it, with
+    more padding, and with a second call. So it finds an objective that
+
+    - compares pairs, sequences or tokens with one another without saying so in `scope`,
+    - depends on padding: a sum or a mean over T instead of over `mask` and `lengths`,
+    - reads a statistic that `token_outputs` does not declare,
+    - writes to its inputs,
+    - returns something detached, random, or not finite.
+
+    Args:
+        loss: an instance.
+        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences. They are copied to float64.
+            None: a small random batch.
+        seed: of the random batch.
+        tolerance: the largest difference, relative to the size of what is compared.
+
+    Raises:
+        AssertionError: one of these mistakes; the message says what to change.
+        TypeError: not an instance of a loss.
+        ValueError: a teacher given as log-probabilities, which has no full logits.
+
+    >>> from liger_chunked import LigerFusedLinearPreferenceBase
+    >>> class Centred(LigerFusedLinearPreferenceBase):
+    ...     def preference_loss(self, pairs):
+    ...         margins = pairs.logps[:, 0] - pairs.logps[:, 1]
+    ...         return (margins - margins.mean()).square()
+    >>> check_loss(Centred())
+    Traceback (most recent call last):
+    ...
+    AssertionError: Centred gives another loss where a small logits_budget cuts the batch: ... set scope = "batch" ...
+    >>> Centred.scope = "batch"
+    >>> check_loss(Centred()).error < 1e-9
+    True
+    """
+    method = _method_of(loss)
+    options: Any = loss.options
+    name = type(loss).__name__
+    given = _in_float64(_random_batch(loss, seed) if batch is None else batch)
+    watched = _with_budget(loss, None)
+    if method is not None:
+        setattr(watched, method, _Watched(name, method, getattr(loss, method)))
+    difference_of = _Comparison(tolerance)
+
+    whole = _evaluate(watched, given)
+    if not all(x.isfinite().all() for x in whole.values()):
+        raise AssertionError(f"{name} is not finite on this batch: its loss is {whole['loss'].item():g}")
+    if difference_of(_evaluate(watched, given), whole):
+        raise AssertionError(
+            f"{name} gives two results for the same call: {method or 'it'} must not be random, nor keep a state"
+        )
+    tokens, budgets = _budgets(loss, given)
+    for budget in budgets:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="logits_budget=", category=UserWarning)
+            cut = _evaluate(_with_budget(watched, budget), given)
+        if found := difference_of(cut, whole):
+            raise AssertionError(
+                f"{name} gives another loss where a small logits_budget cuts the batch: {found} with {budget} bytes, "
+                f"against the whole batch at once. {_advice(loss)}"
+            )
+    padded = _evaluate(watched, _padded(given, options.ignore_index))
+    padded["input"] = padded["input"][tuple(slice(0, n) for n in given["input"].shape)]
+    if found := difference_of(padded, whole):
+        raise AssertionError(
+            f"{name} depends on padding: {found} with two more ignored positions. Sum over mask, and divide by "
+            "lengths, not by a size of the tensors"
+        )
+    full = _evaluate_full(loss, given)
+    if found := difference_of(whole, full):
+        raise AssertionError(f"{name} fused is not what autograd over full logits gives: {found}")
+    error = max(_relative(whole[key], full[key]) for key in full)
+    return LossReport(loss=whole["loss"].item(), error=error, budgets=budgets, tokens=tokens)
+
+
+def _method_of(loss: Any) -> str | None:
+    for base, method in _METHODS.items():
+        if isinstance(loss, base):
+            return method
+    got = f"the class {loss.__name__}, not an instance" if isinstance(loss, type) else f"a {type(loss).__name__}"
+    raise TypeError(f"loss must be an instance of {', '.join(base.__name__ for base in _METHODS)}, got {got}")
+
+
+def _advice(loss: nn.Module) -> str:
+    """What to change in a loss that depends on how its batch is cut."""
+    if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
+        return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
+    if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
+        return 'policy_loss compares tokens with one another: set scope = "sequence" on the class'
+    if isinstance(loss, LigerFusedLinearPolicyBase):
+        return "policy_loss must look at each sequence by itself: read batch_size and batch_tokens for the whole batch"
+    if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase):
+        return "preference_loss must look at each sequence by itself: read batch_size and batch_counts for the batch"
+    if isinstance(loss, LigerFusedLinearDistillationBase):
+        return "divergence must look at each token by itself"
+    return "Its result must not depend on the budget"
+
+
+class _Watched:
+    """A method of a loss whose inputs and result are looked at."""
+
+    def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
+        self.loss, self.name, self.method = loss, name, method
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [x for arg in args for x in _tensors(arg)]
+        before = [x.detach().clone() for x in tensors]
+        writes = f"{self.loss}.{self.name} writes to its inputs: use operations that return a new tensor"
+        try:
+            result = self.method(*args)
+        except AttributeError as error:
+            if "was not computed" not in str(error):
+                raise
+            raise AssertionError(f"{self.loss}.{self.name} reads an undeclared statistic: {error}") from error
+        except RuntimeError as error:
+            if "in-place operation" not in str(error):
+                raise
+            raise AssertionError(writes) from error
+        for x, old in zip(tensors, before, strict=True):
+            if not torch.equal(x.detach().nan_to_num(), old.nan_to_num()):
+                raise AssertionError(writes)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if trains and isinstance(result, Tensor) and not result.requires_grad:
+            raise AssertionError(
+                f"{self.loss}.{self.name} returns a tensor without a gradient: it is detached from its inputs, or "
+                "does not depend on them"
+            )
+        return result
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """The tensors in an argument of such a method: itself, or the fields of `Pairs`, `Examples` or `Rollouts`."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, TokenStats):
+        return [f for f in tuple(x) if f is not None]
+    if dataclasses.is_dataclass(x):
+        return [tensor for field in dataclasses.fields(x) for tensor in _tensors(getattr(x, field.name))]
+    return []
+
+
+class _Comparison:
+    """Says how one result differs from another; nothing where it does not."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+
+    def __call__(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+        if _relative(found["loss"], expected["loss"]) > self.tolerance:
+            return f"a loss of {found['loss'].item():.6g} instead of {expected['loss'].item():.6g}"
+        for name in expected:
+            error = _relative(found[name], expected[name])
+            if not error <= self.tolerance:
+                return f"a gradient of {name} with a relative difference of {error:.2g}"
+        return ""
+
+
+def _relative(x: Tensor, expected: Tensor) -> float:
+    return float((x - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
+    own: Any = copy.copy(loss)
+    options = dataclasses.replace(own.options, logits_budget=budget)
+    if isinstance(own, LigerFusedLinearDistillationBase) and own.teacher_options is own.options:
+        own.teacher_options = options
+    own.options = options
+    return own
+
+
+def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+    """The batch with new leaves in the place of what is trained."""
+    leaves = {name: batch[name].detach().clone().requires_grad_() for name in _PARAMETERS if name in batch}
+    return {**batch, **leaves}, leaves
+
+
+def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(value, list(leaves.values()))
+    return {"loss": value.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The loss and its gradients, by name."""
+    given, leaves = _leaves(batch)
+    result = loss(**given)
+    value = result[0] if isinstance(result, tuple) else result
+    return _gradients(value.sum(), leaves)
+
+
+def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The same by autograd over full logits."""
+    given, leaves = _leaves(batch)
+    if isinstance(loss, LigerFusedLinearDistillationBase):
+        return _gradients(_full_distillation(loss, **given), leaves)
+    own: Any = _with_budget(loss, None)
+    if isinstance(own, LigerFusedLinearCrossEntropyLoss) and own.reduction == "none":
+        own.reduction = "sum"
+
+    def full(
+        head: Head,
+        input: Tensor,
+        layout: Layout,
+        objective: Callable[..., Tensor] | NegativeLogLikelihood,
+        batch: Any = None,
+        class_weight: Tensor | None = None,
+    ) -> tuple[Tensor, TokenStats]:
+        every = Pack(slice(0, layout.n_valid), slice(0, layout.shape[0]))
+        x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
+        transform = _transform(own.options)
+        # Every target counts here: none is ignore_index.
+        outputs = tuple(dict.fromkeys(own._outputs))
+        values = token_stats(head.weight, x, layout.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
+        if class_weight is not None and "mean_logits" in values:
+            values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
+        dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
+        if isinstance(objective, NegativeLogLikelihood):
+            value = objective(dense, layout.index(every))
+        else:
+            value = objective(batch, dense, layout.index(every))
+        return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
+
+    own._fuse = full
+    result = own(**given)
+    return _gradients(result[0] if isinstance(result, tuple) else result, leaves)
+
+
+def _transform(options: LogitOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("softcap", "logit_scale", "temperature")}
+
+
+def _full_distillation(
+    loss: LigerFusedLinearDistillationBase,
+    weight: Tensor,
+    input: Tensor,
+    teacher_weight: Tensor | None = None,
+    teacher_input: Tensor | None = None,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    if teacher_weight is None or teacher_input is None or others:
+        raise ValueError("check_loss needs a batch with teacher_weight and teacher_input: it compares full logits")
+    student = logits(weight, input, bias, **_transform(loss.options))
+    teacher = logits(teacher_weight, teacher_input, teacher_bias, **_transform(loss.teacher_options))
+    counts = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
+    if target is not None:
+        counts = counts & (target != loss.options.ignore_index)
+    n_items = counts.sum().clamp(min=1) if num_items is None else num_items
+    value = loss.weight_soft_loss * loss.divergence(student[counts], teacher[counts][:, : weight.shape[0]]).sum()
+    if target is not None:
+        own = student[counts] * loss.options.temperature
+        value = value + loss.weight_hard_loss * F.cross_entropy(own, target[counts].long(), reduction="sum")
+    return value / n_items
+
+
+def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
+    """The tokens that have a target, and two budgets: one group of tokens at a time, and a part of one."""
+    options: Any = loss.options
+    target, vocab_size = batch.get("target"), batch["weight"].shape[0]
+    valid = (
+        torch.ones(batch["input"].shape[:-1], dtype=torch.bool) if target is None else target != options.ignore_index
+    )
+    tokens = int(valid.sum())
+    rows = max(1, tokens // 4)
+    if isinstance(loss, LigerFusedLinearPreferenceBase):
+        rows = int(sum(valid.sum(-1).chunk(2)).max())  # type: ignore[union-attr]
+    elif isinstance(loss, (LigerFusedLinearUnpairedPreferenceBase, LigerFusedLinearPolicyBase)):
+        rows = int(valid.sum(-1).max())
+    row = vocab_size * 8
+    return tokens, tuple(dict.fromkeys((max(1, rows) * row, max(1, rows // 3) * row)))
+
+
+def _in_float64(batch: Mapping[str, Any]) -> Batch:
+    """A copy without graphs, and in float64, on the CPU."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach().cpu()
+        return x.double() if x.is_floating_point() else x.clone()
+
+    return {name: moved(x) for name, x in batch.items() if x is not None}
+
+
+def _padded(batch: Batch, ignore_index: int) -> Batch:
+    """The batch with two more ignored positions for each sequence, and other hidden states wherever it is ignored."""
+    generator = torch.Generator().manual_seed(1)
+    shape = batch["input"].shape[:-1]
+    target = batch.get("target")
+
+    def longer(name: str, x: Any) -> Any:
+        axis = len(shape) - 1
+        if not isinstance(x, Tensor) or x.shape[: axis + 1] != shape or name.endswith("weight"):
+            return x
+        size = list(x.shape)
+        size[axis] = 2
+        if name.endswith("target"):
+            more = torch.full(size, ignore_index, dtype=x.dtype)
+        elif name.endswith("input"):
+            more = torch.randn(size, generator=generator, dtype=x.dtype)
+            if target is not None and name == "input":
+                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                ignored = target == ignore_index
+                if "nll_target" in batch:
+                    ignored = ignored & (batch["nll_target"] == ignore_index)
+                x = torch.where(ignored[..., None], noise, x)
+        else:
+            more = torch.zeros(size, dtype=x.dtype)
+        return torch.cat([x, more], dim=axis)
+
+    padded = {name: longer(name, x) for name, x in batch.items()}
+    if target is None and "mask" not in padded:
+        counts = torch.ones(padded["input"].shape[:-1], dtype=torch.bool)
+        counts[..., -2:] = False
+        padded["mask"] = counts
+    return padded
+
+
+def _random_batch(loss: nn.Module, seed: int) -> Batch:
+    """Twelve sequences of up to seven tokens, and what else the loss takes.
+
+    So many, that an objective which sorts them is not right by accident.
+    """
+    any_loss: Any = loss
+    options: LogitOptions = any_loss.options
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    n, length, hidden = 12, 7, 5
+    class_weight = getattr(loss, "ce_weight", None)
+    vocab_size = 23 if class_weight is None else class_weight.shape[0]
+    batch: Batch = {"weight": normal(vocab_size, hidden), "input": normal(n, length, hidden)}
+    batch["bias"] = normal(vocab_size)
+    lengths = torch.randint(2, length + 1, (n,), generator=generator)
+    lengths[0] = length
+    target = torch.randint(vocab_size, (n, length), generator=generator)
+    batch["target"] = target.where(torch.arange(length) < lengths[:, None], options.ignore_index)
+    if isinstance(loss, LigerFusedLinearCrossEntropyLoss):
+        return batch
+    if isinstance(loss, LigerFusedLinearDistillationBase):
+        return batch | {"teacher_weight": normal(vocab_size, 8), "teacher_input": normal(n, length, 8)}
+    logps = token_stats(
+        batch["weight"], batch["input"], batch["target"], batch["bias"], ignore_index=options.ignore_index,
+        **_transform(options),
+    )["logps"]  # fmt: skip
+    if isinstance(loss, LigerFusedLinearPolicyBase):
+        batch["advantages"] = normal(n)
+        batch["old_logps"] = logps + 0.3 * normal(n, length)
+        batch["ref_logps"] = logps + 0.3 * normal(n, length)
+        return batch
+    if any_loss.use_ref_model is not False:
+        batch["ref_logps"] = logps + 0.3 * normal(n, length)
+    if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase):
+        batch["preference_labels"] = torch.arange(n) % 3 != 1
+        if loss.reference_point is not None:
+            batch[loss.reference_point] = 0.1
+    return batch

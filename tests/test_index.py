@@ -1,0 +1,76 @@
+"""What the package exports, and how it shifts labels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import liger_chunked
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, shifted
+
+
+def test_star_import_has_what_needs_transformers():
+    pytest.importorskip("transformers")
+    code = """
+from liger_chunked import *
+import liger_chunked.integrations.transformers as integration
+assert apply_liger_kernel is integration.apply_liger_kernel and register_family is integration.register_family
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_star_import_without_transformers():
+    code = """
+import sys
+sys.modules["transformers"] = None
+from liger_chunked import *
+assert LigerFusedLinearDPOLoss and linear_token_stats and "apply_liger_kernel" not in globals()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_there():
+    pytest.importorskip("transformers")
+    assert len(set(liger_chunked.__all__)) == len(liger_chunked.__all__)
+    for name in liger_chunked.__all__:
+        assert getattr(liger_chunked, name) is not None
+
+
+def test_shifted_is_what_a_causal_model_predicts():
+    hidden, labels = torch.randn(2, 5, 4, dtype=torch.float64), torch.randint(11, (2, 5))
+    labels[0, 3] = -100
+    weight = torch.randn(11, 4, dtype=torch.float64)
+    input, target = shifted(hidden, labels)
+    assert input.data_ptr() == hidden.data_ptr() and target.shape == (2, 4)
+    logits = (hidden @ weight.T)[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, labels[:, 1:].flatten())
+    assert torch.isclose(LigerFusedLinearCrossEntropyLoss()(weight, input, target), expected)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "labels", "error", "message"),
+    [
+        (torch.zeros(2, 5, 4), torch.zeros(2, 4, dtype=torch.int64), ValueError, "shifted already go with hidden"),
+        (torch.zeros(2, 5, 4), torch.zeros(2, 3, dtype=torch.int64), ValueError, r"labels must be \(2, 5\)"),
+        (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64), ValueError, r"hidden must be \(B, T, H\)"),
+        (torch.zeros(2, 5, 4), torch.zeros(2, 5), TypeError, "labels must be a tensor of token ids"),
+        (torch.zeros(2, 5, 4, dtype=torch.int64), torch.zeros(2, 5), TypeError, "hidden must be a floating-point"),
+        (None, None, TypeError, "hidden must be a floating-point"),
+    ],
+)
+def test_shifted_refuses(hidden, labels, error, message):
+    with pytest.raises(error, match=message):
+        shifted(hidden, labels)
+
+
+@pytest.mark.parametrize("loss", [LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearDPOLoss()], ids=["ce", "dpo"])
+@pytest.mark.parametrize(("length", "suggests"), [(6, True), (4, True), (3, False), (7, False)])
+def test_a_miss_by_one_position_suggests_shifted(loss, length, suggests):
+    weight, input, target = torch.zeros(11, 4), torch.zeros(2, 5, 4), torch.zeros(2, length, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"target must be \(2, 5\)") as refused:
+        loss(weight, input, target)
+    assert ("input, target = shifted(hidden, labels)" in str(refused.value)) == suggests

@@ -1,0 +1,261 @@
+"""`liger_chunked.testing`: right losses pass, and each mistake is found and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import SMALL, pairs, students
+
+from liger_chunked import (
+    LigerFusedLinearBCOLoss,
+    LigerFusedLinearCosineSimilarityLoss,
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDistillationBase,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearPolicyBase,
+    LigerFusedLinearPreferenceBase,
+    LigerFusedLinearSimPOLoss,
+    LigerFusedLinearTVDLoss,
+    LigerFusedLinearUnpairedPreferenceBase,
+)
+from liger_chunked.losses import dpo, grpo, kto
+from liger_chunked.testing import check_loss
+
+CLASS_WEIGHT = torch.rand(13, generator=torch.Generator().manual_seed(0)) + 0.5
+
+
+class Logits(LigerFusedLinearDistillationBase):
+    """A user's own."""
+
+    def divergence(self, student_logits, teacher_logits):
+        return (student_logits - teacher_logits).square().mean(-1)
+
+
+class Entropic(LigerFusedLinearPreferenceBase):
+    """A user's own, which reads another statistic."""
+
+    token_outputs = ("entropy",)
+
+    def preference_loss(self, pairs):
+        chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
+        return -F.logsigmoid(chosen - rejected) + pairs.token_stats.entropy.sum((1, 2))
+
+
+RIGHT = {
+    "ce": LigerFusedLinearCrossEntropyLoss(),
+    "ce-all": LigerFusedLinearCrossEntropyLoss(
+        label_smoothing=0.1, lse_square_scale=0.01, ce_weight=CLASS_WEIGHT, entropy_weight=0.1, softcap=5.0
+    ),
+    "ce-none": LigerFusedLinearCrossEntropyLoss(reduction="none", return_token_accuracy=True),
+    **{
+        f"dpo-{name}": LigerFusedLinearDPOLoss(loss_type=name, label_smoothing=0.1 if name == "exo_pair" else 0.0)
+        for name in dpo.LOSS_TYPES
+    },
+    "dpo-all": LigerFusedLinearDPOLoss(
+        beta=0.3, ld_alpha=0.5, use_weighting=True, f_divergence_type="forward_kl", compute_nll_loss=True, temperature=2
+    ),
+    "orpo": LigerFusedLinearORPOLoss(ignore_index=-1),
+    "cpo": LigerFusedLinearCPOLoss(),
+    "simpo": LigerFusedLinearSimPOLoss(logit_scale=0.5),
+    **{f"kto-{name}": LigerFusedLinearKTOLoss(loss_type=name) for name in kto.LOSS_TYPES},
+    "bco": LigerFusedLinearBCOLoss(),
+    **{
+        f"grpo-{name}": LigerFusedLinearGRPOLoss.from_loss_type(
+            name, beta=0.1, **({"max_completion_length": 9} if name == "dr_grpo" else {})
+        )
+        for name in grpo.LOSS_TYPES
+    },
+    "grpo-top": LigerFusedLinearGRPOLoss(entropy_coef=0.1, top_entropy_quantile=0.5),
+    "kl": LigerFusedLinearKLDivLoss(),
+    "jsd": LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0),
+    "tvd": LigerFusedLinearTVDLoss(),
+    "cosine": LigerFusedLinearCosineSimilarityLoss(),
+    "own-divergence": Logits(),
+    "own-pairs": Entropic(),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_loss_passes(case):
+    loss = RIGHT[case]
+    before = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
+    report = check_loss(loss)
+    assert report.error < 1e-8 and report.tokens > 10 and len(report.budgets) == 2
+    assert before == {name: value for name, value in vars(loss).items() if not name.startswith("_")}
+
+
+def test_a_batch_of_the_users_own():
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=1).items()}
+    report = check_loss(LigerFusedLinearDPOLoss(), batch)
+    assert report.loss == pytest.approx(LigerFusedLinearDPOLoss()(**batch)[0].item(), rel=1e-5)
+    teacher = students(SMALL, seed=1)
+    teacher.pop("target")  # then every token counts
+    assert check_loss(LigerFusedLinearJSDLoss(), teacher).tokens == SMALL.sequences * SMALL.length
+    with pytest.raises(ValueError, match="needs a batch with teacher_weight and teacher_input"):
+        check_loss(LigerFusedLinearJSDLoss(), students(SMALL, seed=1, top_k=3) | {"teacher_weight": None})
+
+
+# Mistakes
+
+
+class Pair(LigerFusedLinearPreferenceBase):
+    """A right loss, of which the others are wrong versions."""
+
+    def preference_loss(self, pairs):
+        return -F.logsigmoid(self.margins(pairs))
+
+    def margins(self, pairs):
+        return pairs.logps[:, 0] - pairs.logps[:, 1]
+
+
+class Centred(Pair):
+    def preference_loss(self, pairs):
+        margins = self.margins(pairs)
+        return (margins - margins.mean()).square()
+
+
+class Sorted(Pair):
+    def preference_loss(self, pairs):
+        return -F.logsigmoid(pairs.logps[:, 0].sort().values - pairs.logps[:, 1].sort().values)
+
+
+class CentredSequences(LigerFusedLinearUnpairedPreferenceBase):
+    def preference_loss(self, examples):
+        return (examples.logps - examples.logps.mean()).square()
+
+
+class CentredTokens(LigerFusedLinearPolicyBase):
+    scope = "token"
+
+    def policy_loss(self, rollouts):
+        return (rollouts.logps - rollouts.logps.mean()).square()
+
+
+class CentredCompletions(LigerFusedLinearPolicyBase):
+    def policy_loss(self, rollouts):
+        return (rollouts.logps - rollouts.logps.mean(0)).square()
+
+
+class CentredRows(LigerFusedLinearDistillationBase):
+    def divergence(self, student_logits, teacher_logits):
+        return (student_logits - teacher_logits - student_logits.mean(0)).square().sum(-1)
+
+
+class Padded(Pair):
+    def preference_loss(self, pairs):
+        return self.margins(pairs) / pairs.mask.shape[-1]
+
+
+class Undeclared(Pair):
+    def preference_loss(self, pairs):
+        return self.margins(pairs) + pairs.token_stats.entropy.sum((1, 2))
+
+
+class Writes(Pair):
+    def preference_loss(self, pairs):
+        pairs.logps.mul_(0.5)
+        return self.margins(pairs)
+
+
+class WritesToTheReference(Pair):
+    def preference_loss(self, pairs):
+        pairs.ref_logps.zero_()
+        return self.margins(pairs)
+
+
+class WritesToLogits(LigerFusedLinearDistillationBase):
+    def divergence(self, student_logits, teacher_logits):
+        teacher_logits.sub_(teacher_logits.mean(-1, keepdim=True))
+        return (student_logits - teacher_logits).square().sum(-1)
+
+
+class Detached(Pair):
+    def preference_loss(self, pairs):
+        return self.margins(pairs).detach()
+
+
+class Random(Pair):
+    def preference_loss(self, pairs):
+        return self.margins(pairs) * torch.rand(len(pairs.logps))
+
+
+class Stateful(Pair):
+    calls = 0
+
+    def preference_loss(self, pairs):
+        self.calls += 1
+        return self.margins(pairs) * self.calls
+
+
+class Infinite(Pair):
+    def preference_loss(self, pairs):
+        return self.margins(pairs) * 1e300 * 1e300
+
+
+class OwnForward(LigerFusedLinearKLDivLoss):
+    def divergence(self, student_logits, teacher_logits):
+        return 2 * super().divergence(student_logits, teacher_logits)
+
+
+WRONG = {
+    Centred: r"another loss where a small logits_budget cuts .*: a loss of .* instead of .* set scope = \"batch\"",
+    Sorted: r"compares pairs with one another: set scope = \"batch\" on the class",
+    CentredSequences: "must look at each sequence by itself: read batch_size and batch_counts",
+    CentredTokens: r"compares tokens with one another: set scope = \"sequence\" on the class",
+    CentredCompletions: "must look at each sequence by itself: read batch_size and batch_tokens",
+    CentredRows: "divergence must look at each token by itself",
+    Padded: "Padded depends on padding: a loss of .* Sum over mask, and divide by lengths",
+    Undeclared: r"reads an undeclared statistic: .*entropy.*token_outputs = \('entropy',\)",
+    Writes: "Writes.preference_loss writes to its inputs",
+    WritesToTheReference: "WritesToTheReference.preference_loss writes to its inputs",
+    WritesToLogits: "WritesToLogits.divergence writes to its inputs",
+    Detached: "Detached.preference_loss returns a tensor without a gradient: it is detached",
+    Random: "Random gives two results for the same call: preference_loss must not be random",
+    Stateful: "Stateful gives two results for the same call",
+    Infinite: "Infinite is not finite on this batch",
+    OwnForward: "OwnForward fused is not what autograd over full logits gives: a loss of",
+}
+
+
+@pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_mistake_is_found_and_named(loss, seed):
+    with pytest.raises(AssertionError, match=WRONG[loss]):
+        check_loss(loss(), seed=seed)
+
+
+def test_what_the_message_asks_for_helps():
+    check_loss(Pair())
+    for loss in (Centred, Sorted):
+        own = loss()
+        own.scope = "batch"
+        check_loss(own)
+
+
+def test_the_mistake_is_silent_otherwise():
+    """Two budgets, two losses, and no error: what the check is for."""
+    batch = {name: x for name, x in pairs(SMALL, seed=0).items() if name in ("weight", "input", "target")}
+    whole, cut = (Centred(logits_budget=budget)(**batch)[0].item() for budget in (None, 8 * SMALL.vocab))
+    assert whole > 1 and cut == 0
+
+
+@pytest.mark.parametrize(
+    "loss", [LigerFusedLinearDPOLoss, torch.nn.Linear(2, 2), None], ids=["class", "module", "none"]
+)
+def test_what_is_no_loss(loss):
+    with pytest.raises(TypeError, match="loss must be an instance of LigerFusedLinearPreferenceBase"):
+        check_loss(loss)
+
+
+def test_check_model_is_the_integrations():
+    check = pytest.importorskip("liger_chunked.integrations.transformers.check")
+    from liger_chunked.testing import check_model
+
+    assert check_model is check.check_model
