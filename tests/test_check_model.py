@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -19,6 +21,12 @@ pytestmark = [
     pytest.mark.ordinary_memory,
     *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_other_patched_models():
+    """A model that an earlier test left in a reference cycle reverts the rotary function when it is collected."""
+    gc.collect()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
