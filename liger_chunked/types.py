@@ -142,7 +142,7 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
         return None
     if isinstance(budget, bool) or not isinstance(budget, (numbers.Real, str)):
         raise TypeError(
-            f"logits_budget must be a number of bytes, a string such as '512MiB', or None, got {type(budget).__name__}"
+            f"logits_budget must be a number of bytes, a string such as '512MiB', or None, got {shown(budget)}"
         )
     if isinstance(budget, str):
         text = budget.strip().lower()

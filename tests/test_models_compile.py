@@ -32,6 +32,13 @@ def deep(name: str) -> Tiny:
     return dataclasses.replace(tiny, config={**tiny.config, "num_hidden_layers": LAYERS})
 
 
+@pytest.fixture(autouse=True)
+def cuda_before_checkpoints():
+    """A checkpoint refuses a region in which CUDA starts, which compilers do where there is a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 @pytest.fixture
 def graphs():
     torch.compiler.reset()

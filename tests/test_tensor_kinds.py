@@ -475,7 +475,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 PARALLEL: dict[str, Callable[[nn.Sequential], nn.Module]] = {
-    "fsdp2": fully_shard,
+    "fsdp2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
     "after-rowwise": lambda model: parallelize_module(
         model, init_device_mesh("cpu", (1,)), {"0": RowwiseParallel(input_layouts=Replicate())}
     ),

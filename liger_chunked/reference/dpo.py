@@ -166,8 +166,8 @@ def dpo(
         softcap, logit_scale, temperature: logit transform of the policy and of the reference.
 
     Returns:
-        The loss, and detached metrics: `chosen_logps`, `rejected_logps`, `chosen_rewards`, `rejected_rewards` (n,),
-        `chosen_logits_mean`, `rejected_logits_mean`, `nll_loss` ().
+        The loss, and detached metrics: `chosen_logps`, `rejected_logps`, `chosen_rewards`, `rejected_rewards`,
+        `reward_accuracies`, `reward_margins` (n,), `chosen_logits_mean`, `rejected_logits_mean`, `nll_loss` ().
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -239,5 +239,7 @@ def dpo(
         "nll_loss": nll if compute_nll_loss else torch.zeros_like(nll),
         "chosen_rewards": rewards[:n],
         "rejected_rewards": rewards[n:],
+        "reward_accuracies": (rewards[:n] > rewards[n:]).to(rewards.dtype),
+        "reward_margins": rewards[:n] - rewards[n:],
     }
     return loss, {name: value.detach() for name, value in metrics.items()}

@@ -163,7 +163,18 @@ def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool)
     return checked
 
 
-@torch.compiler.assume_constant_result
+def _constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call `function` once and take its result for a constant.
+
+    Before torch 2.13 Dynamo cannot pass a module to such a function, so the graph breaks there.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return torch.compiler.assume_constant_result(function)
+    reason = "the head of a model is checked once: call logit_options(model) before a step with fullgraph=True"
+    return torch.compiler.disable(function, reason=reason)
+
+
+@_constant_while_tracing
 def _facts_while_tracing(
     model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...]
 ) -> HeadFacts:

@@ -58,7 +58,6 @@ def add_chunked_lm_head(
         outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
         temperature=temperature,
         float32=cast_lm_head_to_fp32,
-        aux_loss_coef=getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0),
         logits_budget=logits_budget,
     )
 
@@ -104,14 +103,13 @@ def fused_output(
     outputs: tuple[str, ...],
     temperature: float,
     float32: bool,
-    aux_loss_coef: float,
     logits_budget: int | float | str | None,
 ) -> FusedCausalLMOutput:
     """TRL's `FusedCausalLMOutput`: the fields `outputs`, and the mean negative log-likelihood.
 
-    `loss = -log_probs.sum() / n`, with `n` the valid tokens unless the call gave `num_items_in_batch`, plus
-    `aux_loss_coef * aux_loss` of a mixture of experts. `log_probs` and `entropy` are differentiable. Fields are
-    (B, T - 1), or (B, T) where the call gave `shift_labels`, as the labels were.
+    `loss = -log_probs.sum() / n`, with `n` the valid tokens unless the call gave `num_items_in_batch`, plus the
+    auxiliary loss of a mixture of experts times the model's coefficient. `log_probs` and `entropy` are differentiable.
+    Fields are (B, T - 1), or (B, T) where the call gave `shift_labels`, as the labels were.
     """
     autocast: Any = nullcontext()
     if float32:
@@ -132,5 +130,5 @@ def fused_output(
         num_items = num_items.clamp(min=1)
     loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if input.aux_loss is not None:
-        loss = loss + aux_loss_coef * input.aux_loss
+        loss = loss + input.aux_loss_coef * input.aux_loss
     return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
