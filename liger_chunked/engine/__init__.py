@@ -1,19 +1,21 @@
-"""The engine: it knows heads, tokens, groups and budgets, and no loss by name.
+"""The engine: run chunks of tokens through the head, and compute losses and gradients. It knows no loss by name.
 
-schedule.py   which tokens take part, in which order, in which packs and tiles
-passes.py     a pack through the head: statistics, and back
-precision.py  how cuBLAS adds up their products, while steps run on several threads
-epilogue.py   the same without ever reading logits back, where a loss lets it
-fused.py      gradient in forward: a loss of token statistics, with the gradients it computed on the way
-loss.py       what it asks of such a loss
-distill.py    the same for a student and its teacher, whose logits a loss compares
-routes.py     how their logits become a divergence: by kernels, or by autograd
-top_k.py      a third way, from a teacher's largest log-probabilities
-aside.py      work on a second stream
-stats.py      the statistics alone, differentiable: `linear_token_stats`
-compile.py    all of these as one operation of a graph, for torch.compile
-rehearsal.py  their steps on tensors without storage, which is what `estimate_memory` adds up
-checks.py     what is asked of inputs
+schedule.py   select the tokens that count, and cut the batch into groups, chunks and tiles
+passes.py     run a chunk through the head: statistics, then gradients
+epilogue.py   the same with the fused epilogue, which stores no logits
+precision.py  make cuBLAS accumulate in float32 while steps run
+aside.py      a side stream
+fused.py      losses of token statistics, with the gradient computed in the forward
+loss.py       the base class of these losses
+distill.py    the same for a student and a teacher
+routes.py     divergences of a block of logits: with kernels or with autograd
+top_k.py      divergences from a teacher's largest log-probabilities
+stats.py      differentiable statistics: `linear_token_stats`
+saved.py      what autograd saves between forward and backward
+compile.py    each loss as one operation of a torch.compile graph
+calls.py      calls of a loss class, with settings or with tensors
+rehearsal.py  a dry run on meta tensors, for `estimate_memory`
+checks.py     checks of the inputs
 """
 
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values, shifted

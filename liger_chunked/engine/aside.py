@@ -1,14 +1,13 @@
-"""Work beside that of the current stream, for products that do not fill a GPU to their end.
+"""A side stream, for two products that do not fill the GPU alone.
 
-    with Aside(device) as aside:
-        with aside.stream():
-            ...                 after all that came before
-        ...                     beside it
-        aside.join()
-        ...                     after both
+    with Aside(device) as side:
+        with side.stream():
+            ...                 runs on the side stream, after everything enqueued before
+        ...                     runs on the current stream at the same time
+        side.join()
+        ...                     runs after both
 
-Tensors that outlive the block are made outside of `stream()`: the memory of those that are made in it belongs to the
-other stream.
+Create tensors that outlive the block outside `stream()`: memory allocated inside it belongs to the side stream.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import torch
 
 @functools.cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority: its blocks go to a multiprocessor that is free before those of the current stream do.
+    # High priority: a free multiprocessor takes blocks of this stream first.
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Aside:
-    """A second stream of a GPU, joined at the latest where the block ends, whatever ends it; nothing elsewhere.
+    """A side stream of a GPU, joined when the block ends, also after an exception. Does nothing on other devices.
 
     Args:
-        device: the current one, where it is a GPU.
+        device: where the work runs. A GPU must be the current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +43,7 @@ class Aside:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """What is enqueued inside waits for what the current stream was given until now."""
+        """Return a context whose work waits for everything that the current stream has been given so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True
@@ -52,7 +51,7 @@ class Aside:
         return torch.cuda.stream(self._other)
 
     def join(self) -> None:
-        """What the current stream is given from now on waits for the other."""
+        """Make later work on the current stream wait for the side stream."""
         if self._other is not None and self._forked:
             self._forked = False
             torch.cuda.current_stream().wait_stream(self._other)

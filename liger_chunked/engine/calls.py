@@ -1,10 +1,10 @@
-"""What happens when a loss class is called: with settings it makes a loss, with tensors it evaluates one.
+"""Let a loss class be called with settings, to build a module, or with tensors, to evaluate the loss.
 
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-`once` serves `liger_chunked.functional`. In a function that torch.compile traces, the second line breaks the graph;
-the functions of that module do not.
+In a function that torch.compile traces, the second line breaks the graph. The functions of `liger_chunked.functional`,
+which use `once`, do not.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Whether a function refused its arguments, rather than raising from within; asked in the frame of the call."""
+    """Return whether a function rejected its arguments, rather than raised inside. Call it in the frame of the call."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
 
 class LossType(ABCMeta):
-    """The type of every loss class."""
+    """The metaclass of every loss class."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """That of the constructor, for `help` and editors."""
+        """The constructor's signature, for `help` and editors."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
@@ -46,9 +46,9 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A loss; or, where the positional arguments are tensors, what a loss with default settings returns for them.
+        """Build a loss; if the positional arguments are tensors, evaluate it on them.
 
-        Keywords then belong to the constructor or to the call, by name.
+        With tensors, each keyword goes to the constructor or to the call, depending on its name.
         """
         if args and arguments.are_data(cls, args):
             settings, data = arguments.split(cls, kwargs)
@@ -76,21 +76,24 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """The losses that were made for graphs, as attributes: each must live as long as the graph that calls it."""
+    """Holds the losses that were built for graphs, as attributes. Each must live as long as the graph that calls it."""
 
 
 _OF_GRAPHS = _OfGraphs()
 
 
 def _for_graph(cls: type, settings: Settings) -> str:
-    """Make a loss as a graph is traced, and name it; `LogitOptions` come as tuples, which tracers can read."""
+    """Build a loss while a graph is traced, and return its name in `_OF_GRAPHS`.
+
+    `LogitOptions` come as tuples, because tracers can read those.
+    """
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
     setattr(_OF_GRAPHS, name, cls(**given))
     return name
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: that takes most of a second.
+# What torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes almost a second.
 _for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -101,9 +104,9 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """A loss for one call, which may be one that was made before; in a compiled function, one that outlives its graph.
+    """Return a loss for one call, from a cache if possible. In a compiled function the loss outlives its graph.
 
-    A callable, which may hold on to a batch, is not kept.
+    A loss with a callable setting is not cached, because the callable may hold a batch.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():

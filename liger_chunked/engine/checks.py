@@ -1,4 +1,4 @@
-"""What the engine asks of its inputs; every message names the argument, what came and what was expected."""
+"""Check the engine's inputs. Every message names the argument, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _has_autocast(device: str) -> bool:
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on for a type of device; some have none to ask about."""
+    """Return whether autocast is on for a type of device. Some devices have no autocast to ask about."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """The dtype of the GEMMs: autocast's where autocast is on, otherwise the one that `input` and `weight` share.
+    """Return the dtype of the matrix products: autocast's if autocast is on, else the dtype that all tensors share.
 
     Raises:
-        TypeError: floating tensors of different dtypes outside autocast.
+        TypeError: the tensors differ in dtype outside autocast.
     """
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
@@ -36,7 +36,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         return dtype
     tensors = [x for x in (input, *head) if x is not None]
     dtypes = {x.dtype for x in tensors}
-    # As autocast itself does, float64 is left alone.
+    # Autocast itself does not cast float64 either.
     if autocast and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
     if len(dtypes) > 1:
@@ -51,10 +51,10 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Nothing is to be trained through `value` but the tensors `ends`, that its gradient is taken with respect to.
+    """Check that `value` depends on no trainable tensor except `ends`, which its gradient is taken with respect to.
 
     Raises:
-        ValueError: its graph reaches another leaf, which would stay as it is.
+        ValueError: its graph reaches another leaf, which would get no gradient.
     """
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
@@ -66,7 +66,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
         seen.add(node)
         following = node.next_functions
         left.extend(after for after, _ in following)
-        leaf = None if following else getattr(node, "variable", None)  # of a node that accumulates its gradient
+        leaf = None if following else getattr(node, "variable", None)  # only nodes of leaves have it
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
                 f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
@@ -75,16 +75,16 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """What a loss of somebody's own returns.
+    """Check what a method of a user's loss returns.
 
     Args:
-        name: of its method.
-        values: what it returned.
-        shape: (n,).
-        of: what there are n of.
+        name: the method's name.
+        values: its return value.
+        shape: (n,), the expected shape.
+        of: what the n values belong to, for the message.
 
     Raises:
-        ValueError: no tensor of that shape.
+        ValueError: not a tensor of that shape.
     """
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
@@ -95,7 +95,13 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """What to pass instead of `x` for a tensor `name` of floating numbers, or of token ids; "" where nobody knows."""
+    """Return advice on what to pass instead of `x`, or "" if there is none.
+
+    Args:
+        x: what was given.
+        name: the argument's name.
+        ids: whether the argument holds token ids rather than floating-point numbers.
+    """
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -104,7 +110,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
         bias = f", and {name.replace('weight', 'bias')}=its bias" if getattr(x, "bias", None) is not None else ""
         return f": pass its weight{bias}" if name.endswith("weight") else ""
     if ids:
-        # transformers' BatchEncoding and a dictionary are alike here.
+        # A Mapping covers dictionaries and transformers' BatchEncoding.
         found = [key for key in ("labels", "input_ids") if isinstance(x, Mapping) and key in x]
         return f": pass its {found[0]!r}, shifted by one position" if found else ""
     if name.endswith("weight"):
@@ -119,11 +125,11 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """`input @ weight.T + bias` makes sense; messages call the tensors by these names, after `prefix`.
+    """Check that `input @ weight.T + bias` is defined. Messages use these names, after `prefix`.
 
     Raises:
-        TypeError: something that is not a floating tensor, or dtypes that do not fit.
-        ValueError: shapes or devices that do not fit.
+        TypeError: a value is not a floating-point tensor, or dtypes differ outside autocast.
+        ValueError: shapes or devices do not match.
     """
     weight, bias = head
     for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
@@ -160,13 +166,13 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """`target` has an integer for each row of `input`, on its device; messages call them by these names.
+    """Check that `target` has an integer for each row of `input`, on its device. Messages use these names.
 
-    With the `weight` of the head, a message tells whether it was swapped with `input`.
+    If `weight` is given, the message also says whether it was swapped with `input`.
 
     Raises:
         TypeError: not an integer tensor.
-        ValueError: another shape or device than `input`.
+        ValueError: shape or device does not match `input`.
     """
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
@@ -187,8 +193,8 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
 
     The losses take `input` and `target` position by position: `target[t]` is the token that `input[t]` predicts. A
-    causal model predicts the next token, so `labels` as a tokenizer gives them are one position off. No loss can see
-    that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+    causal model predicts the next token, so `labels` as a tokenizer gives them are one position off. No loss can
+    detect that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
 
     Args:
         hidden: (B, T, H) last hidden states.
@@ -198,8 +204,8 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         (B, T - 1, H) and (B, T - 1), views.
 
     Raises:
-        TypeError: `labels` is no integer tensor, or `hidden` no floating-point tensor.
-        ValueError: other shapes, or another device.
+        TypeError: `labels` is not an integer tensor, or `hidden` is not a floating-point tensor.
+        ValueError: shapes or devices do not match.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
     >>> input, target = shifted(hidden, labels)
@@ -220,10 +226,11 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """A teacher's largest log-probabilities (N, k), -inf for an entry that is not there, and their tokens (N, k).
+    """Check a teacher's largest log-probabilities (N, k), -inf for missing entries, and their token ids (N, k).
 
     Raises:
-        ValueError: a token out of range, or twice in a row; a number that is no log-probability; a row without entries.
+        ValueError: a token is out of range or occurs twice in a row, a value is not a log-probability, or a row has no
+            entries.
     """
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low

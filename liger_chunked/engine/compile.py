@@ -1,17 +1,16 @@
-"""What torch.compile sees of a loss: one operation, without a graph break.
+"""Make a loss one operation of a torch.compile graph, without a graph break.
 
-A loss waits for the device to learn how many tokens there are, and its objective may be a closure over the batch:
-nothing to trace. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the
-graph, and the eager loss runs inside of it:
+A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
+over the batch. So `one_operation` writes a call of the operator `liger_chunked::forward` into the graph, which runs the
+eager loss:
 
-    forward     the eager loss on detached arguments                   what it returns, and what its backward needs
-    backward    where gradients came with the loss (a scalar):         multiplied by the upstream gradient, in the graph
-                where each token has an upstream gradient of its own:  `liger_chunked::backward`, the eager loss again,
-                                                                       then back: one product more than in eager code
+    forward     run the eager loss on detached arguments; return its outputs and what the backward needs
+    backward    a scalar loss:                    multiply the gradients of the forward by the upstream gradient
+                outputs with a value per token:   `liger_chunked::backward` runs the eager loss again, then its
+                                                  backward; one matrix product more than in eager code
 
-Both are pure functions of what the graph shows, and of the loss module, which is found by its name in `_OWNERS`.
-Gradients that nobody needs are not in the call, and not computed. Shapes are symbolic: another length is no
-recompilation.
+Both operators are pure functions of the tensors in the graph and of the loss module, which they look up by name in
+`_OWNERS`. Gradients that are not needed are not computed. Shapes are symbolic: another length does not recompile.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.checks import plain
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# The arguments that a loss has gradients for; it detaches the others.
+# The arguments that get gradients. A loss detaches all others.
 _PARAMETERS = ("weight", "input", "bias")
-# Asked here, as not every tracer can ask.
+# Computed on import, because not every tracer can call this.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
 class Like(NamedTuple):
-    """One tensor that a loss returns: a value for each `per` of the target, (), (B / 2,) or the target's own shape.
+    """One tensor that a loss returns.
 
-    The dtype "wide" is `accumulation_dtype` of the weight.
+    `per` gives its shape: () per batch, (B / 2,) per pair, and the target's own shape per token. The dtype "wide" is
+    `accumulation_dtype` of the weight.
     """
 
     per: Literal["batch", "pair", "token"] = "batch"
     dtype: Literal["wide", "float32", "float64", "int64", "bool"] = "wide"
 
     def empty(self, weight: Tensor, target: Tensor | None) -> Tensor:
-        """Such a tensor, on the device of the weight."""
+        """Return an empty tensor like this, on the device of the weight."""
         shape: Sequence[int] = ()
         if self.per != "batch":
             assert target is not None
@@ -62,7 +62,7 @@ class Like(NamedTuple):
 class Returns(NamedTuple):
     """What a loss returns: `build(**tensors)` of tensors like `tensors`, by name, in the order of its fields.
 
-    A first tensor per batch is a loss that brings its gradients along.
+    If the first tensor is per batch, it is a loss whose gradients are computed in the forward.
     """
 
     build: Callable[..., Any]
@@ -70,7 +70,7 @@ class Returns(NamedTuple):
 
 
 def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
-    """A loss, and metrics with these fields, detached."""
+    """Return the `Returns` of a loss with detached metrics that have these fields."""
 
     def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
         return loss, metrics(**{name: x.detach() for name, x in values.items()})
@@ -84,11 +84,11 @@ _count = itertools.count()
 
 
 class FusedLoss(nn.Module, metaclass=LossType):
-    """A loss module that a graph can name. Every instance, a copy too, has a name of its own.
+    """A loss module that a graph can refer to. Every instance, also a copy, has a unique name.
 
-    Called with tensors, the class evaluates a loss with default settings: `Loss(weight, input, ..., beta=0.2)` is
-    `Loss(beta=0.2)(weight, input, ...)`. Type checkers that do not read metaclasses, mypy among them, know only the
-    second of these; `liger_chunked.functional` is typed for all.
+    Calling the class with tensors evaluates a loss with default settings: `Loss(weight, input, ..., beta=0.2)` is
+    `Loss(beta=0.2)(weight, input, ...)`. Type checkers that do not read metaclasses, such as mypy, accept only the
+    second form. `liger_chunked.functional` is typed for all of them.
     """
 
     options: LogitOptions
@@ -98,10 +98,10 @@ class FusedLoss(nn.Module, metaclass=LossType):
         self._enter()
 
     def _made(self) -> None:
-        """Check what a constructor has made; called when it has returned.
+        """Check the instance after its constructor has returned.
 
         Raises:
-            RuntimeError: it did not call the constructor of its base.
+            RuntimeError: the constructor did not call the constructor of its base class.
         """
         if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
@@ -117,14 +117,15 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class _Call(NamedTuple):
-    """The arguments of `liger_chunked::forward`: a call of an eager function, spelt for a graph.
+    """The arguments of `liger_chunked::forward`: a call of an eager function, encoded for a graph.
 
-    - `tensors`, `ints`, `floats`, `texts`: the values of its arguments `names`, in this order; a tuple of words is a
+    - `tensors`, `ints`, `floats`, `texts`: the values of the arguments `names`, in this order; a tuple of words is a
       text with a comma after each word
-    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
-    - `needs`: the arguments that gradients are wanted for
-    - `returns`: `Like`s of what it returns, "per dtype" each
-    - `autocast`: the dtype of autocast, "torch.bfloat16", where it is on, else "": inside of a compiled graph it is off
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; `owner` is "" for a plain function
+    - `needs`: the arguments that need gradients
+    - `returns`: the `Like` of each output, as "per dtype"
+    - `autocast`: the dtype of autocast, such as "torch.bfloat16", or "" if it is off; a compiled graph runs with
+      autocast off
     """
 
     tensors: Sequence[Tensor]
@@ -156,7 +157,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Gradients like the parameters; in float16, `unscaled` ones are held in float32, see `HeadGradients`."""
+        """Return empty gradients of the parameters; float16 ones that are `unscaled` are float32, see `HeadGradients`."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -171,7 +172,7 @@ class _Call(NamedTuple):
         return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the eager function returns, flat, and the leaves `needs` of its graph."""
+        """Run the eager function. Return its outputs as a flat list, and the leaves `needs` of its graph."""
         arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
@@ -189,7 +190,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside of an operation, where the dispatcher has put it behind itself."""
+    """Enable autograd inside an operator, where the dispatcher has disabled it."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -198,7 +199,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _like(x: Tensor, declared: Tensor, name: str) -> Tensor:
-    """A contiguous copy, as a graph expects it."""
+    """Return a contiguous copy, as the graph expects it."""
     if x.shape != declared.shape:
         raise RuntimeError(f"{name} is declared to be {tuple(declared.shape)}, and is {tuple(x.shape)}")
     return x.detach().to(declared.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -208,13 +209,16 @@ _CALL = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, str[] texts, str[] names, str function, str owner, "
     "str[] needs, str[] returns, str autocast"
 )
-# They wait for the device, and how many tokens there are changes from step to step.
+# A loss waits for the device, and its number of tokens changes from step to step.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
 def _forward(*call: Any) -> list[Tensor]:
-    """What is returned, then, where the loss brings them, the gradients of `needs` for an upstream gradient of 1."""
+    """Return the outputs, then the gradients of `needs` if the loss computes them in the forward.
+
+    The gradients are for an upstream gradient of 1.
+    """
     made = _Call(*call)
     outputs, _ = made.run()
     declared = made.empty_returned()
@@ -238,7 +242,7 @@ def _(*call: Any) -> list[Tensor]:
     "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
 )
 def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """The gradients of `needs`, from an upstream gradient for each floating tensor that is returned."""
+    """Return the gradients of `needs`, from an upstream gradient for each floating-point output."""
     outputs, leaves = _Call(*call).run()
     floating = (x for x in outputs if x.is_floating_point())
     given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
@@ -253,9 +257,9 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """The upstream gradient, connected to what the gradients depend on, so that second derivatives raise.
+    """Return the upstream gradient, connected to what the gradients depend on, so that second derivatives raise.
 
-    Gradients that came with the forward would be constants otherwise.
+    Gradients computed in the forward would otherwise be constants.
     """
     return upstream.clone()
 
@@ -285,7 +289,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         n = len(call.needs)
         unscaled, parameters = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         scalar = _once(upstream[0], parameters)
-        # A compiler does this in the memory of the saved gradient, unless it is told that the graph may be retained.
+        # The compiler reuses the memory of the saved gradient here, unless the graph may be retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -296,7 +300,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # An empty list counts as one of tensors, which has an empty list of gradients.
+    # torch treats an empty list of numbers as a list of tensors, whose gradient is an empty list.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 
@@ -304,7 +308,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]) -> _Call:
-    """The call of a function with these arguments, as the tracer sees it."""
+    """Encode a call of a function with these arguments, as the tracer sees it."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
     floats = {name: x for name, x in arguments.items() if isinstance(x, float)}
@@ -336,11 +340,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
 
-    Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
-    constant of the graph: one that changes from step to step had better be a tensor.
+    Eager calls do not change. Arguments may be tensors, numbers, words and tuples of words. A float is a constant of
+    the graph: pass a tensor if the value changes from step to step.
 
     Args:
-        returns: what the function returns, from its arguments by name, without None; a method's takes `self` first.
+        returns: maps the arguments by name, without those that are None, to what the function returns. A method's
+            `returns` takes `self` first.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -1,15 +1,15 @@
-"""Gradient in forward for a student and its teacher: chunks of tokens, and blocks of them with the logits of both.
+"""Compute a distillation loss of a student and a teacher, with its gradients in the forward pass.
 
     for chunk in tokens:
         project the student
         for block in chunk:
-            project the teacher                             logits of chunk and block are within the budget
-            divergence and log-probability of every token   in one of three ways, see routes.py
-            student logits -> gradient in place
+            project the teacher                             logits of chunk and block together fit the budget
+            divergence and log-probability of each token    see routes.py
+            student logits -> gradient, in place
         dX, dW
 
-Unlike the statistics of one head, these see whole rows of the vocabulary: the smallest chunk is one token. The loss is
-a weighted sum of these two numbers per token, so that its gradient by them is known beforehand.
+A divergence needs whole rows of the vocabulary, so the smallest chunk is one token. The loss is a weighted sum of each
+token's divergence and log-probability. Its gradients with respect to these two numbers are therefore known in advance.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class LossWeights(NamedTuple):
-    """The loss: `divergence` times the sum of the tokens' divergences, plus `logps` times that of the targets'
-    log-probabilities, each a number or a tensor (); None for log-probabilities that take no part.
+    """The weights in `divergence * sum(divergences) + logps * sum(log-probabilities of the targets)`.
+
+    Each weight is a number or a tensor (). `logps` is None if the log-probabilities are not part of the loss.
     """
 
     divergence: float | Tensor
     logps: float | Tensor | None
 
     def loss(self, divergences: Tensor, logps: Tensor | None) -> Tensor:
-        """Of all tokens, in float64."""
+        """Return the loss of all tokens, in float64."""
         loss = self.divergence * divergences.sum(dtype=torch.float64)
         if self.logps is None:
             return loss
@@ -56,21 +57,21 @@ class LossWeights(NamedTuple):
         return loss + self.logps * logps.sum(dtype=torch.float64)
 
     def gradients(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Of the loss by each of these numbers, of `n` tokens."""
+        """Return the gradients of the loss with respect to each number, for `n` tokens."""
         given = {name: weight for name, weight in self._asdict().items() if weight is not None}
         return {name: torch.empty(n, dtype=dtype, device=device).fill_(weight) for name, weight in given.items()}
 
 
 class Teacher(NamedTuple):
-    """A teacher: its head, over the student's vocabulary, its hidden states (B, T, H_teacher) or (N, H_teacher)."""
+    """A teacher: its head over the student's vocabulary, and its hidden states (B, T, H_teacher) or (N, H_teacher)."""
 
     head: Head
     input: Tensor
-    options: LogitOptions  # its transform
+    options: LogitOptions  # its logit transform
 
 
 class Block(NamedTuple):
-    """Tokens of a pack: `rows` of the batch's valid tokens, which are `within` those of the pack."""
+    """Some tokens of a chunk. `rows` indexes the batch's valid tokens, `within` the tokens of the chunk."""
 
     rows: slice
     within: slice
@@ -78,7 +79,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. `estimate_memory` makes one too: nothing here asks for a device, or a value."""
+    """How a step is cut. `estimate_memory` builds one too, so nothing here reads a device or a value."""
 
     layout: Layout
     chunk: Chunk
@@ -100,21 +101,21 @@ class DistillationPlan:
 
     @property
     def n_contributions(self) -> int:
-        """How often each element of dW is added to."""
+        """Number of products that are added to each element of dW."""
         return len(self.packs) if self.layout.n_valid else 0
 
     @property
     def largest_pack(self) -> int:
-        """In tokens."""
+        """Tokens of the largest chunk."""
         return max(pack.rows.stop - pack.rows.start for pack in self.packs)
 
     @property
     def largest_block(self) -> int:
-        """In tokens."""
+        """Tokens of the largest block."""
         return max(block.rows.stop - block.rows.start for pack in self.packs for block in self.blocks(pack))
 
     def blocks(self, pack: Pack) -> list[Block]:
-        """The blocks of a pack: one of no tokens where it has none."""
+        """Return the blocks of a chunk; a chunk without tokens has one empty block."""
         start, stop = pack.rows.start, pack.rows.stop
         cut = pieces(start, stop, self.chunk.block) or [pack.rows]
         return [Block(rows, slice(rows.start - start, rows.stop - start)) for rows in cut]
@@ -122,7 +123,7 @@ class DistillationPlan:
 
 @dataclass(frozen=True)
 class _Step:
-    """Everything of a step but the tensors that gradients are for."""
+    """A distillation step: everything except the tensors that get gradients."""
 
     plan: DistillationPlan
     weights: LossWeights
@@ -130,13 +131,13 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
-    teacher_dtype: torch.dtype | None  # as it is at the call: autocast may be over when a second backward comes
+    teacher_dtype: torch.dtype | None  # dtype of the forward; a second backward may run after its autocast has ended
     has_target: bool
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """The loss, divergence and log-probability of every valid token, and the gradients that are needed."""
+        """Return the loss, divergences and log-probabilities of all valid tokens, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
@@ -150,7 +151,7 @@ class _Step:
                 x = layout.input_rows(flat, pack.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # Not before a GPU has the first product to work on: it waits for the host until then.
+                    # Allocate only now: the GPU is idle until the first product is enqueued.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
@@ -163,10 +164,10 @@ class _Step:
                     teacher_pass.release()
                 if grads is not None and x.shape[0]:
                     student_pass.backward_from(x, logits, grads, pack.rows)
-                del logits  # a view of the buffer, which is given back before gradients are rounded
+                del logits  # it views the buffer, which must be freed before the gradients are rounded
         student_pass.release()
         divergences, log_probs = map(_joined, zip(*found, strict=True))
-        assert divergences is not None  # even an empty batch is a block
+        assert divergences is not None  # even an empty batch has one block
         loss = self.weights.loss(divergences, log_probs).to(accumulation_dtype(self.dtype))
         return loss, (divergences, log_probs), (None, None, None) if grads is None else grads.finish()
 
@@ -178,9 +179,11 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """A block's divergences and log-probabilities; with `grads` its gradient overwrites its logits.
+        """Return a block's divergences and log-probabilities.
 
-        `of_tokens` are the gradients of the loss by these numbers, of as many tokens or more.
+        If `grads` is given, the block's logits are overwritten with their gradient.
+
+        `of_tokens` holds the gradients of the loss with respect to these numbers, for at least as many tokens.
         """
         measured = self.route.measure(
             student=logits,
@@ -191,7 +194,7 @@ class _Step:
         )
         if grads is not None and logits.shape[0]:
             every = slice(0, logits.shape[0])
-            # In the dtype of each number: a function's own may be another.
+            # A user's divergence may return another dtype.
             given = {name: along(g, every).to(getattr(measured, name).dtype) for name, g in of_tokens.items()}
             gradients = grads.normalize(given)
             measured.backward(gradients["divergence"], gradients.get("logps"))
@@ -218,7 +221,7 @@ class _Step:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Of all blocks, where each has one."""
+    """Concatenate the values of all blocks; None if they have none."""
     given = [x for x in parts if x is not None]
     if not given:
         return None
@@ -239,21 +242,21 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A loss of divergences and log-probabilities, with its gradients computed in the forward pass.
+    """Return a loss of divergences and log-probabilities, with its gradients computed in the forward pass.
 
     Args:
         head: the student's weight (V, H) and bias (V,) or None, checked.
         input: (B, T, H) or (N, H), checked.
-        teacher: its hidden states and head, cut to V rows; None where the route has its log-probabilities.
+        teacher: its hidden states and head, cut to V rows; None if the route has the teacher's log-probabilities.
         layout: the tokens that count, each its own group, see `lay_out`.
-        weights: the loss.
-        route: how divergences are measured.
-        options: the student's transform, and the budget of the logits of both.
-        has_target: whether the layout's targets are tokens to take the log-probability of.
+        weights: the weights of the loss.
+        route: how divergences are computed.
+        options: the student's logit transform, and the budget for the logits of both models.
+        has_target: whether the layout has target tokens whose log-probabilities to compute.
 
     Returns:
-        The loss (), connected to input, weight and bias; detached divergence and log-probability (None without target)
-        of every token that counts.
+        The loss (), connected to input, weight and bias; the detached divergence and log-probability (None without
+        targets) of every token that counts.
     """
     dtype = compute_dtype(head, input)
     teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)

@@ -1,9 +1,9 @@
-"""A pack through the head without its logits: what `HeadPass` does, where a loss reaches no more than logps and lse.
+"""Run a chunk through the head with the fused epilogue: `HeadPass` without logits, for losses of logps and lse alone.
 
-statistics   one product, whose epilogue writes exponentials and sums them
-backward     dX and dW as products with these exponentials, beside one another: no pass over the chunk
+statistics   one matrix product, whose epilogue writes exponentials and sums them
+backward     dX and dW as matrix products with these exponentials, on two streams; nothing else reads the chunk
 
-The target's part of both gradients is added in float32, beside the products.
+The target's part of both gradients is added separately, in float32.
 """
 
 from __future__ import annotations
@@ -31,29 +31,22 @@ from liger_chunked.kernels import (
 )
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
-# Descriptors want the rows of a tensor 16 bytes apart: so many elements of bfloat16.
+# Tensor descriptors need rows that start at multiples of 16 bytes: this many elements of bfloat16.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# The widest hidden states that gain. What is saved, two passes over the logits, does not grow with H; what it costs, a
-# product that may be slower than cuBLAS's and dX in float32, does. Steps of cross entropy on an H200, of 16384 tokens,
-# by logits and by the epilogue: over 151936 classes H = 1536 38.9 and 35.9 ms, 2048 48.9 and 46.2, 2560 60.3 and 57.8;
-# over 128256 classes 3072 60.6 and 59.9, 4096 79.5 and 78.5, but of 32768 tokens 156.8 and 156.2.
+# Largest H for which the fused epilogue is faster than storing logits. See docs/tuning.md.
 _WIDEST = 3072
-# The smallest packs that gain, in multiplications of a product. Below, the host is what takes time, and it had 0.4 ms
-# more to do a pack (before launches with descriptors were remembered): two packs of 2048 x 1024 over 32000 classes took
-# 3.2 ms, by logits 1.8; of 4096, 3.5 and 3.1; of 8192, 5.7 and 5.9; two packs of 1024 x 896 over 151936 took 3.69 and
-# 3.75.
+# Smallest chunk, in multiplications of one product: below, the host is the bottleneck. See docs/tuning.md.
 _SMALLEST = 1 << 37
-# The smallest packs for which a step is cut that could be one chunk of logits: so many tokens on an average, and
-# multiplications of a product in each. See `instead_of_one_chunk`.
+# Limits for splitting a step that could be one chunk of logits: tokens per chunk on average, and multiplications of one
+# product in each. See `instead_of_one_chunk` and docs/tuning.md.
 _FEWEST_TOKENS = 3584
 _LARGE = 1 << 39
-# The widest hidden states for which that was measured.
+# Largest H for which this split was measured.
 _WIDEST_CUT = 2048
-# What the product's epilogue has a sum for, and the mean. An argmax, or a sum of squares, would take registers that it
-# has not.
+# The statistics that the epilogue can compute. An argmax or a sum of squares would need more registers than it has.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
-# Elements of dX that are formed in float32 at a time, as many or up to twice as many: such a product fills a GPU.
+# dX is formed in float32 in pieces of one to two times this many elements: such a product fills a GPU.
 _PRODUCT = 1 << 22
 
 
@@ -70,17 +63,17 @@ def serves(
     differentiates: tuple[str, ...],
     packs: list[list[Tile]],
 ) -> bool:
-    """Whether `EpiloguePass` can take the place of `HeadPass` in a step, on a device with the tiles for it, and gains.
+    """Return whether `EpiloguePass` can replace `HeadPass` in a step, and is faster. The device must have wide tiles.
 
     Args:
-        head: as it was given, for its shapes and its layout.
-        dtype: of its products.
+        head: as the caller gave it, for its shapes and memory layout.
+        dtype: the dtype of the matrix products.
         options, class_weight, outputs: of the step.
-        differentiates: the statistics that the gradient of its loss reaches.
-        packs: the tiles of each pack.
+        differentiates: the statistics that the gradient of the loss reaches.
+        packs: the tiles of each chunk.
     """
     hidden_size = head.weight.shape[1]
-    # A cast makes a copy of its own, which is aligned.
+    # A cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
     return (
         dtype == torch.bfloat16
@@ -99,23 +92,13 @@ def serves(
 
 
 def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
-    """Whether these packs by the epilogue take less memory than one chunk of their logits, and about as long.
+    """Return whether to split a step that could be one chunk of logits, and use the fused epilogue.
 
-    A chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW, packs of at most n hold 2 n V of exponentials and
-    4 V H of dW in float32: less where n + H < N. Cross entropy on an H200, in packs and in one chunk:
+    The split must save memory and take about the same time.
 
-        tokens x hidden x classes       ms                                MiB
-        8192 x 1536 x 151936            18.77, 19.23 and 19.07, 18.91     2126, 2843
-        8192 x 2048 x 151936            24.23, 24.95                      2425, 3000
-        8192 x 2048 x 128256            20.31, 20.89                      2052, 2537
-        6144 x 1536 x 151936            14.68, 14.64                      1817, 2244
-        6144 x 2048 x 128256            16.55, 16.00                      1802, 2030
-        32768 x 2048 x 32000            22.62, 20.62                      644, 2255
-        8192 x 2048 x 32000             6.05, 5.38                        548, 657
-
-    (No file was kept of these; packs took larger blocks of the product then, and more of the host. 8192 x 896 x 151936
-    took 1.129 of its products' time in packs, in one chunk 1.171.) A pack has a tenth of a millisecond of small
-    kernels, and dW to read and to write. `serves` has to be asked too.
+    One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of at most n tokens hold 2 n V bytes
+    of exponentials and 4 V H bytes of dW in float32, which is less if n + H < N. Each chunk adds small kernels, and a
+    read and a write of dW. docs/tuning.md has the measurements. `serves` must hold too.
     """
     return (
         len(packs) > 1
@@ -127,45 +110,43 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
 
 @dataclass
 class EpiloguePass:
-    """The head of one step, and the one buffer that every pack's exponentials are written to.
+    """The head of one step with the fused epilogue, and one buffer for the exponentials of every chunk.
 
-    With `z = scale x W^T` and a centre `c` for each row, the projection's epilogue turns a block of logits, still in
-    registers, into `E = exp(z - c)` and its share of each row's sums. As the gradient of a row by its logits is `s E`,
-    but for the target,
+    With `z = scale x W^T` and a centre `c` per row, the projection's epilogue takes a block of logits from registers
+    and computes `E = exp(z - c)` and the row's partial sums. The gradient of a row with respect to its logits is `s E`,
+    except at the target, so
 
         dW = E^T (s x),   dX = s (E W),   and at the target a x and a W[y]
 
-    so that neither direction ever reads logits: `HeadPass` goes over them twice, to reduce them and to overwrite them
-    with their gradient, 6 N V bytes of bfloat16. `kernels/projection.py` and `kernels/target_rows.py` have the algebra.
+    and neither direction reads logits. `HeadPass` reads them to reduce them, and overwrites them with their gradient:
+    6 N V bytes in bfloat16. `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
 
-    When. `serves` has the conditions: bfloat16, as E is rounded to 8 bits; whole rows of the vocabulary in a tile; a
-    loss that reaches logps and lse alone, whose gradient is that multiple of E; H <= 3072, above which hardly anything
-    is left to gain. And dW accumulates in float32, as it does over several packs, or is not asked for: a dW that is
-    written once, in bfloat16, has no place to add the target's part to.
+    `serves` checks the conditions: bfloat16, because E is rounded to 8 bits; whole rows of the vocabulary in each tile;
+    a loss that reaches only logps and lse, whose gradient is a multiple of E; H <= 3072, above which it is hardly
+    faster. In addition, dW must accumulate in float32, as it does over several chunks, or not be needed: the target's
+    part cannot be added to a dW that is written once in bfloat16.
 
-    dX has few tiles, and either product leaves some of a GPU idle in its last wave, which the other may take. Of 151936
-    classes 8192 x 1536 took 19.25 ms with one after the other, 18.77 beside one another; 8192 x 896 12.64 and 12.08.
-    Products of H = 4096, or written in bfloat16, gained nothing. dX begins first, as small kernels precede dW in its
-    stream: a block of dX's takes a millisecond; begun last, it would leave the others idle. cuBLAS keeps a workspace
-    for each stream, on Hopper 32 MiB from the first step on, which no estimate has.
+    dX and dW run on two streams, because each product leaves part of the GPU idle in its last wave. dX starts first:
+    small kernels precede dW, and one tile of dX takes so long that starting it last would leave the GPU idle. See
+    docs/tuning.md. cuBLAS keeps a workspace per stream, 32 MiB on Hopper, which no memory estimate includes.
 
-    Bytes, of a pack of n tokens, beside the gradients of the step:
+    Bytes for a chunk of n tokens, in addition to the gradients of the step:
 
-        E                      2 n V         the buffer, like that of the logits; none where no backward follows
-        statistics   parts     n V / 32      a float32 sum for each block of columns, half as many bytes where H > 1536;
-                                             twice with an entropy
-        backward     s x       2 n H         in the place of dX, where there is one
+        E                      2 n V         the buffer; none without a backward
+        statistics   parts     n V / 32      a float32 sum for each block of columns; half as many bytes if H > 1536;
+                                             twice as many with an entropy
+        backward     s x       2 n H         in the memory of dX, if there is one
                      E W       4 n H         while dX is formed; at most 32 MiB
 
-    Statistics and backward do not overlap: 4096 tokens of 151936 classes and H = 896 hold 1187 MiB of E, and 19 MiB or
-    else 14 MiB beside it.
+    Statistics and backward do not overlap. With 4096 tokens, V = 151936 and H = 896, E takes 1187 MiB, the statistics
+    19 MiB more and the backward 14 MiB more.
 
-    The arguments and results of its methods are those of `HeadPass`; each pack is one tile.
+    Methods take and return the same as those of `HeadPass`. Each chunk is one tile.
 
     Args:
         head: weight (V, H) in bfloat16, no bias.
-        options: the transform.
-        backward_follows: whether E is wanted.
+        options: the logit transform.
+        backward_follows: whether to keep E for a backward.
     """
 
     head: Head
@@ -184,24 +165,24 @@ class EpiloguePass:
         return self.options.logit_scale / self.options.temperature
 
     def reserve(self, elements: int) -> None:
-        """Make room for the exponentials of the largest pack, once."""
+        """Allocate the buffer for the exponentials of the largest chunk."""
         if self.backward_follows:
             row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
 
     def release(self) -> None:
-        """Give the buffer back."""
+        """Free the buffer."""
         self._buffer = self._held = None
 
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
-        """(H,) float32, over the vocabulary: 2 V H bytes are read, once a step."""
+        """Sum of the weight over the vocabulary, (H,) float32; reads 2 V H bytes, once per step."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Reduce a pack: `x` (n, H) and `target` (n,)."""
+        """Return the statistics of a chunk with `x` (n, H) and `target` (n,)."""
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
@@ -214,12 +195,12 @@ class EpiloguePass:
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
         pack_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a pack's dX and dW to `grads`; `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX and dW to `grads`. `pack_rows` are its tokens in the layout of the batch."""
         exponentials, self._held = self._held, None
         assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
         dx = grads.open_input(x, pack_rows, one_slice=True)
-        # In the place of dX, which is written last.
+        # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
         with Aside(x.device) as aside:
@@ -233,7 +214,7 @@ class EpiloguePass:
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]
     ) -> None:
-        """dX (n, H), with the product in float32 for some of the rows at a time."""
+        """Compute dX (n, H), in float32 for some of the rows at a time."""
         n, hidden = dx.shape
         rows = -(-n // max(1, dx.numel() // _PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""Gradient in forward: a loss of token statistics that computes its own gradients on the way.
+"""Compute losses of token statistics with their gradients in the forward pass.
 
-    for pack in groups:
-        project, statistics
-        loss, g = autograd over the objective, on a few numbers per token        or g alone, where it is known
-        logits -> gradient in place, dX, dW          while the logits are still there
+    for chunk in groups:
+        project, reduce to statistics
+        loss, g = autograd on the objective, with a few numbers per token        only g if its formula is known
+        logits -> gradient in place, dX, dW          while the logits are still in memory
 
-Backward then only multiplies by the upstream scalar. It hands its gradients over rather than copying them, so that a
-second backward over a retained graph computes them anew.
+Backward only multiplies by the upstream scalar. It returns its gradients without copying them, so a second backward
+over a retained graph computes them again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 
 
 class Objective(Protocol):
-    """A loss that is a sum over groups: given the statistics of some groups, their share of it, a scalar.
+    """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
 
-    `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
-    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch. It may be
-    called twice on the same groups, and must then say the same.
+    `stats` has one value per token: (tokens,) if each token is a group, else (groups, sequences in a group, T), with
+    zeros at ignored tokens. `index` selects the groups' rows of any tensor with one row for each group of the batch.
+    The objective may be called twice on the same groups, and must then return the same value.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -69,9 +69,9 @@ class BatchObjective:
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """The objective `-sum(logps) / items`, whose gradient is known before any log-probability is.
+    """The objective `-sum(logps) / items`, whose gradient does not depend on the log-probabilities.
 
-    So no graph stands between a pack's projection and its gradients, and the loss is formed once, of all packs: called
+    The gradients of a chunk therefore need no autograd graph, and the loss is computed once, from all chunks. Called
     with the whole dense batch, it adds the zeros of ignored tokens.
     """
 
@@ -79,30 +79,30 @@ class NegativeLogLikelihood:
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         assert stats.logps is not None
-        return (-stats.logps).sum(dtype=torch.float64) / self.items  # 0 of no token, and not -0
+        return (-stats.logps).sum(dtype=torch.float64) / self.items  # gives 0 rather than -0 without tokens
 
     def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
-        """Of the loss by the statistics of some tokens, one value for each."""
+        """Return the gradients of the loss with respect to the statistics, one value per token."""
         assert stats.logps is not None
         return {"logps": torch.empty_like(stats.logps).fill_(-1 / self.items)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and which pass serves it. The arguments of `of` are those of `fused_loss`.
+    """How a step is cut, and which pass runs it. The arguments of `of` are those of `fused_loss`.
 
-    `estimate_memory` makes one too: nothing here asks for a device, or a value.
+    `estimate_memory` builds one too, so nothing here reads a device or a value.
     """
 
     layout: Layout
     packs: list[Pack]
-    tiles: list[list[Tile]]  # of each pack
+    tiles: list[list[Tile]]  # of each chunk
     outputs: tuple[str, ...]
     differentiates: tuple[str, ...]
     options: LogitOptions
     class_weight: Tensor | None
-    dtype: torch.dtype  # of the products
-    by_epilogue: bool  # `EpiloguePass` serves it, where `open` finds nothing against it
+    dtype: torch.dtype  # of the matrix products
+    by_epilogue: bool  # `EpiloguePass` runs the step, unless `open` finds that it cannot
 
     @classmethod
     def of(
@@ -149,15 +149,15 @@ class Plan:
 
     @property
     def n_contributions(self) -> int:
-        """How often each element of dW is added to."""
+        """Number of products that are added to each element of dW."""
         return sum(row_blocks(t) for t in self.tiles)
 
     def open(self, head: Head, grads: Gradients | None, differentiates: tuple[str, ...]) -> HeadPass | EpiloguePass:
-        """The pass that serves the step, with its buffer.
+        """Return the pass that runs the step, with its buffer.
 
         Args:
-            head: in the dtype of the products.
-            grads: what its backward adds to; None: none follows.
+            head: in the dtype of the matrix products.
+            grads: what the backward of the pass adds to; None if there is no backward.
             differentiates: the statistics that the gradient reaches.
         """
         head_pass: HeadPass | EpiloguePass
@@ -175,7 +175,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Step:
-    """Everything of a step but the tensors that gradients are for."""
+    """A step: everything except the tensors that get gradients."""
 
     plan: Plan
     objective: Objective
@@ -183,7 +183,7 @@ class _Step:
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
-        """The loss, the statistics of the batch in the dense layout, and the gradients that are needed."""
+        """Return the loss, the statistics of the batch in the dense layout, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -202,7 +202,7 @@ class _Step:
                 partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                 dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
-                    # It reaches more than was foretold: this pack starts over, and the others follow.
+                    # The objective used a statistic that it did not declare. Restart this chunk with logits.
                     head_pass.release()
                     head_pass = plan.open(head, grads, tuple(gradients))
                     partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
@@ -210,14 +210,14 @@ class _Step:
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
                 if share is not None:
-                    # Shares are added before they are rounded.
+                    # In float64: add the shares before they are rounded.
                     loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # A loss that is constant on this pack still owes it a gradient of zero.
+                        # If the loss is constant on this chunk, its gradient is zero.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
@@ -235,8 +235,10 @@ class _Step:
     def _differentiate(
         self, stats: TokenStats, pack: Pack, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """A pack's statistics in the dense layout, its share of the loss, and the gradient of that with respect to each
-        statistic that has one. No share where the loss is formed of all packs at once.
+        """Return a chunk's statistics in the dense layout, its share of the loss, and the share's gradients.
+
+        The gradients are those with respect to each statistic that the share depends on. The share is None if the loss
+        is computed from all chunks at once.
         """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
@@ -250,7 +252,7 @@ class _Step:
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             check_graph("the loss", loss, leaves.values())
-            # On this thread: handing a few tiny kernels over to autograd's device thread costs more than they do.
+            # On this thread: switching to autograd's device thread takes longer than these few tiny kernels.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():
@@ -260,7 +262,7 @@ class _Step:
 
 
 class Step(Protocol):
-    """A loss with everything it needs but the tensors that gradients are for.
+    """A loss with everything it needs, except the tensors that get gradients.
 
     A dataclass: `split` finds the tensors that a second backward reads again.
     """
@@ -268,7 +270,7 @@ class Step(Protocol):
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """The loss, statistics of the batch's tokens, and the gradients that are needed."""
+        """Return the loss, statistics of the batch's tokens, and the needed gradients."""
         ...
 
 
@@ -325,25 +327,25 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """A loss of token statistics, with its gradients computed in the forward pass.
+    """Return a loss of token statistics, with its gradients computed in the forward pass.
 
     Args:
         head: weight (V, H) and bias (V,) or None, checked.
         input: (B, T, H) or (N, H), checked.
         layout: of the target, see `lay_out`.
         objective: the loss, see `Objective`.
-        outputs: the fields of `TokenStats` that the objective, or the caller, reads.
-        options: transform and budget.
-        differentiates: those of them that its gradient will reach, as far as is known. Without entropy and mean_logits
-            a step of several packs takes a faster path, and starts a pack over where its gradient does reach them.
-        whole_batch: the objective wants all groups at once.
-        class_weight: (V,) weighs `mean_logits`, in the accumulation dtype.
+        outputs: the fields of `TokenStats` that the objective or the caller reads.
+        options: the logit transform and the budget.
+        differentiates: the outputs that its gradient reaches, as far as known. Without entropy and mean_logits, a step
+            of several chunks takes a faster path. If the gradient reaches another output, the chunk starts over.
+        whole_batch: the objective needs all groups at once.
+        class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
 
     Returns:
         The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
 
     Raises:
-        ValueError: an output that is no field of `TokenStats`.
+        ValueError: an output is not a field of `TokenStats`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

@@ -1,4 +1,4 @@
-"""What the engine asks of a loss of token statistics."""
+"""The base class of losses of token statistics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
     """Check `token_outputs` and `scope` of a loss or of its class, unless they are properties.
 
     Raises:
-        TypeError: `token_outputs` is no tuple of names.
-        ValueError: a name that is no field of `TokenStats`, or an unknown scope.
+        TypeError: `token_outputs` is not a tuple of names.
+        ValueError: a name is not a field of `TokenStats`, or the scope is unknown.
     """
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
@@ -34,13 +34,13 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 
 
 class StatsLoss(FusedLoss):
-    """A loss module that reaches logits through the statistics of tokens alone: all but the distillations.
+    """A loss module that depends on logits only through token statistics: every loss except distillation.
 
-    What a subclass says here, by a class attribute or a property, is all that the engine knows of it, and
-    `estimate_memory` too.
+    The engine and `estimate_memory` read only the properties below, which a subclass defines as properties or class
+    attributes.
     """
 
-    _scopes: ClassVar[tuple[str, ...]] = ()  # what `scope` may be
+    _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -52,12 +52,12 @@ class StatsLoss(FusedLoss):
 
     @property
     def _group(self) -> Group:
-        """What no pack may split: a token, a sequence, a pair."""
+        """The smallest unit that a chunk must not split: a token, a sequence or a pair."""
         raise NotImplementedError
 
     @property
     def _whole_batch(self) -> bool:
-        """Whether its objective wants all groups at once."""
+        """Whether the objective needs all groups at once."""
         return False
 
     @property
@@ -67,7 +67,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that its gradient reaches, as far as is known."""
+        """The statistics that its gradient reaches, as far as known."""
         raise NotImplementedError
 
     def _fuse(
@@ -79,7 +79,7 @@ class StatsLoss(FusedLoss):
         batch: Any = None,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """`fused_loss` of this loss; the objective is called with `batch`, see `BatchObjective`."""
+        """Call `fused_loss` for this loss. The objective is called with `batch`, see `BatchObjective`."""
         return fused_loss(
             head,
             input,

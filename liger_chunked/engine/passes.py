@@ -1,8 +1,10 @@
-"""A pack of tokens through the head, and back: with epilogue.py the only code of the engine with products of `weight`.
+"""Run a chunk of tokens through the head, forward and backward.
 
-statistics   for each tile: project, reduce to PartialStats, merge        one GEMM
-backward     for each tile, last first: project again unless it is still there, logits -> gradient in place,
-             dX, dW, db                                                   two GEMMs, three where projected again
+Only this file and epilogue.py multiply by `weight`.
+
+statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
+backward     for each tile, last first: project again unless it is in memory,
+             logits -> gradient in place, dX, dW, db                              two products, three with recomputing
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from liger_chunked.kernels import (
 from liger_chunked.kernels.logits_stats import concatenate
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
-# Rows of a product that a CPU upcasts at a time, where it has no mixed-precision GEMM to accumulate with.
+# Rows that a CPU upcasts at a time, because it has no product with 16-bit inputs and a float32 result.
 _UPCAST_BLOCK = 1 << 20
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """`out = a @ b`, or `out += a @ b` unless `first`, without rounding the product below the dtype of `out`."""
+    """Compute `out = a @ b` if `first`, else `out += a @ b`, without rounding the product below the dtype of `out`."""
     if out.is_meta:
-        return  # a rehearsal: a GPU's product allocates nothing
+        return  # a dry run: a GPU's product allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif out.device.type == "cuda" and out.dtype == torch.float32:
@@ -58,10 +60,10 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.sum(0)` in `dtype`, the same or a wider one.
+    """Return `x.sum(0)` in `dtype`, which is that of `x` or wider.
 
-    On a GPU it is a product, in float32 of the precision that the caller allows products: torch's own sum over the rows
-    of float32 logits took a buffer larger than they are.
+    On a GPU this is a matrix product, whose float32 precision the caller sets: torch's own sum over the rows of float32
+    logits allocated more memory than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -71,7 +73,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
-    """Run a pass on its device, with products in the dtypes that they are given and sums in float32 to the end."""
+    """Run a block on `device`, with autocast off and with products in `dtypes` that accumulate in float32."""
     autocast = autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     entered: list[Refused] = []
@@ -89,12 +91,12 @@ def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
             permission.leave()
 
 
-# Of gradients in float16, before one that is not zero.
+# Smallest unit of float16 gradients, for gradients that are all zero.
 _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for; what is not needed is not computed."""
+    """Which gradients are needed; the others are not computed."""
 
     input: bool
     weight: bool
@@ -102,7 +104,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(Protocol):
-    """What a pass adds its dX, dW and db to, see `HeadGradients`."""
+    """What a pass adds its dX, dW and db to. See `HeadGradients`."""
 
     @property
     def accumulates(self) -> bool: ...
@@ -124,15 +126,15 @@ class Gradients(Protocol):
 
 @dataclass
 class HeadPass:
-    """The head of one step, in the dtype of its GEMMs, and the one buffer that every tile of logits is written to.
+    """The head of one step, in the dtype of its matrix products, and one buffer for every tile of logits.
 
-    `backward` follows `statistics` of the same pack: it starts from the last tile's logits, which the buffer still
-    holds, and multiplies the gradient of logps by what making them exact has changed, see `unround_logps_`.
+    Call `backward` after `statistics` of the same chunk: it starts from the last tile's logits, which are still in the
+    buffer. It multiplies the gradient of logps by the factor that `unround_logps_` returned for them.
     """
 
     head: Head
     options: LogitOptions
-    class_weight: Tensor | None = None  # (V,) weighs TokenStats.mean_logits
+    class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # set by `statistics`, read by `backward`
     differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -143,16 +145,16 @@ class HeadPass:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        """Make room for the largest tile, once, so that all tiles share it."""
+        """Allocate the buffer for the largest tile; all tiles share it."""
         if self._buffer is None or self._buffer.numel() < elements:
             self._buffer = self.head.weight.new_empty(elements)
 
     def release(self) -> None:
-        """Give the buffer back."""
+        """Free the buffer."""
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Logits (rows, columns) of a tile of `x` (n, H), before the transform, in the buffer."""
+        """Return the logits (rows, columns) of a tile of `x` (n, H), before the logit transform, in the buffer."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
@@ -166,7 +168,7 @@ class HeadPass:
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Reduce a pack: `x` (n, H) and `target` (n,), tile by tile; then logps, as if logits had not been rounded."""
+        """Return the statistics of a chunk, `x` (n, H) and `target` (n,). Correct logps for the rounding of the logits."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(
@@ -177,7 +179,7 @@ class HeadPass:
     def _reduce(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """The statistics of the logits as they are."""
+        """Return the statistics of the rounded logits."""
         if len(tiles) == 1:
             self._held = self.project(x, tiles[0])
             return row_stats(self._held, target, self.options, outputs, self.class_weight)
@@ -204,7 +206,7 @@ class HeadPass:
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
         pack_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a pack's dX, dW and db to `grads`; `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX, dW and db to `grads`. `pack_rows` are its tokens in the layout of the batch."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
         if self.logps_grad_scale is not None and cotangents.logps is not None:
             given["logps"] = cotangents.logps * self.logps_grad_scale
@@ -229,7 +231,7 @@ class HeadPass:
         grads.close_pack(dx, pack_rows)
 
     def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, pack_rows: slice) -> None:
-        """Add the dX, dW and db of a pack whose gradient `dz` (n, V) of all its logits is known."""
+        """Add a chunk's dX, dW and db, given the gradient `dz` (n, V) of all its logits."""
         dx = grads.open_input(x, pack_rows, one_slice=True)
         if dx is not None:
             accumulate(dx, dz, self.head.weight, first=True)
@@ -238,20 +240,21 @@ class HeadPass:
 
 
 class HeadGradients:
-    """dX, dW and db of one step, as the packs add to them.
+    """dX, dW and db of one step, to which the chunks add.
 
-    dW is written in the weight's own dtype when every element is written once, and accumulates in float32 otherwise.
-    float16 gradients of a mean over many tokens would underflow: there the logits gradient is divided by `unit`, a
-    power of two near the largest gradient of a statistic so far, and everything is held in float32 until the upstream
-    gradient has been applied.
+    If every element of dW is written once, dW has the weight's dtype. Otherwise it accumulates in float32.
+
+    float16 gradients of a mean over many tokens would underflow. The gradient of the logits is therefore divided by
+    `unit`, a power of two near the largest gradient of a statistic so far, and dX and dW stay in float32 until
+    they are multiplied by the upstream gradient.
 
     Args:
         layout: where the rows of dX go.
         input: (N, H), for its shape and dtype.
-        head: as given by the caller, for its shapes and dtypes.
-        compute_dtype: of the GEMMs.
-        needs: which gradients are asked for.
-        n_contributions: how often each element of dW is added to; 0 where no token has a target.
+        head: as the caller gave it, for its shapes and dtypes.
+        compute_dtype: of the matrix products.
+        needs: which gradients are needed.
+        n_contributions: number of products that are added to each element of dW; 0 if no token has a target.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Every element is written, but for the rows of ignored tokens.
+        # Every element is written, except the rows of ignored tokens.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions else torch.zeros
         self._input: Tensor | None = None
@@ -275,14 +278,14 @@ class HeadGradients:
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # In float64: it is small, and there may be as many terms as there are tokens.
+            # In float64: db is small, and may sum as many terms as there are tokens.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a pack's statistics by `unit`.
+        """Divide the gradients of a chunk's statistics by `unit`.
 
-        Where they are larger than any before, `unit` grows, and dX, dW and db follow. (The blocks of a distillation's
-        chunk, whose products come later, all have the gradient of one mean.)
+        If they are larger than all before, `unit` grows, and dX, dW and db are rescaled. (In distillation, all blocks
+        of a chunk have the gradient of one mean, so `unit` does not change before the chunk's products.)
         """
         if not self._half:
             return gradients
@@ -290,7 +293,7 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            # Returns at once where it did not grow.
+            # Returns at once if the unit did not grow.
             scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
             if self._bias is not None:
                 self._bias.mul_(self._unit / unit)
@@ -298,7 +301,10 @@ class HeadGradients:
         return {name: g / unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
-        """Where a pack's dX goes: straight to its place where it is one product in the right dtype."""
+        """Return memory for a chunk's dX, or None if not needed.
+
+        A dX that is one product in the right dtype is written straight to its place in the batch's gradient.
+        """
         gradient = self._input_gradient()
         if gradient is None:
             return None
@@ -308,11 +314,11 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Make room for dW before its first product is enqueued; whether it is wanted."""
+        """Allocate dW before its first product is enqueued, and return whether dW is needed."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db; `first` of this slice of the vocabulary in its pack."""
+        """Add a tile to dW and db. `first`: the chunk's first tile of this slice of the vocabulary."""
         weight = self._weight_gradient()
         if weight is not None:
             accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
@@ -321,18 +327,18 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether more may be added to dW after a product: it is held in float32, or not asked for."""
+        """Whether something may be added to dW after a product: dW is float32, or is not needed."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """dX, if it is wanted, which is created for a product too: until the first of all is enqueued, a GPU waits."""
+        """Return dX, or None. Allocated late, because the GPU is idle until the first product is enqueued."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """dW, if it is wanted, which is created for the first product: a teacher's logits may be gone by then."""
+        """Return dW, or None. Allocated late, because a teacher's logits may have been freed by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -340,10 +346,10 @@ class HeadGradients:
     def add_exponentials(
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None:
-        """Add a pack to dW, where that accumulates in float32: `exponentials.T @ scaled`, and at the targets
-        `dW[target[n]] += target_scale[n] * x[n]`.
+        """Add a chunk to a float32 dW: `exponentials.T @ scaled`, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        What is small comes first where there is a dW to add it to: it may then be beside the start of a longer product.
+        If dW has values already, the rows of the targets come first: this small kernel then overlaps the start of a
+        longer product.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
@@ -355,7 +361,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
-        """Put a pack's dX in place; from here on tiles add to what is there."""
+        """Move a chunk's dX to its place. From now on, tiles add to what dW holds."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
@@ -365,7 +371,7 @@ class HeadGradients:
             self._input[pack_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients, in the parameters' dtypes (float32 for float16). Call once: nothing is held after it."""
+        """Return the gradients in the parameters' dtypes (float32 for float16). Call once: it drops its references."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

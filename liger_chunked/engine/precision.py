@@ -1,4 +1,4 @@
-"""How cuBLAS adds up the products of a step: in float32 to the end, whatever the process allows elsewhere."""
+"""Make cuBLAS accumulate in float32 during a step, whatever the process allows elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Refused:
-    """One of the permissions of `torch.backends.cuda.matmul` to round sums, refused while any step is running.
+    """One permission of `torch.backends.cuda.matmul` to round sums, switched off while any step runs.
 
     The permission belongs to the whole process, and steps run on several threads: those of `nn.DataParallel`, or the
-    one on which autograd runs a backward. The first step to enter takes the permission away, and the last one to leave
-    gives it back. Other threads' products are more exact meanwhile.
+    one on which autograd runs a backward. The first step to enter switches it off, and the last one to leave
+    restores it. In between, products of other threads are more exact too.
 
-    A permission that the user gives meanwhile is taken away by the next step that enters, and is there again after the
-    last one. A permission that the user takes away meanwhile cannot be seen, and is given back: change these settings
+    If the user grants the permission in between, the next step that enters switches it off, and the last one to leave
+    restores it. If the user revokes it in between, that cannot be detected, and it is restored: change these settings
     between steps.
     """
 
@@ -41,8 +41,8 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# By default cuBLAS may split a sum over a long inner dimension and add the parts in the dtype of the product. Where the
-# user allows it, it adds all of a float16 product in float16. What float32 products may do (TF32) stays the user's.
+# cuBLAS may split a sum over a long inner dimension and add the parts in the dtype of the product. If the user allows
+# it, cuBLAS also accumulates float16 products in float16. TF32 for float32 products remains the user's choice.
 _OF_DTYPE = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),
@@ -50,5 +50,5 @@ _OF_DTYPE = {
 
 
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
-    """What products of these dtypes must not be allowed, each once."""
+    """Return the permissions that products of these dtypes must not have, each once."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))

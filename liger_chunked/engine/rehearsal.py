@@ -1,7 +1,7 @@
-"""The steps of the engine on tensors without storage, to know how much memory they will take.
+"""Predict the memory of the engine's steps with a dry run on meta tensors.
 
-Here stands in which order a step calls what allocates and frees. What it calls is what the step itself runs on: the
-schedule, the layout, the head's pass and its gradients, with nothing launched.
+These functions repeat the order in which a step allocates and frees. They call the step's own schedule, layout, head
+pass and gradients, which launch nothing on meta tensors.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# float32 numbers held for each position of the batch beside a pass, where it waits for a backward or has a teacher:
-# dense copies of statistics, gradients by them.
+# float32 numbers per position of the batch, for a step with a backward or a teacher: dense copies of the statistics,
+# and their gradients.
 _NUMBERS = 8
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes alive of what is created under it, by part; `most` is the moment when they were most."""
+    """Counts the bytes of tensors created under it, by part. `most` is the estimate at their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """What is created in the block is booked under `name`."""
+        """Count what the block creates as `name`."""
         saved, self._part = self._part, name
         try:
             yield
@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):
             self._part = saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What goes in was there before, and so was what comes out as a view of it.
+        # Inputs existed before, and so did the memory of outputs that are views.
         self._known.update(x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Projection(NamedTuple):
-    """A head, the hidden states (N, H) that it projects, the dtype of the products, the gradients that are needed."""
+    """A head, the hidden states (N, H) that it projects, the dtype of the products, and the gradients that are needed."""
 
     head: Head
     input: Tensor
@@ -91,12 +91,12 @@ class Projection(NamedTuple):
     needs: Needs
 
     def computed_head(self) -> Head:
-        """In the dtype of the products."""
+        """Return the head in the dtype of the matrix products."""
         weight, bias = self.head
         return Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
 
     def open(self, ledger: Ledger, options: LogitOptions, elements: int) -> HeadPass:
-        """A pass over logits, with its buffer."""
+        """Return a `HeadPass` with its buffer."""
         head_pass = HeadPass(self.computed_head(), options)
         with ledger.part("logits"):
             head_pass.reserve(elements)
@@ -108,7 +108,7 @@ class Projection(NamedTuple):
 
 
 class _Gradients:
-    """`HeadGradients`, those of the hidden states and those of the head booked apart."""
+    """`HeadGradients` that counts the gradients of the hidden states and of the head separately."""
 
     def __init__(self, ledger: Ledger, projection: Projection, layout: Layout, n_contributions: int) -> None:
         self._ledger = ledger
@@ -158,7 +158,7 @@ class _Gradients:
         return of_input[0], *of_head[1:]
 
     def hand_over(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """In backward: to the dtypes of what they are gradients of, all of them before any is freed."""
+        """Cast the gradients to their parameters' dtypes, as backward does: all of them before any is freed."""
         scaled = []
         parts: tuple[Part, ...] = ("input_grad", "weight_grad", "weight_grad")
         for part, gradient, x in zip(parts, gradients, self._given, strict=True):
@@ -179,15 +179,13 @@ def _backward(
     grads: _Gradients,
     pack_rows: slice,
 ) -> None:
-    """From gradients by the log-probabilities, which a step holds to the end: by another statistic, they would be as
-    large.
-    """
+    """Run the backward of a chunk from gradients of logps. Gradients of other statistics would take as much memory."""
     cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
     head_pass.backward(x, target, cut, cotangents, grads, pack_rows)
 
 
 def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
-    """`fused_loss` and its backward."""
+    """Dry run of `fused_loss` and its backward."""
     grads, layout = None, plan.layout
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
@@ -210,7 +208,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
 
 
 def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions) -> None:
-    """`token_stats`, and its backward where a gradient is needed."""
+    """Dry run of `token_stats`, and of its backward if a gradient is needed."""
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
     warn_of_few_rows(options, projection.head.weight.shape[0], projection.dtype.itemsize, layout.n_valid)
     cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
@@ -238,7 +236,7 @@ def rehearse_distillation(
     route: Route,
     has_target: bool,
 ) -> None:
-    """`distillation_loss` and its backward; `teacher` is None where `route` has its log-probabilities."""
+    """Dry run of `distillation_loss` and its backward. `teacher` is None if `route` has its log-probabilities."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
     plan = DistillationPlan.of(
@@ -276,7 +274,7 @@ def rehearse_distillation(
 
 def _measure(route: Route, logits: list[Tensor], target: Tensor | None, rows: slice, with_gradient: bool) -> None:
     if not isinstance(route, ByAutograd):
-        # Kernels sweep the vocabulary and keep nothing of its size: to torch, here, one column stands for all.
+        # Kernels allocate nothing of the vocabulary's size. The torch path, which runs here, would: give it one column.
         logits = [z[:, :1] for z in logits]
     teacher = logits[1] if len(logits) > 1 else None
     measured = route.measure(logits[0], teacher, target, rows, with_gradient)

@@ -1,7 +1,7 @@
-"""How a block of logits of a student and its teacher becomes a divergence for each token, and the way back.
+"""Compute each token's divergence from a block of student and teacher logits, and the gradient.
 
-`ClosedForm` has kernels for it, `ByAutograd` differentiates any function of the logits, `TopK` (top_k.py) needs no
-logits of the teacher, only its largest log-probabilities.
+`ClosedForm` uses kernels, `ByAutograd` differentiates any function of the logits, and `TopK` (top_k.py) needs only the
+teacher's largest log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(NamedTuple):
-    """A block's divergences and log-probabilities (None without targets), and the way back.
+    """A block's divergences and log-probabilities (None without targets), and their backward.
 
     `backward(g_divergence, g_logps)` overwrites the student's logits with the gradient of the loss with respect to
-    them; `g_logps` is None where the log-probabilities take no part.
+    them. `g_logps` is None if the log-probabilities are not part of the loss.
     """
 
     divergence: Tensor
@@ -35,33 +35,33 @@ class Measured(NamedTuple):
 
 
 class Route(Protocol):
-    """How a block of logits (n, V), before the transform, becomes a divergence for each token."""
+    """Computes a divergence per token from a block of logits (n, V), before the logit transform."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Bytes that one column of one token takes while its block is alive."""
+        """Return the bytes in memory per logit of the student while its block is processed."""
         ...
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
     ) -> Measured:
-        """Measure the tokens `rows` of the batch's valid tokens."""
+        """Compute the divergences of the tokens `rows`, which index the batch's valid tokens."""
         ...
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
-    """The transform of `LogitOptions` but for the temperature, differentiable."""
+    """Apply the transform of `LogitOptions`, except for the temperature; differentiable."""
     z = logits * options.logit_scale if options.logit_scale != 1.0 else logits
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
 def tempered(z: Tensor, options: LogitOptions) -> Tensor:
-    """The rest of the transform."""
+    """Divide by the temperature, the rest of the transform."""
     return z if options.temperature == 1.0 else z / options.temperature
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """By kernels, in place: nothing of the size of the logits but the logits."""
+    """Use kernels, in place: nothing of the logits' size is in memory except the logits."""
 
     divergence: Divergence
     options: LogitOptions
@@ -86,7 +86,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """By autograd over copies of the block's logits in the accumulation dtype."""
+    """Use autograd on copies of the block's logits in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions
@@ -94,7 +94,8 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # Copies of both, their transforms, a gradient through either loss, and two for what the function keeps.
+        # In the accumulation dtype: copies and transforms of both, two gradients, and two tensors that the function
+        # saves.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(
@@ -122,7 +123,7 @@ class ByAutograd:
 
 
 def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Vector-Jacobian products, zero where nothing depends on a leaf."""
+    """Return vector-Jacobian products; zero for a leaf that no output depends on."""
     connected = {x: g for x, g in outputs.items() if x.requires_grad}
     if not connected:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -132,7 +133,7 @@ def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list
 
 
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
-    """What `function` makes of (n, V) logits, which must be (n,) and depend on the student's."""
+    """Return `function` of (n, V) logits. Check that the result is (n,) and depends on the student's logits."""
     divergence = function(student, teacher)
     check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:

@@ -1,8 +1,8 @@
-"""What stays between a forward and its backward, and who may see it.
+"""Save a step's tensors between its forward and its backward.
 
-`split` takes the tensors out of a step, so that autograd saves them: it then raises where one was changed in place, and
-hooks on saved tensors can move them. `join` puts them back. `isolated` hides the graphs that a step builds and uses up
-by itself from hooks on saved tensors.
+`split` takes the tensors out of a step, so that autograd can save them: autograd then raises if one was changed in
+place, and hooks on saved tensors can move them. `join` inserts them again. `isolated` hides graphs that a step builds
+and consumes internally from hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 _Value = TypeVar("_Value")
 
 
-# Words of the annotation of a field that holds no tensor.
+# Words in the annotation of a field that holds no tensor.
 _PLAIN = frozenset("None bool int float str list tuple torch dtype Pack Tile".split())
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor that `split` took out."""
+    """Marks the place of a tensor that `split` took out."""
 
     position: int
 
@@ -35,11 +35,11 @@ class _Place(NamedTuple):
 def split(value: _Value) -> tuple[_Value, list[Tensor]]:
     """Take the tensors out of nested dataclasses and named tuples.
 
-    Modules, and the modules of bound methods, stay where they are. Their tensors are listed too, so that autograd
+    Modules, and the modules of bound methods, are not taken apart. Their tensors are listed too, so that autograd
     detects changes to them. Tensors without storage are not listed.
 
     Returns:
-        The same structure without its tensors, and these, each once.
+        The same structure without its tensors, and the tensors, each once.
     """
     taken = _Taken()
     return taken.visit(value), taken.tensors
@@ -50,11 +50,12 @@ def join(value: _Value, tensors: Sequence[Tensor]) -> _Value:
     return _Joined(tensors).visit(value)
 
 
-# Classes rather than nested functions: one that calls itself is a cycle, which keeps its tensors until it is collected.
+# Classes rather than nested functions: a recursive closure is a reference cycle, which keeps its tensors in memory
+# until the garbage collector runs.
 
 
 class _Taken:
-    """Tensors that were taken out, each once, and where they were."""
+    """Collects tensors, each once, and remembers their places."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -79,7 +80,7 @@ class _Taken:
 
 
 class _Joined:
-    """Tensors that go back to their places."""
+    """Inserts tensors at their places."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -90,7 +91,7 @@ class _Joined:
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass or a named tuple that may hold tensors, by their annotations."""
+    """Return the fields of a dataclass or a named tuple that may hold tensors, according to their annotations."""
     is_dataclass = dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)] if is_dataclass else getattr(kind, "_fields", ())
     annotations: dict[str, Any] = {}
@@ -101,13 +102,13 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def _rebuilt(x: Any, visit: Callable[[Any], Any]) -> Any:
-    """A dataclass or a named tuple with its fields visited; anything else as it is."""
+    """Rebuild a dataclass or a named tuple with its fields visited; return anything else unchanged."""
     names = _fields(type(x))  # type: ignore[arg-type]
     if not names:
         return x
     if isinstance(x, tuple):
         return x._replace(**{name: visit(getattr(x, name)) for name in names})  # type: ignore[attr-defined]
-    # Not `dataclasses.replace`: it takes several times as long.
+    # `dataclasses.replace` takes several times as long.
     result = object.__new__(type(x))
     fields = vars(result)
     fields.update(vars(x))
@@ -118,7 +119,7 @@ def _rebuilt(x: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers and plain attributes of a module and its children."""
+    """Yield the parameters, buffers and plain attributes of a module and its children."""
     for each in module.modules() if module._modules else (module,):
         for values in (each._parameters, each._buffers, vars(each)):
             for x in values.values():
@@ -127,7 +128,9 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _any_hooks() -> bool:
-    """Whether hooks on saved tensors are active, by the public interface: disabling them raises if there are any."""
+    """Return whether hooks on saved tensors are active, with public functions only: disabling hooks raises if there are
+    any.
+    """
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -136,7 +139,7 @@ def _any_hooks() -> bool:
 
 
 def _probed() -> Callable[[bool], Any] | None:
-    """The function of torch that returns the active hooks in 50 ns, where this version of torch has it."""
+    """Return torch's private function for the active hooks, which takes 50 ns, or None if this version lacks it."""
     try:
         top = torch._C._autograd._top_saved_tensors_default_hooks
         top(False)
@@ -149,7 +152,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Whether hooks of the caller, a checkpoint or an offloader, will see what autograd saves."""
+    """Return whether the caller's hooks, such as a checkpoint or an offloader, will see what autograd saves."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -162,7 +165,7 @@ def _pack(x: Tensor) -> tuple[Tensor, int]:
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    # torch leaves this check to the hooks.
+    # With hooks, torch does not check versions.
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -172,5 +175,5 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks: of nested hooks, autograd applies the innermost alone."""
+    """Hide saved tensors from active hooks: autograd applies only the innermost of nested hooks."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else nullcontext()

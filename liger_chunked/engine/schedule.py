@@ -1,12 +1,14 @@
-"""Which tokens take part, in which order, and how they are cut to the logits budget.
+"""Select the tokens that count, order them, and cut them to the logits budget.
 
-    tokens   every position of the batch that has a target; the others never reach a GEMM
+    token    a position of the batch that has a target; the others never reach a matrix product
     group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair of sequences
-    pack     whole groups, as many as the budget holds, on which the objective is evaluated at once
-    tile     some rows of a pack times some columns of the vocabulary: the logits that are alive at once
+    chunk    as many whole groups as the budget holds; the objective is evaluated on one chunk at a time
+    tile     some rows of a chunk times a slice of the vocabulary: the logits that are in memory at once
 
-A pack within the budget is one tile, projected once. A larger one (a group that alone outgrows the budget) is cut along
-the vocabulary first: then each slice of the weight gradient is one product, written once.
+Identifiers call a chunk a "pack" (`Pack`, `packs`, `pack_rows`). `Chunk` is a size in tokens.
+
+A chunk within the budget is one tile, projected once. A larger chunk (a single group that exceeds the budget) is cut
+along the vocabulary first: each slice of the weight gradient is then one product, written once.
 """
 
 from __future__ import annotations
@@ -26,36 +28,34 @@ from liger_chunked.types import LogitOptions, TokenStats
 
 Group = Literal["token", "sequence", "pair"]
 
-# A pack is cut along the vocabulary alone where the budget holds so many columns of it, and along its rows too where it
-# does not: narrower products no longer fill the matrix units.
+# Fewest columns of a tile. If the budget holds fewer, the chunk is cut along its rows too, because narrower products do
+# not fill the matrix units.
 _MIN_SLICE = 1024
-# Bytes of logits up to which a step is one chunk: 8192 tokens of a vocabulary of 152,000 in bfloat16.
+# Automatic budget: bytes of logits up to which a step is one chunk, else the fewest tokens of a chunk. See
+# docs/tuning.md.
 _ONE_CHUNK = 2_500_000_000
 _CHUNK_TOKENS = 4096
-# Tokens whose teacher's logits are alive at once, where those of the student are of more: as many as the second, and
-# under a small budget down to the first. Of a vocabulary of 152,000, and of a smaller one as many more. On an H200
-# blocks of 1024 tokens take as long as those of 2048 within 1%.
+# Tokens of teacher logits in memory at once: at most the second number, under a small budget down to the first. For
+# vocabularies smaller than the third, proportionally more. See docs/tuning.md.
 _FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_VOCAB = 512, 2048, 152_000
-# Chunks of tokens, and slices of the vocabulary, are rounded to this, so that GEMMs meet whole tiles, which have up to
-# 256 rows. On an H200, of 1536 x 151936, four chunks of 1792 tokens and one of 1024 took 0.986 of the time of four of
-# 1664 and one of 1536 (in turns; no file was kept).
+# Chunks and vocabulary slices are rounded to whole cuBLAS tiles, which have up to 256 rows. See docs/tuning.md.
 _ROUND = 256
 
 
 class Tile(NamedTuple):
-    """The logits alive at once: `rows` of the pack, columns `vocab` of the vocabulary."""
+    """The logits in memory at once: `rows` of the chunk, columns `vocab` of the vocabulary."""
 
     rows: slice
     vocab: slice
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """`x[part]`; `x` itself where that is all of it, as a view takes the host longer than some kernels run."""
+    """Return `x[part]`, or `x` itself if `part` is all of it: creating a view takes the host longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Pack(NamedTuple):
-    """Consecutive groups that the objective sees together; `rows` counts the batch's tokens in computing order."""
+    """A chunk: consecutive groups that the objective sees together. `rows` counts the batch's tokens in computing order."""
 
     rows: slice
     groups: slice
@@ -63,21 +63,22 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each token of a batch stands.
+    """The position of each token of a batch.
 
-    Dense tensors of one value a token are laid out group first: (N,) for tokens, (B, 1, T) for sequences, (n, 2, T) for
-    pairs, axis 1 being chosen and rejected. Computation goes over the valid tokens in the order of the input, or of the
-    groups: a batch of several packs needs the latter (`by_group`), which are the same but where pairs are stacked.
+    Dense tensors with one value per token have the groups first: (N,) for tokens, (B, 1, T) for sequences, and (n, 2,
+    T) for pairs, with chosen and rejected on axis 1. Computation visits the valid tokens in the order of the input or
+    of the groups. Only for stacked pairs do these differ. A batch of several chunks needs the order of the groups
+    (`by_group`).
     """
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,) int64
-    rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all of them, in order
-    slots: Tensor | None  # (n_valid,) its position in the flattened dense layout, in computing order; None: likewise
+    rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all, in order
+    slots: Tensor | None  # (n_valid,) its position in the flattened dense layout, in computing order; None: same
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None where every token is a group
-    group_lengths: Sequence[int] | None  # their sum over each group, as the host knows it; None likewise
-    shortest: int = 0  # valid tokens of the shortest sequence, as the host knows it
+    lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None if every token is a group
+    group_lengths: Sequence[int] | None  # valid tokens of each group, known to the host; None if every token is a group
+    shortest: int = 0  # valid tokens of the shortest sequence, known to the host
     stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
 
     @property
@@ -86,32 +87,34 @@ class Layout:
 
     @property
     def divisors(self) -> Tensor:
-        """`lengths`, but 1 for a sequence without valid tokens, so that one may divide by them."""
+        """`lengths`, with 1 for sequences without valid tokens, for use as a divisor."""
         assert self.lengths is not None
         return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
     @property
     def tokens_per_group(self) -> int:
-        """Positions, valid or not, of one group of the dense layout."""
+        """Positions, valid or not, of one group in the dense layout."""
         size = 1
         for extent in self.shape[1:]:
             size *= extent
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """The hidden states (len, H) of `rows`, from the flattened input (N, H)."""
+        """Return the hidden states (len, H) of `rows` from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, pack: Pack) -> Tensor | None:
-        """`slots` of the tokens of `pack`, counted from its first group."""
+        """Return `slots` of the chunk's tokens, counted from its first group."""
         if self.slots is None or pack.groups.start == 0:
             return None if self.slots is None else along(self.slots, pack.rows)
         return self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, pack: Pack) -> Tensor:
-        """One value a token of `pack`, in computing order, to the dense layout of its groups; zero elsewhere.
+        """Move one value per token of a chunk, in computing order, to the dense layout of its groups, with zeros
+        elsewhere.
 
-        A copy to distinct places: deterministic, as `compact`. Tokens that are their own groups stay as they are.
+        Deterministic, like `compact`: each value is copied to a different place. If each token is a group, return
+        `values`.
         """
         if self.group_lengths is None:
             return values
@@ -121,7 +124,7 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def compact(self, dense: Tensor, pack: Pack) -> Tensor:
-        """The values of the tokens of `pack` back from the dense layout of its groups: (len,) without gaps."""
+        """Move a chunk's values back from the dense layout to (len,), in computing order."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
             slots = self._slots_in(pack)
@@ -129,19 +132,19 @@ class Layout:
         return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """One value for every valid token to the dense layout of the whole batch, `fill` elsewhere."""
+        """Move one value per valid token to the dense layout of the whole batch, with `fill` elsewhere."""
         if self.slots is not None:
             values = values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """The groups of a flattened dense tensor: (n_groups, ...)."""
+        """Split a flattened dense tensor into its groups, (n_groups, ...)."""
         if self.stacked:
             return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
         return flat.view(n_groups, *self.shape[1:])
 
     def by_group(self) -> Layout:
-        """The same batch with the tokens of each group beside one another."""
+        """Return the same batch with the tokens of each group next to each other."""
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
@@ -155,9 +158,9 @@ class Layout:
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[TokenStats]) -> TokenStats:
-        """The statistics of every pack, as `dense` gives them, to those of the batch, see `scatter_stats`.
+        """Join the statistics of all chunks, as `dense` returns them, into those of the batch. See `scatter_stats`.
 
-        Where a group has several tokens, ignored ones have zeros throughout.
+        If groups have several tokens, ignored tokens have zeros in every field.
         """
         stats = parts[0]
         if len(parts) > 1:
@@ -167,35 +170,35 @@ class Layout:
         return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """The statistics of every valid token to the dense layout, an argmax of -1 and zeros elsewhere."""
+        """Move the statistics of every valid token to the dense layout, with argmax -1 and zeros elsewhere."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
-        """A tensor stacked like the target, (B, ...) or (B, T, ...), to the order of the dense layout."""
+        """Reorder a tensor stacked like the target, (B, ...) or (B, T, ...), to the dense layout."""
         if self.group_lengths is None:
             return x.reshape(self.shape)
         sequences_per_group = self.shape[1]
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
     def index(self, pack: Pack) -> slice | Tensor:
-        """`side[index]` is the pack's share of any tensor whose first axis runs over the groups of the whole batch."""
+        """Return the index of the chunk's rows in a tensor whose first axis is the groups of the whole batch."""
         if self.group_lengths is not None:
             return pack.groups
         return pack.rows if self.slots is None else self.slots[pack.rows]
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Compact the batch. Here the host waits for the device, once: it learns how many tokens there are.
+    """Compute the layout of a batch. The host waits for the device once, to learn how many tokens there are.
 
     Args:
         target: (B, T) or (N,), int64; two-dimensional unless `group` is "token".
         group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
-        ignore_index: marks the tokens that take no part.
-        vocab_size: what the other targets must be below.
-        name: what messages call the target.
+        ignore_index: marks ignored tokens.
+        vocab_size: upper limit of the other targets, exclusive.
+        name: the target's name in messages.
 
     Raises:
-        ValueError: a target that is neither `ignore_index` nor an index into the vocabulary.
+        ValueError: a target is neither `ignore_index` nor an index into the vocabulary.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -224,7 +227,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         slots=slots,
         mask=mask,
         lengths=lengths,
-        # Of a pair the two sequences stand n_groups apart.
+        # The two sequences of a pair are n_groups rows apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
@@ -232,9 +235,9 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
 
 
 def lay_out_every(n: int) -> Layout:
-    """The layout of `n` tokens without targets, all of which count: the host need not wait for the device.
+    """Return the layout of `n` tokens without targets, all of which count. The host does not wait for the device.
 
-    Its target and mask, which nobody reads, have no storage.
+    Its target and mask have no storage, because nothing reads them.
     """
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
@@ -244,19 +247,19 @@ def lay_out_every(n: int) -> Layout:
 def budget_elements(
     options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
 ) -> int:
-    """How many logits may be alive at once.
+    """Return how many logits may be in memory at once.
 
-    The automatic budget holds all of a step's logits where they take no more than `_ONE_CHUNK`: the weight gradient is
-    then one product and needs no accumulator. (Large packs that never read logits take less memory: `Plan.of`.)
-    Otherwise it holds the logits of 2 H tokens, as many bytes in bfloat16 as the float32 accumulator [V, H], and of no
-    fewer than `_CHUNK_TOKENS`: below that the products of the weight gradient are bound by their own output.
+    The automatic budget holds all logits of a step if they take at most `_ONE_CHUNK` bytes: the weight gradient is then
+    one product and needs no accumulator. (`Plan.of` may still prefer several chunks with the fused epilogue, which take
+    less memory.) Otherwise it holds the logits of 2 H tokens, in bfloat16 as many bytes as the float32 accumulator
+    (V, H), but of at least `_CHUNK_TOKENS`: with fewer, reading and writing dW takes longer than its products.
 
     Args:
-        options: with the caller's budget, if there is one.
+        options: with the caller's budget, if any.
         head_shape: (V, H).
         dtype: of the logits.
-        n_valid: tokens of a step that may be one chunk; 0 where logits may have to wait for a backward.
-        bytes_per_logit: where more is held for each logit than itself.
+        n_valid: tokens of a step that may be one chunk; 0 if logits may have to wait for a backward.
+        bytes_per_logit: if more than the logit itself is in memory for each logit.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -264,25 +267,25 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # What holds more than a teacher's logits beside the student's pays with shorter chunks.
+    # If more than a teacher's logits is in memory per logit, chunks are shorter.
     tokens = max(accumulator, _CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= _ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
 
 
-# A budget is taken for a mistake where it holds fewer rows of logits than this, of a vocabulary at least this large,
-# and a step needs many more. A product of a few rows costs about as much as one of many.
+# A budget is probably a mistake if it holds fewer rows of logits than this, of a vocabulary at least this large, and
+# the step needs many more. A product of few rows takes about as long as one of many.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn, once for each budget and vocabulary, where the caller's budget cuts a step into very many chunks.
+    """Warn once per budget and vocabulary if the caller's budget cuts a step into very many chunks.
 
     Args:
-        options: with the caller's budget, if there is one.
+        options: with the caller's budget, if any.
         vocab_size: V.
-        bytes_per_logit: what the budget counts for each logit.
+        bytes_per_logit: how many bytes the budget counts per logit.
         n_valid: tokens of the step.
     """
     budget = options.logits_budget
@@ -308,7 +311,7 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 class Chunk(NamedTuple):
-    """Tokens of a chunk whose logits are alive at once, and of a block of it, for which more is held beside them."""
+    """Tokens of a chunk whose logits are in memory at once, and of a block, the part with a teacher's logits too."""
 
     tokens: int
     block: int
@@ -322,11 +325,11 @@ def budget_chunk(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> Chunk:
-    """A chunk as `budget_elements` allows, with what is held beside its logits for some of its tokens at a time.
+    """Return a chunk size within `budget_elements`, and the size of its blocks.
 
-    The weight gradient, where `wants_weight`, is one product a chunk, so that fewer chunks are fewer additions to it:
-    memory is then better spent on these logits than on a teacher's, which are read as they come. The automatic budget
-    takes one chunk where those of the block are at most half as many bytes.
+    Everything except the student's logits, such as a teacher's logits, is in memory for one block at a time. The weight
+    gradient, if `wants_weight`, takes one product per chunk. Memory is therefore better spent on long chunks than on
+    long blocks. The automatic budget uses one chunk if its block takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
@@ -344,13 +347,13 @@ def budget_chunk(
 
 
 def _even(n: int, limit: int) -> int:
-    """The size of pieces of `n` that are about alike, no more of them than pieces of `limit` would be."""
+    """Return the size of nearly equal pieces of `n`, no more of them than there would be pieces of `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // _ROUND) * _ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """`start` to `stop` in pieces that are about alike, see `_even`; none of nothing."""
+    """Cut `start` to `stop` into nearly equal pieces, see `_even`; an empty range has none."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -358,13 +361,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
-    """Cut the batch into packs of whole groups, each within `elements` logits unless one group alone is larger."""
+    """Cut the batch into chunks of whole groups, each within `elements` logits unless one group alone is larger."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Pack(slice(0, n_valid), slice(0, n_valid))]
-        # A short last chunk would be as dear in the weight gradient as a whole one.
+        # Nearly equal: a short last chunk costs as much in the weight gradient as a long one.
         return [Pack(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -382,7 +385,7 @@ def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = Fa
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a pack into tiles of at most `elements` logits: by vocabulary, and by rows too where slices get narrow."""
+    """Cut a chunk into tiles of at most `elements` logits: along the vocabulary, and along rows if slices get too narrow."""
     if n_rows == 0:
         return []
     columns = elements // n_rows
@@ -393,7 +396,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(_MIN_SLICE, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # The last slice is the one that is not projected again: a short one would spare little.
+        # The last slice is the one that is not recomputed, so a short one would save little.
         columns = _even(vocab_size, columns // _ROUND * _ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
@@ -403,12 +406,12 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Into how many blocks of rows a pack is cut: how often it adds to each element of the weight gradient."""
+    """Count the row blocks of a chunk: how often it adds to each element of the weight gradient."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Logits in the largest tile: the first, as the others are like it or end at an edge."""
+    """Return the number of logits in the largest tile, which is the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]

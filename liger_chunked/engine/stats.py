@@ -1,8 +1,8 @@
-"""The statistics of a head, differentiable: the primitive for code that has its own loss.
+"""Differentiable statistics of a head's logits, for code that computes its own loss.
 
-forward    project slice by slice of the vocabulary, keep a few numbers per token       one GEMM
-backward   the same slices, last first, into dX and dW; the last slice is still there   two GEMMs, three where the
-                                                                                       logits outgrew the budget
+forward    project slice by slice of the vocabulary, keep a few numbers per token       one matrix product
+backward   the same slices, last first, into dX and dW; the last slice is in memory     two products, three if the
+                                                                                       logits exceed the budget
 """
 
 from __future__ import annotations
@@ -47,29 +47,31 @@ class _Plan:
         return self.layout.input_rows(flat, slice(0, self.layout.n_valid)).to(self.dtype)
 
     def open(self, given: Head, logps_grad_scale: Tensor | None = None) -> HeadPass:
-        """The pass of this head, with its buffer."""
+        """Return the `HeadPass` with its buffer."""
         head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
         head_pass = HeadPass(head, self.options, self.class_weight, logps_grad_scale)
         head_pass.reserve(largest(self.tiles))
         return head_pass
 
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """The statistics of the valid tokens, and the pass that holds the logits of its last tile."""
+        """Return the pass that holds the last tile's logits, its partial statistics, and the statistics of the valid
+        tokens.
+        """
         head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
         return head_pass, partial, stats
 
     def dense(self, stats: TokenStats) -> TokenStats:
-        """Those of all tokens."""
+        """Return the statistics of all tokens."""
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
 
 class _Saved(NamedTuple):
-    """What a backward reads beside hidden states and head."""
+    """What a backward reads, except hidden states and head."""
 
     plan: _Plan
-    max: Tensor  # (n_valid,), as the others
+    max: Tensor  # (n_valid,), like the other tensors
     sum_exp: Tensor
     entropy: Tensor | None
     logps_grad_scale: Tensor | None
@@ -78,8 +80,8 @@ class _Saved(NamedTuple):
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, plan)`: the fields of `TokenStats` that the plan names.
 
-    The pass, which holds the logits of the last tile, waits for the backward on `ctx`, where no hook on saved tensors
-    reaches it. So it is not kept where there are hooks: a checkpoint, or an offloader, would save nothing.
+    The pass holds the logits of the last tile. It is kept on `ctx` for the backward, which hooks on saved tensors
+    cannot see. With active hooks it is not kept: otherwise a checkpoint or an offloader would save no memory.
     """
 
     @staticmethod
@@ -143,7 +145,7 @@ def token_stats(
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) weighs `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) are weights of `mean_logits`."""
     dtype = compute_dtype(head, input)
     elements = budget_elements(options, head.weight.shape, dtype)
     warn_of_few_rows(options, head.weight.shape[0], dtype.itemsize, layout.n_valid)
@@ -188,22 +190,22 @@ def linear_token_stats(
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
 ) -> TokenStats:
-    """Statistics of the logits of every token, differentiable, without the logits.
+    """Return differentiable statistics of every token's logits, without storing all logits.
 
     Equal to
 
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other fields of `TokenStats`, which says what rounding to 16 bits does to them. Backward
-    recomputes the logits unless they fit `logits_budget`; then they are kept, and the whole takes three GEMMs instead
-    of at most four. Under `torch.compile` they are not kept.
+    and so on for the other fields of `TokenStats`, which describes the effect of rounding to 16 bits. If the logits fit
+    `logits_budget`, they are kept for the backward: three matrix products in total. Otherwise the backward recomputes
+    them: at most four. Under `torch.compile` they are never kept.
 
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64. Labels that are not shifted give the log-probabilities of other tokens,
-            without an error, see `shifted`.
+        target: (B, T) or (N,) token ids, int64. Unshifted labels give the log-probabilities of other tokens, without an
+            error, see `shifted`.
         bias: (V,) or None.
         outputs: names of the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
@@ -213,8 +215,9 @@ def linear_token_stats(
         -1, and no gradient.
 
     Raises:
-        ValueError: shapes or devices that do not fit, a target out of range, an unknown output, a bad option.
-        TypeError: dtypes that do not fit.
+        ValueError: shapes or devices do not match, a target is out of range, an output is unknown, or an option is
+            invalid.
+        TypeError: dtypes do not match.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
