@@ -1,4 +1,6 @@
-"""What surrounds a loss, times every loss of the table: the result is right, or the error says why there is none."""
+"""Every loss inside hooks, checkpoints, second derivatives, copies and threads: the result is right, or the error says
+why.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Hooks:
-    """Hooks that hand out copies, and count; `inside` is true while a step runs."""
+    """Hooks that return copies and count calls; `inside` is true while a step runs."""
 
     def __init__(self) -> None:
         self.packed: list[Tensor] = []
@@ -72,7 +74,7 @@ class Hooks:
 
 @pytest.fixture(params=["probed", "public"])
 def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hooks:
-    """With torch's private function that tells the hooks, and without it."""
+    """Hooks, with torch's private function that finds active hooks, and without it."""
     if request.param == "public":
         monkeypatch.setattr(saved, "_top_hooks", None)
     hooks = Hooks()
@@ -105,9 +107,9 @@ def test_hooks(row: Row, hooks: Hooks) -> None:
     assert_equal({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, expected)
     assert hooks.packed
     if row.fused:
-        # Not even the head: an offloader would bring it back for nothing.
+        # The first backward unpacks nothing, so an offloader does not load the head.
         assert hooks.unpacked == 0
-    # The second backward runs on the hooks' copies, whatever has become of the caller's tensors.
+    # The second backward runs on the hooks' copies, even after the caller's tensors change.
     for x in (*batch.values(), *(leaf.detach() for leaf in leaves.values())):
         x.zero_()
     again = torch.autograd.grad(loss, list(leaves.values()))
@@ -118,7 +120,7 @@ def test_hooks(row: Row, hooks: Hooks) -> None:
 
 @some_rows
 def test_hooks_around_the_backward(row: Row, hooks: Hooks) -> None:
-    """A backward that runs the step again does so as isolated as the forward."""
+    """If the backward runs the step again, the step is hidden from hooks as in the forward."""
     batch = row.sample(SMALL, seed=0)
     leaves = leaves_of(batch)
     expected = evaluate(row.ours, batch)
@@ -149,7 +151,7 @@ def test_contexts_of_torch(
 
 
 class _Remembering(lc.LigerFusedLinearDistillationBase):
-    """A user's divergence that changes in place what autograd has saved."""
+    """A user's divergence that changes a tensor in place after autograd has saved it."""
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         squares = student_logits.exp()
@@ -178,7 +180,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callab
             for _ in range(2):
                 with around():
                     loss = row.ours({**batch, **leaves})
-                # The second one runs the step again.
+                # The second backward runs the step again.
                 for retain in (True, False):
                     torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain)
                 del loss
@@ -194,7 +196,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(row: Row, around: Callab
 def surrounded(
     row: Row, batch: Batch, surround: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], int]:
-    """The loss and gradients of a body and the loss, and how often the body ran."""
+    """Return the loss and gradients of a body followed by the loss, and how often the body ran."""
     runs = 0
 
     def loss(batch: Batch) -> Tensor:
@@ -211,7 +213,7 @@ def surrounded(
 @by_row
 @pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
 def test_checkpoint(row: Row, kind: str) -> None:
-    """One forward and one recomputation of the body, however many packs the loss has."""
+    """The body runs once forward and is recomputed once, regardless of the loss's number of chunks."""
     batch = row.sample(SMALL, seed=0)
     expected, _ = surrounded(row, batch, lambda region, x: region(x))
     with set_checkpoint_early_stop(kind == "early-stop"):
@@ -261,7 +263,7 @@ def test_checkpointed_statistics_keep_no_logits(
 
 @pytest.fixture
 def made_once(monkeypatch: pytest.MonkeyPatch) -> Batch:
-    """Class weights and token weights, which rows make for each call, here once: a test may then change them."""
+    """Creates class weights and token weights once rather than per call, so that a test can change them."""
     made: Batch = {}
     for name in ("_class_weights", "_token_weights"):
         make = getattr(table, name)
@@ -270,7 +272,7 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> Batch:
 
 
 def refill(x: Tensor) -> None:
-    """Other values; of token ids, none of the vocabulary."""
+    """Write other values; token ids become out of range."""
     with torch.no_grad():
         if x.is_floating_point():
             x.mul_(-0.7).add_(0.3)
@@ -282,7 +284,7 @@ def refill(x: Tensor) -> None:
 
 @by_row
 def test_refilled_tensors(row: Row, made_once: Batch) -> None:
-    """A gradient that came with the forward is right; what reads a changed tensor raises, as in torch."""
+    """Gradients from the forward are correct; reading a changed tensor raises, as in torch."""
     original = row.sample(SMALL, seed=0)
     expected = evaluate(row.ours, original)
     raised = []
@@ -307,7 +309,7 @@ def test_refilled_tensors(row: Row, made_once: Batch) -> None:
 
 @by_row
 def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
-    """The step then reads the caller's tensor, and no selection of it."""
+    """The step then reads the caller's tensor rather than a selection of it."""
     batch = row.sample(SMALL._replace(ignored=False), seed=0)
     expected = evaluate(row.ours, batch)
     leaves = leaves_of(batch)
@@ -326,7 +328,7 @@ def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
 
 
 class _Scaled(lc.LigerFusedLinearPreferenceBase):
-    """A user's loss with a tensor of its own."""
+    """A user's loss that holds a tensor."""
 
     def __init__(self, owned: str) -> None:
         super().__init__()
@@ -368,7 +370,7 @@ def test_a_count_of_items_is_refilled() -> None:
 
 
 def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """The derivative of a gradient's sum of squares."""
+    """Return the derivative of the sum of squares of a gradient."""
     (gradient,) = torch.autograd.grad(loss, [first], create_graph=True)
     return list(torch.autograd.grad(gradient.square().sum(), by, allow_unused=True))
 
@@ -410,7 +412,7 @@ def test_second_derivatives_by_backward(row: Row) -> None:
 
 @some_rows
 def test_second_derivatives_by_the_body(row: Row) -> None:
-    """With respect to a parameter that the hidden states come from."""
+    """The second derivative is with respect to a parameter that the hidden states depend on."""
     batch = row.sample(SMALL, seed=0)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     weight = batch["weight"].clone().requires_grad_()
@@ -462,7 +464,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pick
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
-    """Calls the loss that a function makes of the one that is called; the list of those that were called."""
+    """Replaces a loss that is called with a function's copy of it; returns the list of called losses."""
     called: list[FusedLoss] = []
 
     def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:
@@ -488,7 +490,7 @@ def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., l
 
 @some_rows
 def test_a_batch_may_be_copied(row: Row) -> None:
-    """Of a loss with its graph, as of any result of autograd."""
+    """A loss with its graph cannot be copied, like any result of autograd; a detached one can."""
     batch = row.sample(SMALL, seed=0)
     leaves = leaves_of(batch)
     loss = row.ours({**batch, **leaves})
@@ -502,12 +504,12 @@ def test_a_batch_may_be_copied(row: Row) -> None:
 
 @by_row
 def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
-    """One loss in several threads at once, with batches of their own; one more runs under hooks."""
+    """One loss in several threads at once, with different batches; one of them runs under hooks."""
     batches = [row.sample(SMALL, seed) for seed in range(3)]
     expected = [evaluate(row.ours, batch) for batch in batches]
     shared: dict[type, FusedLoss] = {}
     modules(lambda loss: shared.setdefault(type(loss), loss))
-    row.ours(batches[0])  # makes the shared one
+    row.ours(batches[0])  # creates the shared loss
     start = threading.Barrier(len(batches))
     results: dict[int, Any] = {}
 

@@ -1,6 +1,6 @@
-"""Every kind of tensor, given to every public function: it is served as a plain tensor is, or refused by name.
+"""Every kind of tensor in every public function: it gives the same as a plain tensor, or raises an error that names it.
 
-A table of kinds and calls; each row takes each tensor of a call in turn.
+A table of kinds and calls. Each test replaces one tensor of a call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from liger_chunked import kernels
 
 @dataclass(frozen=True)
 class Call:
-    """A public function, or a module, and tensors for it by name; `differentiable` are those that get a gradient."""
+    """A public function or a module, and its tensors by name; those in `differentiable` get a gradient."""
 
     id: str
     function: Callable[..., Any]
@@ -46,7 +46,7 @@ class Call:
         return self.id
 
     def run(self, batch: Batch) -> dict[str, Tensor]:
-        """The first output, and the gradients."""
+        """Return the first output and the gradients."""
         output = self.function(**batch)
         while not isinstance(output, Tensor):
             output = output[0]
@@ -56,7 +56,7 @@ class Call:
         return found | dict(zip(wanted, gradients, strict=True))
 
     def batch(self) -> Batch:
-        """Leaves that want a gradient where they get one."""
+        """Return the tensors, with those that get a gradient as trainable leaves."""
         return {name: x.requires_grad_(name in self.differentiable) for name, x in self.sample().items()}
 
 
@@ -220,7 +220,7 @@ every_argument = pytest.mark.parametrize(("call", "argument"), ARGUMENTS)
 
 
 def test_no_public_function_is_missing() -> None:
-    """Modules of a gated MLP call linear layers first, whose tensors are torch's affair."""
+    """Gated MLP modules are not listed: they call linear layers first, which torch checks."""
     functions = {name for name in kernels.__all__ if name.startswith("liger_")}
     modules = {name for name in lc.__all__ if re.match(r"Liger\w*(Norm|Loss|JSD|Logits)$", name)}
     called = {call.id for call in BASE} | {type(call.function).__name__ for call in LOSSES}
@@ -235,11 +235,11 @@ class Tag(Tensor):
 
 
 class TaggedParameter(nn.Parameter):
-    """As FSDP's flat parameters and those of quantizers are."""
+    """A subclass of Parameter, as in FSDP's flat parameters and in quantizers."""
 
 
 class Logged(Tensor):
-    """A subclass with a `__torch_function__` of its own, as torchvision's images have."""
+    """A subclass with its own `__torch_function__`, like torchvision's images."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,7 +248,7 @@ class Logged(Tensor):
 
 
 class Asynchronous(torch.autograd.Function):
-    """The result of a collective, not waited for, as tensor parallelism hands it to the next module."""
+    """The result of a collective that is not waited for, as tensor parallelism passes it to the next module."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -286,7 +286,7 @@ def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
         output = output[0]
     assert type(output) is Tensor
     found["output"] = output.detach()
-    if leaf.requires_grad and kind != "buffer":  # which is a tensor of its own
+    if leaf.requires_grad and kind != "buffer":  # a buffer is a new tensor
         (found[argument],) = torch.autograd.grad(output.sum(), leaf)
     expected = call.run(batch)
     assert equal(found, {name: expected[name] for name in found})
@@ -307,7 +307,7 @@ def test_the_gradient_of_a_parameter_of_another_class(call: Call, argument: str)
 
 
 def test_leaves_of_another_class_are_not_written_over() -> None:
-    """The gradients of a gated unit may take the place of results, not of parameters."""
+    """Gradients of a gated unit overwrite intermediate results, never parameters."""
     gate, up = (TaggedParameter(x) for x in halves().values())
     before = gate.detach().clone()
     lc.liger_swiglu(gate, up, inplace=True).sum().backward()
@@ -343,7 +343,7 @@ def distributed(x: Tensor, placement: Any) -> Any:
 
 
 class Pair(Tensor):
-    """A wrapper of two tensors, without memory of its own."""
+    """A wrapper of two tensors, without its own memory."""
 
     @staticmethod
     def __new__(cls, first: Tensor, second: Tensor) -> Pair:
@@ -366,7 +366,7 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
 
 FULL = r"a DTensor, distributed over ranks: pass {}\.full_tensor\(\), or {}\.to_local\(\)"
 
-# A kind, the least number of dimensions that it has, and what its refusal says, {} for the argument.
+# A kind, its minimum number of dimensions, and its error message, with {} for the argument.
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "dtensor": (lambda x: distributed(x, Replicate()), 0, FULL),
     "dtensor-sharded": (lambda x: distributed(x, Shard(0)), 1, FULL),
@@ -420,7 +420,7 @@ def test_refused_by_name(call: Call, argument: str, kind: str, grad: bool) -> No
 
 @every_call
 def test_the_meta_device(call: Call) -> None:
-    """Base kernels give shapes, as torch's own functions do; a loss has to know which tokens count."""
+    """Base kernels return shapes, like torch's own functions; a loss must know which tokens count."""
     batch = {name: x.detach().to("meta") for name, x in call.sample().items()}
     if call in LOSSES:
         with pytest.raises(ValueError, match=r"^input and weight are on the meta device and have no values: pass real"):
@@ -432,7 +432,7 @@ def test_the_meta_device(call: Call) -> None:
 
 
 def test_class_weights_of_other_kinds() -> None:
-    """They come to the constructor, and may be replaced later."""
+    """Class weights go to the constructor, and may be replaced later."""
     batch, weights = tokens(SMALL, 0), normal(SMALL.vocab).abs()
     expected = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights)(**batch)
     loss = lc.LigerFusedLinearCrossEntropyLoss(ce_weight=weights.as_subclass(Tag))
@@ -467,7 +467,7 @@ def in_a_model() -> nn.Sequential:
 
 
 def step(model: nn.Module) -> list[Tensor]:
-    """The output and the gradients, whole."""
+    """Return the output and the full gradients."""
     output = model(normal(2, 3, 8).float())
     output.square().sum().backward()
     gradients = [p.grad for p in model.parameters()]
@@ -487,7 +487,7 @@ PARALLEL: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 
 @pytest.mark.parametrize("way", PARALLEL)
 def test_a_base_kernel_in_a_parallel_model(way: str) -> None:
-    """Hooks of FSDP2 and of tensor parallelism hand whole plain tensors to it, or one to be waited for."""
+    """Hooks of FSDP2 and tensor parallelism pass whole plain tensors, or one to wait for."""
     found, expected = step(PARALLEL[way](in_a_model())), step(in_a_model())
     assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
 
@@ -500,7 +500,7 @@ def test_a_base_kernel_of_a_sequence_parallel_style_is_refused() -> None:
 
 # Transforms
 
-# Torch compiles a script of its own when it first takes a derivative forward.
+# torch compiles a script when it first computes a forward-mode derivative.
 expects_script = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
@@ -537,14 +537,14 @@ def test_forward_mode_is_refused(call: Call, grad: bool) -> None:
     batch, name = call.sample(), call.differentiable[0]
     plain = call.run(batch)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
-        assert equal(call.run(batch), plain)  # nothing there has a tangent
+        assert equal(call.run(batch), plain)  # nothing here has a tangent
         batch[name] = forward_ad.make_dual(batch[name], torch.ones_like(batch[name]))
         with pytest.raises(NotImplementedError, match=f"^{name} has a tangent of torch.autograd.forward_ad"):
             call.function(**batch)
 
 
 def test_functional_call_is_served() -> None:
-    """It only gives a module other parameters; a transform around it is refused."""
+    """It only gives a module other parameters. A transform around it raises."""
     head, batch = nn.Linear(SMALL.hidden, SMALL.vocab, bias=False).double(), tokens(SMALL, 0, bias=False)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
 
@@ -566,7 +566,7 @@ def test_functional_call_is_served() -> None:
 
 
 def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd then refuses in its own words."""
+    """Autograd then raises its own error."""
     monkeypatch.setattr("liger_chunked.kernels.checks._transforms_are_active", lambda: False)
     batch = tokens(SMALL, 0)
     loss = lc.LigerFusedLinearCrossEntropyLoss()
@@ -578,7 +578,7 @@ def test_a_torch_without_the_private_question(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Speaking(Tensor):
-    """Its values must not be looked at."""
+    """A tensor whose values must not be printed."""
 
     def __repr__(self, **_: Any) -> str:
         raise AssertionError("a message prints the values of a tensor")

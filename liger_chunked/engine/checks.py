@@ -98,7 +98,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
     """Return advice on what to pass instead of `x`, or "" if there is none.
 
     Args:
-        x: what was given.
+        x: the given value.
         name: the argument's name.
         ids: whether the argument holds token ids rather than floating-point numbers.
     """

@@ -1,8 +1,8 @@
 """Make a loss one operation of a torch.compile graph, without a graph break.
 
 A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
-over the batch. So `one_operation` writes a call of the operator `liger_chunked::forward` into the graph, which runs the
-eager loss:
+over the batch. `one_operation` therefore writes a call of the operator `liger_chunked::forward` into the graph, which
+runs the eager loss:
 
     forward     run the eager loss on detached arguments; return its outputs and what the backward needs
     backward    a scalar loss:                    multiply the gradients of the forward by the upstream gradient

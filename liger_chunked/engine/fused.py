@@ -202,7 +202,8 @@ class _Step:
                 partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                 dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
-                    # The objective used a statistic that it did not declare. Restart this chunk with logits.
+                    # The objective used a statistic that it did not declare. Restart this chunk with `HeadPass`, and
+                    # keep it.
                     head_pass.release()
                     head_pass = plan.open(head, grads, tuple(gradients))
                     partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
@@ -210,7 +211,7 @@ class _Step:
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
                 if share is not None:
-                    # In float64: add the shares before they are rounded.
+                    # Add the shares in float64, before rounding.
                     loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
@@ -336,8 +337,8 @@ def fused_loss(
         objective: the loss, see `Objective`.
         outputs: the fields of `TokenStats` that the objective or the caller reads.
         options: the logit transform and the budget.
-        differentiates: the outputs that its gradient reaches, as far as known. Without entropy and mean_logits, a step
-            of several chunks takes a faster path. If the gradient reaches another output, the chunk starts over.
+        differentiates: the outputs that its gradient reaches, as far as known. A step of several chunks takes a faster
+            path without entropy and mean_logits. If the gradient reaches another output, the chunk starts over.
         whole_batch: the objective needs all groups at once.
         class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
 

@@ -96,7 +96,7 @@ _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
-    """Which gradients are needed; the others are not computed."""
+    """The gradients that are needed; the others are not computed."""
 
     input: bool
     weight: bool
@@ -168,7 +168,7 @@ class HeadPass:
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk, `x` (n, H) and `target` (n,). Correct logps for the rounding of the logits."""
+        """Return the statistics of a chunk, `x` (n, H) and `target` (n,), with logps corrected for rounding."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(
@@ -278,7 +278,7 @@ class HeadGradients:
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # In float64: db is small, and may sum as many terms as there are tokens.
+            # float64, because db is small and may sum as many terms as there are tokens.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -361,7 +361,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
-        """Move a chunk's dX to its place. From now on, tiles add to what dW holds."""
+        """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return

@@ -1,4 +1,4 @@
-"""Make cuBLAS accumulate in float32 during a step, whatever the process allows elsewhere."""
+"""Make cuBLAS accumulate in float32 during a step, even if the process allows less elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Refused:
 
     The permission belongs to the whole process, and steps run on several threads: those of `nn.DataParallel`, or the
     one on which autograd runs a backward. The first step to enter switches it off, and the last one to leave
-    restores it. In between, products of other threads are more exact too.
+    restores it. Products of other threads are also more exact during that time.
 
     If the user grants the permission in between, the next step that enters switches it off, and the last one to leave
     restores it. If the user revokes it in between, that cannot be detected, and it is restored: change these settings

@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Projection(NamedTuple):
-    """A head, the hidden states (N, H) that it projects, the dtype of the products, and the gradients that are needed."""
+    """A head, hidden states (N, H), the dtype of their products, and the gradients that are needed."""
 
     head: Head
     input: Tensor

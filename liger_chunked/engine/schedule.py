@@ -35,8 +35,8 @@ _MIN_SLICE = 1024
 # docs/tuning.md.
 _ONE_CHUNK = 2_500_000_000
 _CHUNK_TOKENS = 4096
-# Tokens of teacher logits in memory at once: at most the second number, under a small budget down to the first. For
-# vocabularies smaller than the third, proportionally more. See docs/tuning.md.
+# Tokens of teacher logits in memory at once: at most the second number, under a small budget down to the first. A
+# vocabulary smaller than the third allows proportionally more. See docs/tuning.md.
 _FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_VOCAB = 512, 2048, 152_000
 # Chunks and vocabulary slices are rounded to whole cuBLAS tiles, which have up to 256 rows. See docs/tuning.md.
 _ROUND = 256
@@ -50,12 +50,12 @@ class Tile(NamedTuple):
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` itself if `part` is all of it: creating a view takes the host longer than some kernels."""
+    """Return `x[part]`; without a view if `part` is all of `x`, because a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Pack(NamedTuple):
-    """A chunk: consecutive groups that the objective sees together. `rows` counts the batch's tokens in computing order."""
+    """A chunk: consecutive groups that the objective sees together. `rows` are their tokens in computing order."""
 
     rows: slice
     groups: slice
@@ -198,7 +198,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         name: the target's name in messages.
 
     Raises:
-        ValueError: a target is neither `ignore_index` nor an index into the vocabulary.
+        ValueError: a target is not `ignore_index` and not an index into the vocabulary.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -252,7 +252,7 @@ def budget_elements(
     The automatic budget holds all logits of a step if they take at most `_ONE_CHUNK` bytes: the weight gradient is then
     one product and needs no accumulator. (`Plan.of` may still prefer several chunks with the fused epilogue, which take
     less memory.) Otherwise it holds the logits of 2 H tokens, in bfloat16 as many bytes as the float32 accumulator
-    (V, H), but of at least `_CHUNK_TOKENS`: with fewer, reading and writing dW takes longer than its products.
+    (V, H), but of at least `_CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
 
     Args:
         options: with the caller's budget, if any.
@@ -385,7 +385,10 @@ def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = Fa
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles of at most `elements` logits: along the vocabulary, and along rows if slices get too narrow."""
+    """Cut a chunk into tiles of at most `elements` logits: along the vocabulary, then also along rows.
+
+    Rows are cut only if slices of the vocabulary would become too narrow.
+    """
     if n_rows == 0:
         return []
     columns = elements // n_rows

@@ -199,7 +199,7 @@ def linear_token_stats(
 
     and so on for the other fields of `TokenStats`, which describes the effect of rounding to 16 bits. If the logits fit
     `logits_budget`, they are kept for the backward: three matrix products in total. Otherwise the backward recomputes
-    them: at most four. Under `torch.compile` they are never kept.
+    them: at most four. They are never kept under `torch.compile`.
 
     Args:
         weight: (V, H), `lm_head.weight`.

@@ -92,9 +92,10 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits, and the tail's logsumexp at the temperature and at 1, relative to the row's largest.
+        """Return the columns' logits, and the tail's logsumexp at the temperature and at 1.
 
-        The logits (n, k or k + 1) are those before the temperature. The last result is None without a target.
+        All are relative to the row's largest logit. The columns' logits (n, k or k + 1) are those before the
+        temperature. The last result is None without a target.
         """
         z = transformed(leaves[0], options)
         largest = torch.maximum(z.detach().amax(1), tail_centre)
@@ -128,7 +129,7 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert the gradients of the columns (n, k or k + 1) to those of the tokens: repeated columns all get their sum."""
+        """Convert gradients of columns (n, k or k + 1) to those of tokens: repeated columns all get their sum."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)

@@ -1,12 +1,12 @@
-"""One operation per file: the Triton kernel, the torch path beside it, and one public function that picks.
+"""Kernels, one operation per file: a Triton kernel, a torch path, and a public function that picks one of them.
 
 a head's logits     logits_stats.py (statistics that merge), logits_grad.py (in place), target_logit.py (unrounded)
-without logits      projection.py (exponentials from the product's epilogue), target_rows.py (the target's part)
+without logits      projection.py (exponentials from the fused epilogue), target_rows.py (the target's part)
 two heads' logits   divergence.py, divergence_grad.py; divergence_sums.py is their first sweep
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py; partial_sums.py ends a weight's gradient
-of any size         scale.py (gradients by a scalar), survey.py (what the host must know of a target)
-beneath             backend.py (which path, functions for kernels), launch.py (remembered launches), checks.py
+                    pointwise_divergence.py; partial_sums.py finishes the gradient of a weight
+utilities           scale.py (gradients times a scalar), survey.py (what the host must know about a target)
+shared              backend.py (choice of the path, device functions), launch.py (cached launches), checks.py
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy

@@ -1,6 +1,6 @@
-"""What the base kernels ask of their inputs; every message names the argument, what came and what was expected.
+"""Check the inputs of the base kernels. Every message names the argument, the expected value and the given one.
 
-The checks run before every launch, so that what passes must cost next to nothing.
+The checks run before every launch, so they must take almost no time for valid inputs.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from liger_chunked.types import described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
-_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated, and to be removed from torch
+_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated, to be removed from torch
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
-# Both are private, and the only way to ask in a few nanoseconds. Without them autograd refuses in its own words.
+# Private functions of torch, and the only way to ask within nanoseconds. Without them, autograd raises its own errors.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a public function, each tensor as a plain dense `torch.Tensor`, which kernels can read.
+    """Return the arguments of a public function, with each tensor as a plain dense `torch.Tensor`.
 
-    A subclass that only tags a tensor is unwrapped. So is the result of an asynchronous collective, which is waited
-    for. Other kinds of tensors keep their numbers somewhere else than a kernel would read them, and are refused.
+    A subclass that only tags a tensor is unwrapped. The result of an asynchronous collective is waited for and
+    unwrapped. Other tensors raise: a kernel would not find their values in their memory.
 
     Args:
         names: of the arguments, for messages.
-        values: the arguments. What is no tensor is left as it is.
+        values: the arguments. Values that are not tensors are returned unchanged.
 
     Raises:
         TypeError: a DTensor, FakeTensor, nested, sparse, complex or quantized tensor, or another subclass with a
             `__torch_dispatch__`.
         NotImplementedError: a transform of `torch.func` or forward-mode differentiation is active.
     """
-    if torch.compiler.is_compiling():  # types are the tracer's
+    if torch.compiler.is_compiling():  # the tracer handles tensor types
         return values
     served = not _transforms_are_active() and _forward_mode._current_level < 0
     for x in values:
@@ -82,7 +82,7 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _unwrapped(name: str, x: Any) -> Tensor:
-    """A subclass that has dispatch of its own: what it holds is not in its own memory."""
+    """Unwrap a subclass with its own dispatch, or raise: its values are not in its own memory."""
     for module, kind, advice in _WRAPPERS:
         cls = getattr(sys.modules.get(module), kind, None)
         if cls is not None and isinstance(x, cls):
@@ -101,8 +101,8 @@ def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
     raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
 
 
-# Where a known kind of tensor is defined, its name, and what to do about it; None: its result is waited for. None of
-# these modules is imported here: without its module there is no such tensor.
+# Tensor classes with values elsewhere: module, name, and advice, or None to wait for the result. These modules are not
+# imported here: if a module is not imported, no tensor has its class.
 _WRAPPERS = (
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
     (
@@ -121,7 +121,7 @@ _WRAPPERS = (
 
 
 class _Wait(torch.autograd.Function):
-    """The result of an asynchronous collective, once it is there."""
+    """Waits for the result of an asynchronous collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -136,17 +136,17 @@ def check_class_ids(x: Any, name: str, what: str = "token ids", hint: Callable[[
     """Check that `x` is a tensor of integers; `hint` returns what to append to the message.
 
     Raises:
-        TypeError: it is no tensor, or of another kind of numbers.
+        TypeError: it is not a tensor, or not of integers.
     """
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}{hint()}")
 
 
 def check_floating(x: Any, name: str, ndim: int = 1) -> None:
-    """`x` is a floating tensor of at least `ndim` dimensions.
+    """Check that `x` is a floating-point tensor of at least `ndim` dimensions.
 
     Raises:
-        TypeError: it is no floating tensor.
+        TypeError: it is not a floating-point tensor.
         ValueError: it has fewer dimensions.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -156,11 +156,11 @@ def check_floating(x: Any, name: str, ndim: int = 1) -> None:
 
 
 def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
-    """`x` is a tensor of the shape, dtype and device of `other`.
+    """Check that `x` is a tensor with the shape, dtype and device of `other`.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
+        TypeError: it is not a tensor, or has another dtype.
+        ValueError: it has another shape or device.
     """
     if not isinstance(x, Tensor) or x.dtype != other.dtype:
         raise TypeError(f"{name} must be a tensor of the dtype of {other_name} {described(other)}, got {described(x)}")
@@ -171,11 +171,11 @@ def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
 
 
 def check_row(weight: Any, name: str, x: Tensor) -> None:
-    """`weight` is a floating tensor with one value for each column of `x`, on its device.
+    """Check that `weight` is a floating-point tensor with one value per column of `x`, on its device.
 
     Raises:
-        TypeError: it is no floating tensor.
-        ValueError: another shape or device.
+        TypeError: it is not a floating-point tensor.
+        ValueError: it has another shape or device.
     """
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(weight)}")

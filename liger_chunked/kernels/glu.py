@@ -3,13 +3,13 @@
     swiglu = silu(gate) * up        silu(z) = z sigmoid(z)
     geglu  = gelu(gate) * up        gelu(z) = z Phi(z), or its approximation by tanh
 
-in float32, rounded once. The backward computes the activation again from the inputs, which are all that is saved:
+in float32, rounded once. Only the inputs are saved; the backward recomputes the activation:
 
     dgate = dy * up * act'(gate)    dup = dy * act(gate)
 
 Bytes, in units of one half: forward 3 (read gate and up, write y), backward 5 (read dy, gate and up, write dgate and
-dup). 16384 x 14336 in bfloat16 is 470 MB a unit, 0.88 ms for the eight at 4.29 TB/s. At the peak of an MLP's backward
-gate, up and dy are alive with both gradients, five units, or three where these take the place of gate and up.
+dup). docs/tuning.md lists the resulting bounds on the time. At the peak of an MLP's backward, gate, up, dy and both
+gradients are in memory, five units, or three if the gradients overwrite gate and up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from liger_chunked.kernels.checks import check_floating, check_like, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype, shown
 
-_BLOCK = 1024  # at 4096 x 4864 blocks of 2048 take 1 to 2% longer forward, blocks of 4096 8% (H200)
+_BLOCK = 1024  # columns per program, see docs/tuning.md
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (z + 0.044715 z**3).
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
@@ -50,7 +50,7 @@ def _activation(z, KIND: tl.constexpr):
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3), takes fewer instructions.
-        # Of e = exp(-|2 u|) nothing overflows, and neither sigmoid nor 1 - sigmoid cancels.
+        # e = exp(-|2 u|) does not overflow, and sigmoid and 1 - sigmoid do not cancel.
         square = z * z
         e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
         larger = 1.0 / (1.0 + e)
@@ -71,7 +71,7 @@ def _forward_kernel(
     gate_stride, up_stride, y_stride, n_cols, blocks_per_row,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Rows and blocks of columns both on x: y and z of a launch grid stop at 65,535.
+    # Rows and column blocks share axis x, because y and z of a launch grid are limited to 65,535.
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
@@ -100,7 +100,7 @@ def _backward_kernel(
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both, where `gate` may hold both."""
+    """Return gate and up. If `up` is None, `gate` holds both."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -108,7 +108,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    """Run over tensors of one shape; without gaps they are one long row, and no block is ragged but the last."""
+    """Launch over tensors of one shape. Contiguous tensors are one long row, so that only the last block is partial."""
     n_rows, n_cols = 1, tensors[0].numel()
     if not n_cols:
         return
@@ -154,7 +154,7 @@ def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Memory for the gradient of each input."""
+    """Allocate the gradient of each input."""
     return contiguous_like(gate), None if up is None else contiguous_like(up)
 
 
@@ -172,20 +172,20 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    gradients = dy * up * slope, dy * activated  # both before either is written: dy may lie where they go
+    gradients = dy * up * slope, dy * activated  # compute both before writing either: dy may share their memory
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write the gradients to memory of their shape, that of `gate` and `up` if need be, and return it."""
+    """Write the gradients to `grads`, which may be `gate` and `up`, and return it."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
 
 @operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """`(dgate, dup)`; of a packed input its gradient and None."""
+    """Return `(dgate, dup)`; for a packed input, its gradient and None."""
     return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
 
 
@@ -202,8 +202,8 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Whoever else has saved one of them is told so by autograd, which minds versions where no hooks pack
-            # what is saved. Detached: a gradient is not a node of the graph that its memory was.
+            # If another operation has saved gate or up, autograd must raise there: it compares versions unless hooks
+            # pack the saved tensors. Detached, because a gradient is not part of the graph whose memory it uses.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -214,12 +214,12 @@ class _GLU(torch.autograd.Function):
 
 
 def _is_intermediate(x: Tensor) -> bool:
-    """Whether a gradient may take the place of `x`: a result within the graph, with a place for each element."""
+    """Return whether a gradient may overwrite `x`: a non-leaf of the graph, with contiguous memory."""
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
-    """Whether both gradients may take the places of their inputs, which are not one another's."""
+    """Return whether both gradients may overwrite their inputs, which must not share memory."""
     if up is None:
         return _is_intermediate(gate)
     apart = _is_intermediate(gate) and _is_intermediate(up)
@@ -229,7 +229,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
 def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
     given = gate, up
     gate, up = plain(("gate", "up"), given)
-    inplace = inplace and gate is given[0] and up is given[1]  # what was unwrapped may be a leaf
+    inplace = inplace and gate is given[0] and up is given[1]  # an unwrapped tensor may be a leaf
     check_floating(gate, "gate")
     if up is not None:
         check_like(up, "up", gate, "gate")
@@ -241,20 +241,20 @@ def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
 
 
 def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-    """`F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+    """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate: (..., I), rows in any layout; or (..., 2 I) with `up` None: the gate and, after it, up, as one projection
+        gate: (..., I), rows in any layout; or (..., 2 I) with `up` None: the gate followed by up, as one projection
             makes them (Phi-3, GLM-4, fused experts). Such an input gets one gradient, without a copy.
         up: (..., I) of the same dtype, or None.
-        inplace: whether a backward that does not retain its graph may write the gradients of `gate` and `up`,
-            two tensors, in their place: for the projections of an MLP, which nobody reads again. Leaves are left alone,
-            and so are two that share memory. Another operation that has saved one of them has autograd raise an error,
-            but under hooks on saved tensors, a checkpoint's too, it would read the gradient in its place.
+        inplace: let a backward that does not retain its graph overwrite `gate` and `up` with their gradients. Meant for
+            the projections of an MLP, which nothing reads again. Leaves and tensors that share memory are not
+            overwritten. If another operation has saved `gate` or `up`, autograd raises. With hooks on saved tensors,
+            also those of a checkpoint, that operation would read the gradient instead.
 
     Raises:
-        TypeError: something that is not a floating tensor, dtypes that differ.
-        ValueError: shapes or devices that do not fit.
+        TypeError: an argument is not a floating-point tensor, or dtypes differ.
+        ValueError: shapes or devices do not match.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
@@ -270,14 +270,14 @@ def liger_geglu(
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """`F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
+    """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate, up, inplace: as `liger_swiglu` has them.
-        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", by the error function.
+        gate, up, inplace: see `liger_swiglu`.
+        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", which uses the error function.
 
     Raises:
-        TypeError, ValueError: as `liger_swiglu` does; an `approximate` that is neither.
+        TypeError, ValueError: see `liger_swiglu`; also if `approximate` is neither.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

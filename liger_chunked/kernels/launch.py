@@ -1,4 +1,4 @@
-"""Launching a kernel again, at a third of what the first way costs the host."""
+"""Cache the compiled variants of Triton kernels: a cached launch takes the host a third of the time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ try:
 except ImportError:
     hooks = driver = None
 
-# Where torch.cuda says which device a kernel goes to, NVIDIA's or AMD's. Whether there is one is not asked: that starts
-# CUDA, and an import that does keeps its process from forking workers, or from choosing devices.
+# torch.cuda tells the current device, on NVIDIA and AMD. This does not check for a GPU: such a check would initialize
+# CUDA on import, and the process could no longer fork workers or choose devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
+# Triton compiles for the dtype and alignment of tensors on NVIDIA, and also for their size on AMD: no caching there.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = 1 << 10
-# A variant as a launch of Triton's has it in hand once it has found it: what runs it, its handle, its launch options,
-# and what tells the current stream of a device.
+# A compiled variant as Triton's launch uses it: the function that runs it, its handle, its launch options, and the
+# function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Whether a kernel finds the elements of `x`: `strided`, side by side in its last dimension; otherwise without gaps
-    or repetitions, in whatever order.
+    """Return whether a kernel finds the elements of `x`.
+
+    If `strided`, its last dimension must be contiguous. Otherwise `x` must have no gaps or repetitions, in any order.
     """
     if x.is_contiguous():
         return True
@@ -44,7 +45,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Whether a call has these arguments. Tensors are compared by identity, which numbers need not have."""
+    """Return whether a call received the expected arguments. Tensors compare by identity, numbers by type and value."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -52,33 +53,32 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that remembers what it was compiled to, and runs on the device of its tensors.
+    """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
 
-        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      as any kernel of Triton, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               the same where microseconds count: the tensors, then the
-                                                                numbers, each in the order of the signature
+        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      like any Triton kernel, all arguments by name
+        kernel(grid, (x,), (n, 128), num_warps=4)               the same with less overhead: tensors, then numbers, each in the
+                                                                order of the signature
 
-    Triton works out at every launch which of its compiled variants the arguments call for: by the dtypes of tensors, by
-    whether their addresses are multiples of 16, and by properties of the numbers (1? a multiple of 16? how wide?). That
-    takes the host longer than a small kernel runs. Equal numbers have equal properties, so that a launch whose numbers
-    are those of an earlier one, on tensors of the same dtypes and all aligned, takes the variant of that one. It is
-    handed addresses: of a tensor Triton asks the address once more, and the driver whether a kernel can reach it.
+    At every launch, Triton determines which compiled variant the arguments need: from the dtypes of the tensors, from
+    the alignment of their addresses to 16 bytes, and from properties of the numbers (equal to 1, a multiple of 16,
+    width). That takes the host longer than a small kernel runs. Equal numbers have equal properties. A launch with the
+    numbers of an earlier one, and with aligned tensors of the same dtypes, therefore reuses its variant. It passes
+    addresses rather than tensors, because Triton would ask for a tensor's address again, and ask the driver whether a
+    kernel can access it.
 
-    Parameters named `*_desc` are descriptors of tensors, or None for an absent one; Triton compiles for the dtype and
-    the block of each.
+    Parameters named `*_desc` are tensor descriptors or None. Triton compiles for the dtype and the block of each.
 
-    Parameters named `*_ptr` are tensors, or None for an absent one; the first is always there, and all are on its
-    device, or in pinned memory of the host's. One beside a parameter `<name>_stride`, or `<name>_<dimension>_stride`,
-    may lie in memory by these strides, but for its last dimension; all others are without gaps or repetitions, as a
-    kernel that is given no stride reads them. Other layouts are refused: of users' tensors, and of gradients from
-    autograd, it would read other numbers.
+    Parameters named `*_ptr` are tensors or None. The first is never None. All are on its device, or in pinned host
+    memory. If there is a parameter `<name>_stride` or `<name>_<dimension>_stride`, the tensor may have any strides
+    except in its last dimension. All others must have no gaps or repetitions, because the kernel knows no strides for
+    them. Other layouts raise, for users' tensors and for gradients from autograd: the kernel would read wrong elements.
 
-    Numbers include the constants of compilation. Each must always come as the same Python type: 1 equals 1.0 and True.
+    Numbers include compile-time constants. Each must always have the same Python type, because 1 equals 1.0 and True.
 
-    A remembered launch uses Triton's private interface. Each kernel proves it first: its second equal launch goes
-    through Triton, which must call the compiled kernel in the way that a remembered launch will. If it does not, or
-    something of that interface is missing, all launches of the kernel go through Triton. They also do while a launch
-    hook (of a profiler), `triton.knobs.runtime.debug` or a hook on compilation is set.
+    A cached launch uses Triton's private interface, so each kernel verifies it first. Its second equal launch goes
+    through Triton, which must call the compiled kernel exactly as a cached launch will. If it does not, or if part of
+    that interface is missing, all launches of the kernel go through Triton. They also do while a launch hook (of a
+    profiler), `triton.knobs.runtime.debug` or a compilation hook is set.
     """
 
     _is_proven = False
@@ -86,7 +86,7 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
         self.variants: dict[Any, _Variant] = {}
-        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with what Triton compiled
+        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with the kernel that Triton compiled
         self._remembers = _REMEMBERS
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
@@ -125,7 +125,7 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """`triton.jit(function)[grid](*arguments, num_warps=num_warps, num_stages=num_stages)`, the latter if given."""
+        """Launch like `triton.jit(function)[grid](*arguments, ...)`. `num_stages` is passed unless it is None."""
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
@@ -157,7 +157,7 @@ class Kernel:
                 return
             else:
                 address = x.data_ptr()
-                if not address:  # empty, or an error
+                if not address:  # an empty tensor, or an error
                     self._launch(*call)
                     return
                 bits |= address
@@ -177,9 +177,9 @@ class Kernel:
         run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
-        """A launch by Triton, after which equal ones need not be."""
+        """Launch through Triton, and cache the variant for equal launches."""
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # threads of autograd add to it too
+            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads add to it too
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:
@@ -188,7 +188,7 @@ class Kernel:
                 self.variants[key] = unproven[0]
             return
         compiled = self._launch(*call)
-        if compiled is None:  # a hook on compilation took the launch over
+        if compiled is None:  # a compilation hook took over the launch
             return
         try:
             variant = compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
@@ -202,7 +202,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and see whether it calls the compiled kernel as a remembered launch will."""
+        """Launch through Triton, and check that it calls the compiled kernel as a cached launch will."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -210,14 +210,14 @@ class Kernel:
         by_address = self._in_order((*addresses, *numbers, *descriptors))
 
         def observe(*received: Any, **named: Any) -> Any:
-            # Of the three after these, the first is what hooks are told, and the others are the hooks themselves.
+            # Three arguments follow `start`: the metadata for the hooks, and the two hooks.
             start = (*grid, stream(device), function, options)
             end = (hooks.launch_enter_hook, hooks.launch_exit_hook, *by_tensor)
             if named or not (_same(received[:6], start) and _same(received[7:], end)):
                 return run(*received, **named)
             try:
                 result = run(*start, None, None, None, *by_address)
-            except TypeError:  # of arguments, before anything is enqueued
+            except TypeError:  # wrong arguments, before anything is enqueued
                 return run(*received, **named)
             self._is_proven = True
             return result
@@ -243,7 +243,7 @@ class Kernel:
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
-        """As Triton does it; returns what it compiled the kernel to."""
+        """Launch through Triton, and return the kernel that it compiled."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is None:
                 continue

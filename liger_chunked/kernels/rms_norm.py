@@ -1,10 +1,10 @@
-"""RMSNorm, and RMSNorm of a sum.
+"""RMSNorm, of a tensor or of a sum with a residual.
 
     y = cast(x / rms(x)) * (offset + w)         rms(x) = sqrt(mean(x ** 2) + eps)
 
-over the last dimension, in float32 but for the cast. Bytes, in units of `x`: forward 2 (read x, write y), backward 3
-(read dy and x, write dx); with a residual forward 4 (read x and residual, write y and their sum), backward 4 (read dy,
-the sum and its gradient, write dx). 16384 x 4096 in bfloat16 is 134 MB a unit, 0.16 ms for the five at 4.29 TB/s.
+over the last dimension, in float32 except for the cast. Bytes, in units of `x`: forward 2 (read x, write y), backward 3
+(read dy and x, write dx). With a residual: forward 4 (read x and residual, write y and their sum), backward 4 (read dy,
+the sum and its gradient, write dx). docs/tuning.md lists the resulting bounds on the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from liger_chunked.kernels.partial_sums import sum_partials
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether the normalised row is cast to the dtype of x before the product with the weight, rather than after it.
+# Whether the normalised row is cast to the dtype of x before or after the product with the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
@@ -41,14 +41,14 @@ def _forward_kernel(
     x_stride, residual_stride, n_rows, n_cols, eps, offset,
     CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A null pointer stands for what is absent.
+    # Absent tensors are null pointers.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0)
-        # What is normalised is the sum as it is stored.
+        # Normalise the sum as stored, after rounding.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(total_ptr + rows[:, None] * n_cols + cols[None, :], x, mask=inside)
     x = x.to(tl.float32)
@@ -69,7 +69,7 @@ def _backward_kernel(
     dy_stride, dtotal_stride, x_stride, n_rows, n_cols, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Each program goes through tiles of rows and keeps its share of dw in registers.
+    # Each program sweeps tiles of rows and accumulates its part of dw in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
@@ -99,7 +99,7 @@ def _backward_kernel(
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
-    """As the models' own code has it: a product after the cast is subject to type promotion, one before it is not."""
+    """Return the dtype of the models' own code: types are promoted in a product after the cast, not before."""
     if weight is None or weight.dtype == x.dtype or not cast_first:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
@@ -146,7 +146,7 @@ def _forward_torch(
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(y, rstd, x + residual)`, rstd for each of the rows; the last is None without a residual."""
+    """Return `(y, rstd, x + residual)`, with one rstd per row; the last is None without a residual."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
 
@@ -203,7 +203,7 @@ def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(dx, dw)`, each None unless needed."""
+    """Return `(dx, dw)`, each None unless needed."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, dtotal, x, weight, rstd, offset, needs_dx, needs_dw)  # type: ignore[return-value]
 
@@ -215,7 +215,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        # In the order of a compiled graph, inputs before results: a checkpoint may run the one, then the other.
+        # Inputs before results, in the order of a compiled graph: a checkpoint may run eagerly, then compiled.
         ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 
@@ -246,22 +246,22 @@ def liger_rms_norm(
 
     - "llama": `cast(x / rms(x)) * (offset + weight)`, in the wider dtype of `x` and `weight` (Llama, Mistral, Qwen,
       Phi-3, Granite, GLM-4)
-    - "gemma", "olmo2": `cast(x / rms(x) * (offset + weight))`; Gemma's weights want `offset=1.0`
+    - "gemma", "olmo2": `cast(x / rms(x) * (offset + weight))`; Gemma's weights need `offset=1.0`
 
     Args:
         x: (..., D), rows in any layout.
-        weight: (D,), or None for none. Its gradient adds up in float32, in the same order every time.
+        weight: (D,) or None. Its gradient accumulates in float32, deterministically.
         eps: added to the mean square.
         offset: added to the weight in float32.
-        casting: as above.
-        residual: in the shape and dtype of `x`.
+        casting: see above.
+        residual: same shape and dtype as `x`.
 
     Returns:
         The norm (..., D); with a residual, `(norm, x + residual)`, the sum in the dtype of `x`.
 
     Raises:
-        TypeError: something that is not a floating tensor, a residual of another dtype.
-        ValueError: shapes or devices that do not fit, an unknown casting.
+        TypeError: an argument is not a floating-point tensor, or the residual has another dtype.
+        ValueError: shapes or devices do not match, or the casting is unknown.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)

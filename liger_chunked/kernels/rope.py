@@ -1,22 +1,22 @@
-"""Rotary position embedding of queries and keys, one launch for both.
+"""Rotary position embedding of queries and keys, in one launch.
 
-Of the `R` rotated columns of a head, pair `i` turns by the angle of frequency `i` at the token's position:
+In the first `R` columns of a head, pair `i` is rotated by its frequency's angle at the token's position:
 
     y_1 = x_1 cos_i - x_2 sin_i
     y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
 
-in float32, rounded once; columns beyond R pass. The backward is the same launch with the angle turned around. Nothing
-is saved but cos and sin.
+in float32, rounded once. Columns beyond R are copied. The backward is the same launch with the negative angle. Only
+cos and sin are saved.
 
-The inputs are left alone unless that is asked for. Writing into their memory saves no bytes moved but those of columns
-that pass, and a model drops its last reference to the projections when it rebinds their names: what it saves is the
-memory of both between the one and the other. Where a gradient is recorded it costs some: the queries and keys of
-attention are views, and behind a view that was written into autograd copies the gradient twice.
+By default the inputs are not overwritten. Working in place reduces the bytes moved only by the copied columns. It saves
+the memory of q and k until the model drops its last reference to the projections. With autograd it has a cost: the
+queries and keys of attention are views, and autograd copies the gradient twice behind a view that was overwritten.
 
-Results and gradients lie in memory as q does, whatever layout a gradient comes in: what follows would copy them to it.
+Results and gradients have the memory layout of q, even if the upstream gradient has another: the operations that follow
+would otherwise copy them.
 
-Bytes: q and k read and written once, in either direction; cos and sin come from the cache for all heads but one.
-16384 tokens of 32 + 8 heads of 128 in bfloat16 are 168 MB, 0.16 ms for the four at 4.29 TB/s.
+Bytes: q and k are read and written once in either direction; all heads but one read cos and sin from the cache.
+docs/tuning.md lists the resulting bounds on the time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import accumulation_dtype, shown
 
-_PAIRS = 2048  # of a tile
+_PAIRS = 2048  # pairs per tile
 
 
 @jit
@@ -42,7 +42,7 @@ def _rotate(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the heads of all tokens, token after token; over x where there is no y."""
+    """Rotate one tile of the heads of all tokens, token after token. Overwrite x if there is no y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -51,7 +51,7 @@ def _rotate(
     valid = rows < n_rows
     x_ptrs = x_ptr + batch * x_batch_stride + head * x_head_stride + token * x_token_stride
     if y_ptr is None:
-        y_ptrs = x_ptrs  # each program reads all of a pair before it writes any
+        y_ptrs = x_ptrs  # each program reads both halves of a pair before it writes either
     elif BY_TOKEN:
         y_ptrs = y_ptr + rows.to(tl.int64) * head_dim
     else:
@@ -91,7 +91,7 @@ def _rope_kernel(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    # First the tiles of q, then those of k.
+    # The tiles of q, then those of k.
     tile = tl.program_id(0)
     q_tiles = tl.cdiv(q_rows, ROWS)
     if tile < q_tiles:
@@ -110,15 +110,15 @@ def _rope_kernel(
 
 @functools.cache
 def _tiling(head_dim: int, rotary_dim: int) -> tuple[int, int, int]:
-    """Heads of a tile, and its blocks of pairs and of columns that pass (none: 0)."""
+    """Return the heads per tile, and the block sizes for pairs and for copied columns (0 if none)."""
     half = power_of_two(rotary_dim // 2)
     rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
-    # What passes takes registers too, and of a head it may be the most.
+    # Copied columns need registers too, and may be most of a head.
     return max(1, _PAIRS // max(half, rest // 2)), half, rest
 
 
 def _empty(x: Tensor, by_token: bool) -> Tensor:
-    """Memory of the shape of `x` (B, heads, T, D), in which the heads of a token, or the tokens of a head, are one."""
+    """Allocate a tensor of the shape of `x` (B, heads, T, D), token by token or head by head."""
     _, n_heads, n_tokens, head_dim = x.shape
     head, token = (1, n_heads) if by_token else (n_tokens, 1)
     strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
@@ -186,7 +186,7 @@ def _rope(
 
 
 def _is_by_token(q: Tensor) -> bool:
-    """The layout that q has, which is the one that attention and, of gradients, the projection want."""
+    """Return whether q is stored token by token. Attention needs q's layout, and the projection that of its gradient."""
     return q.stride(1) <= q.stride(2)
 
 
@@ -206,10 +206,10 @@ class _RotaryPosEmb(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """Declares that `x` is about to be rotated where it lies, and rotates its gradient, beside that.
+    """Marks `x` as overwritten, before it is rotated in place, and rotates its gradient out of place.
 
-    Of one tensor: autograd allows no second output beside a view that is written into. Before the writing: what it
-    refuses then stays as it was.
+    One tensor per call, because autograd allows no second output next to a view that is overwritten. Called before the
+    rotation, so that `x` is unchanged if autograd raises.
     """
 
     @staticmethod
@@ -227,16 +227,16 @@ class _WrittenOver(torch.autograd.Function):
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """q and k, rotated."""
+    """Return q and k, rotated."""
     if not torch.is_grad_enabled():
         return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
     return _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k where they lie."""
+    """Rotate q and k in place."""
     if torch.compiler.is_compiling():
-        # A compiler makes values of what is written, and of the copies nothing where q and k are its own.
+        # A compiler makes these writes functional, and removes the copies if it owns q and k.
         rotated = _rotated(q, k, cos, sin, interleaved)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
@@ -262,7 +262,7 @@ def _check_inplace(x: Tensor, name: str) -> None:
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Of q and k as (B, heads, T, D)."""
+    """Check the arguments, with q and k as (B, heads, T, D)."""
     q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
         len(q_shape) != 4
@@ -308,29 +308,29 @@ def liger_rotary_pos_emb(
     """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` does.
 
     Args:
-        q: (B, heads, T, D); with `unsqueeze_dim=2`, (B, T, heads, D). In any layout: if the heads of a token are nearer
-            to one another than the tokens of a head, they are next to one another in the results and gradients too.
-        k: likewise, with its own number of heads, in the dtype of `q`.
-        cos, sin: (B or 1, T, R) of any floating dtype, R at most D: of a wider head the first R columns rotate. Their
-            second half repeats the first, as every rotary embedding of transformers makes them, and is not read.
-        position_ids: (B or 1, T) rows of `cos` and `sin`, where these are tables (positions, R); they are taken as
-            being of the tokens' positions where they have three dimensions.
-        unsqueeze_dim: which dimension of `q` and `k` is the heads: 1 or 2.
-        interleaved: pairs are neighbours (GLM-4), rather than half of R apart.
-        inplace: rotate `q` and `k` in their own memory, without any for the results. They must not share elements, nor
-            be inputs of a checkpointed region, which would be rotated again with it. Views are allowed as far as
-            autograd allows writing into them: those of a projection or slices of a packed one, but not what `split`,
-            `chunk` or `unbind` return where a gradient is recorded (a RuntimeError of autograd's, before anything is
-            written). The backward leaves the gradients that come in alone, and of views makes a copy or two more than
-            it does out of place. A compiler does as it likes with the memory; `q` and `k` hold the results there too.
+        q: (B, heads, T, D); with `unsqueeze_dim=2`, (B, T, heads, D). Any layout. Results and gradients are stored
+            token by token if the heads of a token are closer in `q` than the tokens of a head.
+        k: the same, with its own number of heads, in the dtype of `q`.
+        cos, sin: (B or 1, T, R) of any floating dtype, R at most D; only the first R columns of a head are rotated. The
+            second half of `cos` and `sin` is not read: it repeats the first in every rotary embedding of transformers.
+        position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R). Ignored if they have
+            three dimensions.
+        unsqueeze_dim: the dimension of the heads in `q` and `k`: 1 or 2.
+        interleaved: whether pairs are neighbouring columns (GLM-4), rather than R / 2 apart.
+        inplace: rotate `q` and `k` in their own memory. They must not share elements. They must not be inputs of a
+            checkpointed region, which would rotate them again. Views are allowed if autograd allows writing into them:
+            views of a projection or slices of a packed one, but not the results of `split`, `chunk` or `unbind` while a
+            gradient is recorded (autograd raises a RuntimeError before anything is written). The backward does not
+            overwrite the upstream gradients, and copies those of views once or twice more than out of place. `q` and
+            `k` hold the results under torch.compile too, but the compiler decides about memory.
 
     Returns:
         `q` and `k` rotated, in their dtype.
 
     Raises:
-        TypeError: something that is not a floating tensor.
-        ValueError: shapes that do not fit; `cos` or `sin` that want a gradient; in place, a leaf that wants one, or
-            memory that cannot be written into.
+        TypeError: an argument is not a floating-point tensor.
+        ValueError: shapes do not match, or `cos` or `sin` requires a gradient; in place, a leaf requires a gradient, or
+            memory cannot be overwritten.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)
