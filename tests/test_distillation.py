@@ -302,7 +302,7 @@ BAD_INPUT = {
         "positive number or NaN",
     ),
     "logps-nan": (lambda: call_top_k(teacher_logps=f64(B, T, 3, fill=math.nan)), ValueError, "positive number or NaN"),
-    "logps-nowhere": (lambda: call_top_k(teacher_logps=f64(B, T, 3, fill=-math.inf)), ValueError, "-inf alone"),
+    "logps-nowhere": (lambda: call_top_k(teacher_logps=f64(B, T, 3, fill=-math.inf)), ValueError, "only -inf"),
     "ids-float": (lambda: call_top_k(teacher_ids=f64(B, T, 3)), TypeError, "teacher_ids must be a tensor of token ids"),
     "ids-shape": (
         lambda: call_top_k(teacher_ids=IDS[..., :2]),

@@ -146,7 +146,7 @@ def test_so_is_one_that_a_function_holds():
     def learned(pairs: Pairs) -> Tensor:
         return F.softplus(pairs.logps[:, 1] - pairs.logps[:, 0] + margin.exp().sum())
 
-    with pytest.raises(ValueError, match=r"another tensor that is to be trained, \(3,\) float32"):
+    with pytest.raises(ValueError, match=r"another tensor that requires a gradient, \(3,\) float32"):
         LigerFusedLinearDPOLoss(loss_type=learned)(**batch, ref_logps=torch.zeros(batch["target"].shape))
 
 

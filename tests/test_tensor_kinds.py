@@ -384,12 +384,12 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "complex": (
         lambda x: x.detach().to(torch.complex64),
         0,
-        "complex64 on cpu, whose numbers are not real ones: pass its real and imaginary parts as two real tensors",
+        "complex64 on cpu, whose values are not real numbers: pass its real and imaginary parts as two real tensors",
     ),
     "quantized": (
         lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.quint8),
         0,
-        r"quint8 on cpu, whose numbers are not real ones: pass {}\.dequantize\(\)",
+        r"quint8 on cpu, whose values are not real numbers: pass {}\.dequantize\(\)",
     ),
     "nested": (
         lambda x: nested(x, torch.strided),

@@ -69,8 +69,8 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
         leaf = None if following else getattr(node, "variable", None)  # only nodes of leaves have it
         if leaf is not None and not any(leaf is x for x in ends):
             raise ValueError(
-                f"{name} has gradients for weight, input and bias alone, and depends on another tensor that is to be "
-                f"trained, {described(leaf)}: it would not be; freeze or detach it"
+                f"{name} depends on another tensor that requires a gradient, {described(leaf)}, and computes gradients "
+                "only for weight, input and bias: freeze or detach that tensor"
             )
 
 
@@ -215,7 +215,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
         raise TypeError(f"hidden must be a floating-point tensor, got {described(hidden)}")
     if hidden.ndim != 3:
-        raise ValueError(f"hidden must be (B, T, H), a sequence a row, got {described(hidden)}")
+        raise ValueError(f"hidden must be (B, T, H), one sequence per row, got {described(hidden)}")
     if isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] == hidden.shape[1] - 1:
         raise ValueError(
             f"labels must be {tuple(hidden.shape[:2])}, a token id for each position of hidden {described(hidden)}, "
@@ -244,4 +244,4 @@ def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
     if positive:
         raise ValueError("teacher_logps holds a positive number or NaN, expected log-probabilities in nats")
     if empty:
-        raise ValueError("teacher_logps holds -inf alone for a row of input that counts, expected one token at least")
+        raise ValueError("teacher_logps holds only -inf for a row of input that counts, expected at least one token")

@@ -157,7 +157,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients of the parameters; float16 ones that are `unscaled` are float32, see `HeadGradients`."""
+        """Return empty gradients of the parameters; with `unscaled`, float32 ones for float16 (`HeadGradients`)."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -177,7 +177,7 @@ class _Call(NamedTuple):
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
         if None in owner:
-            raise RuntimeError(f"{self.owner} is gone: a loss must live until the backward of a graph that calls it")
+            raise RuntimeError(f"{self.owner} was deleted: keep a loss until the backward of the graph that calls it")
         with isolated(), _autograd(), torch.set_grad_enabled(bool(leaves)), self.autocasting():
             return _flat(_FUNCTIONS[self.function](*owner, **arguments)), leaves
 
@@ -316,7 +316,9 @@ def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any],
     names = [*tensors, *ints, *floats, *texts]
     if len(names) < len(arguments):
         unknown = [name for name in arguments if name not in names]
-        raise TypeError(f"under torch.compile, {function} takes tensors and numbers, got others as {unknown}")
+        raise TypeError(
+            f"under torch.compile, {function} takes tensors, numbers and words, got other types for {unknown}"
+        )
     trainable = [name for name in _PARAMETERS if name in tensors and tensors[name].requires_grad]
     device = tensors["weight"].device.type
     autocast = device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device)

@@ -303,8 +303,8 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
     holds = "less than one row" if rows == 0 else f"only {rows} row{'s' if rows > 1 else ''}"
     warnings.warn(
         f"logits_budget={budget} bytes holds {holds} of logits: a row takes {row} bytes for a vocabulary of "
-        f"{vocab_size}, and a step this fine is slow. Pass a larger budget, such as '256MiB', or None to choose it "
-        "automatically",
+        f"{vocab_size}, and so many small chunks are slow. Pass a larger budget, such as '256MiB', or None to choose "
+        "it automatically",
         UserWarning,
         stacklevel=2,
     )

@@ -70,7 +70,7 @@ def _plain(name: str, x: Any) -> Any:
         _refuse(name, x, f"of layout {x.layout}: pass {name}.to_dense()")
     if x.dtype in _NOT_REAL:
         advice = f"{name}.dequantize()" if x.is_quantized else "its real and imaginary parts as two real tensors"
-        _refuse(name, x, f"whose numbers are not real ones: pass {advice}")
+        _refuse(name, x, f"whose values are not real numbers: pass {advice}")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return _unwrapped(name, x)
     if _forward_mode._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:

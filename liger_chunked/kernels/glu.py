@@ -234,7 +234,9 @@ def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
     if up is not None:
         check_like(up, "up", gate, "gate")
     elif gate.shape[-1] % 2:
-        raise ValueError(f"gate without up holds two halves: its last dimension must be even, got {tuple(gate.shape)}")
+        raise ValueError(
+            f"gate without up holds both halves, so its last dimension must be even, got {tuple(gate.shape)}"
+        )
     if not torch.is_grad_enabled():
         return _forward(gate, up, kind)
     return _GLU.apply(gate, up, kind, inplace)

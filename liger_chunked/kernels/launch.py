@@ -56,8 +56,8 @@ class Kernel:
     """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      like any Triton kernel, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               the same with less overhead: tensors, then numbers, each in the
-                                                                order of the signature
+        kernel(grid, (x,), (n, 128), num_warps=4)               with less overhead: the tensors, then the numbers,
+                                                                each in the order of the signature
 
     At every launch, Triton determines which compiled variant the arguments need: from the dtypes of the tensors, from
     the alignment of their addresses to 16 bytes, and from properties of the numbers (equal to 1, a multiple of 16,
@@ -250,6 +250,6 @@ class Kernel:
             if not x.data_ptr() and x.numel():
                 raise ValueError(f"{name} has no memory that a kernel could read: {described(x)}")
             if not _readable(x, strided):
-                raise ValueError(f"{name} lies in memory by strides {x.stride()} that the kernel is not told of")
+                raise ValueError(f"{name} has strides {x.stride()}, which the kernel does not support")
         options = {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
         return self.kernel[grid](*self._in_order((*tensors, *numbers, *descriptors)), **options)

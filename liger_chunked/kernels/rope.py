@@ -186,7 +186,7 @@ def _rope(
 
 
 def _is_by_token(q: Tensor) -> bool:
-    """Return whether q is stored token by token. Attention needs q's layout, and the projection that of its gradient."""
+    """Return whether q is stored token by token. Results and gradients keep this layout."""
     return q.stride(1) <= q.stride(2)
 
 
@@ -289,8 +289,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             or x.device != q.device
         ):
             raise ValueError(
-                f"{name} must be (B or 1, T, R) = ({n_batch}, {n_tokens}, R), R even and at most {head_dim}, without "
-                f"gradient and on its device, as q is {described(q)}; got {described(x)}"
+                f"{name} must be (B or 1, T, R) = ({n_batch}, {n_tokens}, R), R even and at most {head_dim}, "
+                f"without gradient and on the device of q {described(q)}, got {described(x)}"
             )
 
 
