@@ -130,7 +130,7 @@ def test_a_parameter_that_would_not_be_trained_is_refused():
     batch, loss = pairs(SMALL, seed=0, ref=None), Learned()
     assert loss(**batch)[0].isfinite()  # nothing asks for a gradient
     batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match=r"the loss has gradients for weight, .* another tensor .* \(1, 1\) float32"):
+    with pytest.raises(ValueError, match=r"the loss depends on another tensor that requires a gradient, \(1, 1\) float32"):
         loss(**batch)
     with torch.no_grad():
         assert loss(**batch)[0].isfinite()
@@ -161,7 +161,7 @@ def test_so_is_one_of_a_divergence():
 
     batch, loss = students(SMALL, seed=0), Learned()
     batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match=r"divergence has gradients for weight, .* \(2,\) float32"):
+    with pytest.raises(ValueError, match=r"^divergence depends on another tensor .* \(2,\) float32"):
         loss(**batch)
     loss(**batch | {"weight": batch["weight"].detach()})
     loss.requires_grad_(False)
