@@ -130,7 +130,9 @@ def test_a_parameter_that_would_not_be_trained_is_refused():
     batch, loss = pairs(SMALL, seed=0, ref=None), Learned()
     assert loss(**batch)[0].isfinite()  # nothing asks for a gradient
     batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match=r"the loss depends on another tensor that requires a gradient, \(1, 1\) float32"):
+    with pytest.raises(
+        ValueError, match=r"the loss depends on another tensor that requires a gradient, \(1, 1\) float32"
+    ):
         loss(**batch)
     with torch.no_grad():
         assert loss(**batch)[0].isfinite()

@@ -10,13 +10,12 @@ import torch
 class Refused:
     """One permission of `torch.backends.cuda.matmul` to round sums, switched off while any step runs.
 
-    The permission belongs to the whole process, and steps run on several threads: those of `nn.DataParallel`, or the
-    one on which autograd runs a backward. The first step to enter switches it off, and the last one to leave
-    restores it. Products of other threads are also more exact during that time.
+    The permission belongs to the whole process, and steps run on several threads (`nn.DataParallel`, autograd's
+    backward). The first step to enter switches it off, the last one to leave restores it. Products of other threads
+    are also more exact during that time.
 
-    If the user grants the permission in between, the next step that enters switches it off, and the last one to leave
-    restores it. If the user revokes it in between, that cannot be detected, and it is restored: change these settings
-    between steps.
+    Change these settings only between steps. A permission granted during a step is switched off by the next step that
+    enters. One revoked during a step cannot be detected, and is restored at the end.
     """
 
     def __init__(self, name: str) -> None:

@@ -59,19 +59,18 @@ class Kernel:
         kernel(grid, (x,), (n, 128), num_warps=4)               with less overhead: the tensors, then the numbers,
                                                                 each in the order of the signature
 
-    At every launch, Triton determines which compiled variant the arguments need: from the dtypes of the tensors, from
-    the alignment of their addresses to 16 bytes, and from properties of the numbers (equal to 1, a multiple of 16,
-    width). That takes the host longer than a small kernel runs. Equal numbers have equal properties. A launch with the
-    numbers of an earlier one, and with aligned tensors of the same dtypes, therefore reuses its variant. It passes
-    addresses rather than tensors, because Triton would ask for a tensor's address again, and ask the driver whether a
-    kernel can access it.
+    At every launch, Triton determines the compiled variant: from the dtypes of the tensors, the alignment of their
+    addresses to 16 bytes, and properties of the numbers (equal to 1, a multiple of 16, width). That takes the host
+    longer than a small kernel runs. A launch with the numbers of an earlier one, and with aligned tensors of the same
+    dtypes, reuses its variant. It passes addresses: given a tensor, Triton asks the driver whether a kernel can access
+    it.
 
-    Parameters named `*_desc` are tensor descriptors or None. Triton compiles for the dtype and the block of each.
+    `*_desc` parameters are tensor descriptors or None. Triton compiles for the dtype and the block of each.
 
-    Parameters named `*_ptr` are tensors or None. The first is never None. All are on its device, or in pinned host
-    memory. If there is a parameter `<name>_stride` or `<name>_<dimension>_stride`, the tensor may have any strides
-    except in its last dimension. All others must have no gaps or repetitions, because the kernel knows no strides for
-    them. Other layouts raise, for users' tensors and for gradients from autograd: the kernel would read wrong elements.
+    `*_ptr` parameters are tensors or None. The first is never None. All are on its device, or in pinned host memory.
+    With a parameter `<name>_stride` or `<name>_<dimension>_stride`, a tensor may have any strides except in its last
+    dimension. Without, it must have no gaps or repetitions. Other layouts raise, for users' tensors and for gradients
+    from autograd: the kernel would read wrong elements.
 
     Numbers include compile-time constants. Each must always have the same Python type, because 1 equals 1.0 and True.
 

@@ -8,12 +8,11 @@ In the first `R` columns of a head, pair `i` is rotated by its frequency's angle
 in float32, rounded once. Columns beyond R are copied. The backward is the same launch with the negative angle. Only
 cos and sin are saved.
 
-By default the inputs are not overwritten. Working in place reduces the bytes moved only by the copied columns. It saves
-the memory of q and k until the model drops its last reference to the projections. With autograd it has a cost: the
-queries and keys of attention are views, and autograd copies the gradient twice behind a view that was overwritten.
+By default the inputs are not overwritten. Working in place saves the memory of q and k until the model drops its last
+reference to the projections, and the copy of columns beyond R. With autograd it has a cost: the queries and keys of
+attention are views, and autograd copies the gradient twice behind a view that was overwritten.
 
-Results and gradients have the memory layout of q, even if the upstream gradient has another: the operations that follow
-would otherwise copy them.
+Results and gradients have the memory layout of q, which the operations that follow would otherwise copy them to.
 
 Bytes: q and k are read and written once in either direction; all heads but one read cos and sin from the cache.
 docs/tuning.md lists the resulting bounds on the time.
