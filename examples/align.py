@@ -1,14 +1,14 @@
-"""SFT, then DPO, twice from the same seed: with fused losses, and with eager ones beside them.
+"""Run SFT, then DPO, twice from the same seed: once with fused losses and once with eager losses.
 
     python examples/align.py                      # English from Python's own documentation, a small Llama, on the CPU
     python examples/align.py --model path/or/name --data pairs.jsonl --device cuda --skip-eager --save aligned
 
-The small Llama learns to continue passages (SFT), then to prefer their true continuations to corrupted ones (DPO).
-Passages of whole topics are held out to judge it by. `pairs.jsonl` has one object a line with the strings `prompt`,
-`chosen` and `rejected`, chat template applied.
+The small Llama learns to continue passages (SFT), then to prefer their true continuations to corrupted ones (DPO). Some
+topics are held out for evaluation. Each line of `pairs.jsonl` is an object with the strings `prompt`, `chosen` and
+`rejected`, with the chat template applied.
 
-All that the fused run does differently is in `FusedLosses`: it hands the model's last hidden states and its `lm_head`
-to the loss, instead of logits. Needs torch, transformers, tqdm and matplotlib.
+`FusedLosses` is the only difference of the fused run: it passes the model's last hidden states and its `lm_head` to the
+loss instead of logits. Needs torch, transformers, tqdm and matplotlib.
 """
 
 from __future__ import annotations
@@ -61,36 +61,36 @@ from liger_chunked import (
 
 
 class DPOStep(NamedTuple):
-    """The loss, and the reward of each chosen sequence minus that of its rejected one, detached."""
+    """The loss and, detached, the reward of each chosen sequence minus that of its rejected one."""
 
     loss: Tensor
     margins: Tensor
 
 
 class Losses(Protocol):
-    """All that the two runs do differently."""
+    """The only difference between the two runs."""
 
     name: str
 
     def sft(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Mean over the target tokens of their negative log-probability."""
+        """Return the mean negative log-probability over the target tokens."""
 
     def dpo(self, model: PreTrainedModel, reference: PreTrainedModel, batch: Batch) -> DPOStep:
-        """Mean over the pairs of `-log sigmoid(margin)`."""
+        """Return the mean of `-log sigmoid(margin)` over the pairs."""
 
     def logps(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Log-probability of each sequence's target tokens, without gradient."""
+        """Return the log-probability of each sequence's target tokens, without gradient."""
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """What the model would multiply by its `lm_head`: (sequences, T, H)."""
+    """Return the input of the model's `lm_head`: (sequences, T, H)."""
     return model.base_model(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
     ).last_hidden_state
 
 
 class FusedLosses:
-    """Hidden states and `lm_head` to the library: the logits never exist at once."""
+    """Passes hidden states and `lm_head` to the library. The full logits never exist at once."""
 
     name = "fused"
 
@@ -128,7 +128,7 @@ class FusedLosses:
 
 
 class EagerLosses:
-    """The model's own logits, and plain PyTorch."""
+    """Uses the model's own logits and plain PyTorch."""
 
     name = "eager"
 
@@ -159,25 +159,25 @@ class EagerLosses:
         return self._sequence_logps(model, batch)
 
 
-# One run: SFT, then DPO against a frozen copy of what SFT made.
+# One run: SFT, then DPO against a frozen copy of the SFT model.
 
 
 class Phase(NamedTuple):
-    """SFT or DPO: how long, and how fast."""
+    """SFT or DPO: its number of steps and its learning rate."""
 
     name: str
     steps: int
     learning_rate: float
 
     def rate(self, step: int) -> float:
-        """Linear warm-up over a tenth of the steps, linear decay over the others."""
+        """Return the learning rate: linear warm-up over a tenth of the steps, then linear decay."""
         warmup = max(1, self.steps // 10)
         return self.learning_rate * min((step + 1) / warmup, (self.steps - step) / (self.steps - warmup + 1))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of a run."""
+    """The hyperparameters of a run."""
 
     seed: int
     batch_size: int  # texts in SFT, pairs in DPO
@@ -195,14 +195,14 @@ def optimise(
     adam_eps: float,
     run: Run,
 ) -> None:
-    """A step of AdamW for each batch. `run` learns the largest tensor of the first step and the peak of all."""
+    """Take one step of AdamW per batch. Records the largest tensor of the first step, and the peak memory, in `run`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.learning_rate, eps=adam_eps, weight_decay=0.0)
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
     largest = LargestTensor()
     model.train()
-    # Without a terminal there is no bar to redraw: disable=None leaves the log alone.
+    # disable=None hides the progress bar if there is no terminal, which keeps logs clean.
     progress = tqdm(batches, desc=f"{run.name} {phase.name}", total=phase.steps, unit="step", disable=None)
     for step, batch in enumerate(progress):
         for group in optimizer.param_groups:
@@ -222,7 +222,7 @@ def optimise(
 def evaluate(
     model: PreTrainedModel, losses: Losses, pairs: Sequence[Preference], encoder: Encoder, batch_size: int
 ) -> Evaluation:
-    """Log-probabilities of the completions of `pairs`."""
+    """Return the log-probabilities of the completions of `pairs`."""
     model.eval()
     logps, lengths = [], []
     for start in range(0, len(pairs), batch_size):
@@ -233,7 +233,7 @@ def evaluate(
 
 
 def align(model: PreTrainedModel, losses: Losses, data: Dataset, encoder: Encoder, settings: Settings) -> Run:
-    """SFT on the chosen texts, then DPO on the pairs, in place."""
+    """Train `model` in place: SFT on the chosen texts, then DPO on the pairs."""
     run = Run(losses.name, settings.beta)
     started = time.perf_counter()
 
@@ -271,12 +271,12 @@ def align(model: PreTrainedModel, losses: Losses, data: Dataset, encoder: Encode
 
 
 def small_tokenizer(data: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A BPE of the training texts."""
+    """Train a BPE tokenizer on the training texts."""
     return train_tokenizer([pair.prompt + pair.chosen for pair in data.train], vocab_size)
 
 
 def small_llama(vocab_size: int) -> PreTrainedModel:
-    """Random weights, 0.9 million of them at a vocabulary of 4096."""
+    """Return a Llama with random weights, 0.9 million of them with a vocabulary of 4096."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -292,8 +292,8 @@ def small_llama(vocab_size: int) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-# The automatic budget holds the logits of 4096 tokens or more: all of a batch as small as this demo's, and nothing
-# would be seen of the chunks. A megabyte holds those of 64 tokens over a vocabulary of 4096.
+# The automatic budget holds the logits of at least 4096 tokens, so this demo's batches would be a single chunk. One MiB
+# holds the logits of 64 tokens with a vocabulary of 4096.
 SMALL_LOGITS_BUDGET = 2**20
 
 
@@ -301,7 +301,7 @@ SMALL_LOGITS_BUDGET = 2**20
 
 
 class Summary(NamedTuple):
-    """What the last lines say, of the fused run where not said otherwise."""
+    """The results printed last, of the fused run unless stated otherwise."""
 
     curve_differences: dict[str, float]  # empty without an eager run
     preference_accuracy: float  # on `n_held_out` pairs
@@ -339,9 +339,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Random weights learn at rates that would ruin a trained model, and start chaotic: at twice these rates, or
-    with Adam's usual eps of 1e-8, a difference in the last bit of one step is one in the third digit 100 steps later,
-    and the curves of two correct losses part."""
+    """Return the settings of a run.
+
+    A small random model needs higher rates than a trained one. With these rates doubled, or Adam's usual eps of 1e-8,
+    the training is chaotic: a difference in the last bit grows to the third digit within 100 steps, so the curves of
+    two correct losses diverge.
+    """
     sft_rate, dpo_rate, adam_eps = (1e-5, 2e-6, 1e-8) if args.model else (1.5e-3, 1.5e-4, 1e-5)
     return Settings(
         seed=args.seed,
@@ -354,7 +357,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def load_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The same weights on every call."""
+    """Load or build the model, with the same weights on every call."""
     torch.manual_seed(args.seed)
     if args.model is None:
         return small_llama(len(tokenizer)).to(args.device)

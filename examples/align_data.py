@@ -1,4 +1,4 @@
-"""The data of `align.py`: English that every Python carries, or a preference file; as batches of token ids."""
+"""The data of `align.py`: English text that ships with Python, or a preference file, as batches of token ids."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class Preference(NamedTuple):
-    """A prompt, a continuation to prefer, and one to avoid; `kind` says where the latter comes from.
+    """A prompt, a preferred and a rejected continuation; `kind` says how the rejected one was made.
 
-    Prompt and continuation are joined as they are: a continuation brings its leading space along.
+    Prompt and continuation are concatenated as they are: a continuation starts with its leading space.
     """
 
     prompt: str
@@ -35,14 +35,14 @@ class Preference(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Pairs to train on and pairs to judge by, which share no document (no prompt, for a file)."""
+    """Training pairs and held-out pairs. They share no document, or, for a file, no prompt."""
 
     train: list[Preference]
     held_out: list[Preference]
 
 
 class Batch(NamedTuple):
-    """What a step sees; every tensor is (sequences, T). `target[:, t]` is what position `t` predicts."""
+    """The tensors of a step, all (sequences, T). `target[:, t]` is the token that position `t` predicts."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -57,10 +57,10 @@ class DataError(ValueError):
 
 
 def english_topics() -> dict[str, list[str]]:
-    """The prose of Python's own documentation, `pydoc_data.topics`: paragraphs by topic.
+    """Return the prose of Python's own documentation, `pydoc_data.topics`: paragraphs by topic.
 
-    Topics quote each other, so a paragraph stays only where it comes first: else a held-out topic could be read in a
-    training one.
+    Topics quote each other. Only the first copy of a paragraph is kept, so that no held-out text is in a training
+    topic.
     """
     from pydoc_data.topics import topics
 
@@ -79,7 +79,7 @@ def english_topics() -> dict[str, list[str]]:
 
 
 def _passages(paragraphs: Sequence[str]) -> list[tuple[str, str]]:
-    """A topic, cut into (prompt, continuation)."""
+    """Cut a topic into (prompt, continuation) pairs."""
     words = " ".join(paragraphs).split()
     starts = range(0, len(words) - _PASSAGE_WORDS + 1, _PASSAGE_WORDS)
     half = _PASSAGE_WORDS // 2
@@ -87,7 +87,7 @@ def _passages(paragraphs: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _swap_neighbours(words: Sequence[str], rng: random.Random) -> list[str]:
-    """Four times, two words that stand together change places: grammar breaks."""
+    """Swap four pairs of neighbouring words, which breaks the grammar."""
     words = list(words)
     for i in rng.sample(range(0, len(words) - 1, 2), 4):
         words[i], words[i + 1] = words[i + 1], words[i]
@@ -95,8 +95,11 @@ def _swap_neighbours(words: Sequence[str], rng: random.Random) -> list[str]:
 
 
 def _blur(words: Sequence[str], common: Sequence[str], rng: random.Random) -> list[str]:
-    """Six words give way to ones that are common anywhere. A language model finds that no less likely: common words
-    are cheap. That the true text is better, it must be told."""
+    """Replace six words by words that are common everywhere.
+
+    A language model finds the result as likely as the true text, because common words are likely. So it must learn the
+    preference.
+    """
     words = list(words)
     for i in rng.sample(range(len(words)), 6):
         words[i] = rng.choice(common)
@@ -104,10 +107,10 @@ def _blur(words: Sequence[str], common: Sequence[str], rng: random.Random) -> li
 
 
 def _pair_up(topics: Sequence[list[tuple[str, str]]], common: Sequence[str], rng: random.Random) -> list[Preference]:
-    """Two pairs for each passage: its continuation against two corruptions of it.
+    """Make two pairs for each passage: its continuation against two corruptions of it.
 
-    The continuation of another passage would be the other thing to reject. What tells it apart is the topic alone, and
-    a model of this size, on this little English, does not learn to see that.
+    The continuation of another passage would not work as the rejected one. It differs only in its topic, and a model of
+    this size cannot learn to see that from so little text.
     """
     pairs = []
     for prompt, continuation in (passage for topic in topics for passage in topic):
@@ -121,7 +124,7 @@ def _pair_up(topics: Sequence[list[tuple[str, str]]], common: Sequence[str], rng
 
 
 def english_preferences(seed: int) -> Dataset:
-    """Passages of English, true and corrupted. Whole topics are held out."""
+    """Return pairs of true and corrupted passages. Whole topics are held out."""
     rng = random.Random(seed)
     topics = {name: passages for name, text in english_topics().items() if (passages := _passages(text))}
     train, held_out = _hold_out(topics, _HELD_OUT_SHARE["topics"], rng)
@@ -131,7 +134,7 @@ def english_preferences(seed: int) -> Dataset:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over `texts`, which begins every text with `<s>`."""
+    """Train a byte-level BPE on `texts`. The tokenizer starts every text with `<s>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,7 +170,9 @@ def _parse_line(line: str, where: str) -> Preference:
 
 
 def read_preferences(path: Path, seed: int) -> Dataset:
-    """One JSON object a line, with the strings `prompt`, `chosen`, `rejected`. A tenth of the prompts is held out."""
+    """Read one JSON object per line, with the strings `prompt`, `chosen` and `rejected`. Holds out a tenth of the
+    prompts.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +189,10 @@ def read_preferences(path: Path, seed: int) -> Dataset:
 
 
 def _hold_out(groups: dict[str, list[T]], share: float, rng: random.Random) -> tuple[list[list[T]], list[list[T]]]:
-    """Random whole groups up to `share` of all items (at least the smallest group), and the others first."""
+    """Split groups at random into training and held-out groups.
+
+    The held-out groups have up to `share` of all items, and at least the size of the smallest group.
+    """
     names = sorted(groups)
     rng.shuffle(names)
     quota = max(share * sum(map(len, groups.values())), min(map(len, groups.values())))
@@ -203,17 +211,18 @@ def _hold_out(groups: dict[str, list[T]], share: float, rng: random.Random) -> t
 
 
 class Encoded(NamedTuple):
-    """A prompt and a completion, cut to the length limit together."""
+    """A prompt and a completion, truncated together to the length limit."""
 
     prompt: list[int]
     completion: list[int]
 
 
 class Encoder:
-    """Text to batches on a device: completions end with the end-of-text token, rows are padded on the right.
+    """Converts text to batches on a device. Completions end with the end-of-text token, and rows are padded on the
+    right.
 
-    A text over `max_length` tokens loses the end of its completion, down to half of the limit, then the beginning of
-    its prompt.
+    A text over `max_length` tokens loses the end of its completion, down to half of the limit, then the start of its
+    prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device) -> None:
@@ -231,18 +240,18 @@ class Encoder:
         return Encoded(prompt_ids[-room:] if room else [], ids)
 
     def texts(self, pairs: Sequence[Preference]) -> Batch:
-        """Prompts with their chosen completions; every token is a target."""
+        """Encode prompts with their chosen completions; every token is a target."""
         return self._batch([self._encode(p.prompt, p.chosen) for p in pairs], predict_prompt=True)
 
     def pairs(self, pairs: Sequence[Preference]) -> Batch:
-        """Chosen sequences, then rejected ones; the tokens of the completions are targets."""
+        """Encode chosen sequences, then rejected ones; only the completions' tokens are targets."""
         chosen = [self._encode(p.prompt, p.chosen) for p in pairs]
         rejected = [self._encode(p.prompt, p.rejected) for p in pairs]
         return self._batch(chosen + rejected, predict_prompt=False)
 
     def _batch(self, rows: Sequence[Encoded], predict_prompt: bool) -> Batch:
         length = max(len(row.prompt) + len(row.completion) for row in rows)
-        input_ids = torch.zeros(len(rows), length, dtype=torch.long)  # what padding holds is never looked at
+        input_ids = torch.zeros(len(rows), length, dtype=torch.long)  # the value of padding does not matter
         attention_mask = torch.zeros_like(input_ids)
         target = torch.full_like(input_ids, IGNORE_INDEX)
         for i, (prompt, completion) in enumerate(rows):
@@ -255,7 +264,7 @@ class Encoder:
 
 
 def shuffled_chunks(items: Sequence[T], size: int, count: int, seed: int) -> Iterator[list[T]]:
-    """`count` lists of `size` items, epoch after epoch in a random order that the seed alone decides."""
+    """Yield `count` lists of `size` items: epoch after epoch, in a random order determined by the seed."""
     rng = random.Random(seed)
     queue: list[T] = []
     for _ in range(count):

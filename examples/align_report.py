@@ -1,4 +1,4 @@
-"""What a run of `align.py` leaves behind, and how it is shown: a table and a figure."""
+"""The results of a run of `align.py`, as a table and a figure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 _MIB = 2**20
 _COLOURS = {"fused": "#1f6feb", "eager": "#f28e2b"}
-_TOLERANCE = 1e-4  # what the fused and the eager curves may differ by, in float32
+_TOLERANCE = 1e-4  # allowed difference of the fused and the eager curves, in float32
 
 
 class TensorSize(NamedTuple):
-    """A tensor, remembered without its data."""
+    """The size of a tensor, without its data."""
 
     bytes: int
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorSize(NamedTuple):
 
 
 class LargestTensor(TorchDispatchMode):
-    """While entered, looks at the result of every PyTorch operation, forward and backward."""
+    """Inside the `with` block, finds the largest result of any PyTorch operation, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,27 +40,27 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            # An expanded tensor is larger to look at than what it lives in.
+            # An expanded tensor has more elements than its storage.
             if isinstance(x, Tensor) and (size := min(x.nbytes, x.untyped_storage().nbytes())) > self.size.bytes:
                 self.size = TensorSize(size, tuple(x.shape))
         return result
 
 
 class Evaluation(NamedTuple):
-    """Held-out pairs under one model; axis 0 is chosen, rejected."""
+    """Results of one model on the held-out pairs; axis 0 is (chosen, rejected)."""
 
     logps: Tensor  # (2, n) of the completions, in nats
     lengths: Tensor  # (2, n) tokens of the completions
 
     def likelihood_margin(self) -> Tensor:
-        """(n,) nats per token by which the chosen completion is the likelier one."""
+        """Return how much likelier the chosen completion is: (n,) nats per token."""
         chosen, rejected = self.logps / self.lengths
         return chosen - rejected
 
 
 @dataclass
 class Run:
-    """Curves have one value a step; `before` and `after` DPO are on the held-out pairs."""
+    """The curves of a run, one value per step, and its results on the held-out pairs."""
 
     name: str
     beta: float
@@ -73,14 +73,16 @@ class Run:
     seconds: float = 0.0
 
     def reward_margin(self, when: str) -> Tensor:
-        """(n,) rewards of the held-out chosen completions minus those of the rejected ones. The reference is the model
-        before DPO, so that all margins start at zero."""
+        """Return the rewards of the held-out chosen completions minus those of the rejected ones, (n,).
+
+        The reference is the model before DPO, so all margins start at zero.
+        """
         rewards = self.beta * (self.evaluations[when].logps - self.evaluations["before"].logps)
         return rewards[0] - rewards[1]
 
 
 class Share(NamedTuple):
-    """A share of `n` pairs, with the standard error of a binomial."""
+    """A share of `n` pairs, with its binomial standard error."""
 
     value: float
     n: int
@@ -94,13 +96,13 @@ class Share(NamedTuple):
 
 
 def accuracy(margins: Tensor) -> Share:
-    """How many margins have the right sign; a tie is half right."""
+    """Return the share of positive margins; a tie counts half."""
     right = (margins > 0).double() + 0.5 * (margins == 0).double()
     return Share(right.mean().item(), margins.numel())
 
 
 def curve_differences(fused: Run, eager: Run) -> dict[str, float]:
-    """The largest difference at any step of each curve."""
+    """Return the largest difference at any step, for each curve."""
     return {name: float(_gaps(fused, eager, name).max()) for name in _CURVES}
 
 
@@ -116,7 +118,7 @@ _CURVES = {"sft_loss": "SFT loss", "dpo_loss": "DPO loss", "margin": "reward mar
 
 
 def _from_to(curve: Sequence[float]) -> str:
-    # Adding zero takes the sign off a negative one.
+    # Adding zero turns -0.0 into 0.0.
     first, last = (round(value, 3) + 0.0 for value in (curve[0], curve[-1]))
     return f"{first:.3f} -> {last:.3f}"
 
@@ -159,7 +161,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(runs: Sequence[Run], kinds: Sequence[str]) -> str:
-    """The last lines of the demo; `kinds` has the kind of each held-out pair."""
+    """Return the table that the demo prints last; `kinds` has the kind of each held-out pair."""
     return f"{_aligned(_run_rows(runs))}\n\n{_aligned(_held_out_rows(runs[0], kinds))}"
 
 
@@ -176,7 +178,7 @@ def _draw_curve(axes: Axes, runs: Sequence[Run], curve: str, title: str, unit: s
 
 def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     for (curve, label), colour in zip(_CURVES.items(), ("#4c9f70", "#8e6bbf", "#c0504d"), strict=True):
-        # Dots, because a logarithmic axis has no place for the steps that agree exactly.
+        # Dots, because a logarithmic axis cannot show a difference of zero.
         axes.semilogy(_gaps(*runs, curve), ".", color=colour, markersize=4, label=label)
     axes.axhline(_TOLERANCE, color="#888888", linestyle=":", label=f"{_TOLERANCE:.0e}")
     axes.set(title="|fused - eager|", xlabel="step", ylabel="difference of the curves", ylim=(1e-9, 1e-2))
@@ -207,7 +209,7 @@ def _draw_largest(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """The curves, the held-out margins and the tensors, as a PNG."""
+    """Write the curves, the held-out margins and the tensor sizes to a PNG."""
     figure = Figure(figsize=(15, 8), layout="constrained")
     panels = figure.subplots(2, 3).flatten().tolist()
     _draw_curve(panels[0], runs, "sft_loss", "SFT", "loss, nats per token")

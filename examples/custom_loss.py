@@ -1,9 +1,9 @@
-"""A loss of your own, on each of the four bases: what an example costs is yours, all the rest is the base's.
+"""Write your own loss on each of the four bases: you define the cost of an example, and the base does the rest.
 
     python examples/custom_loss.py
 
-Each class below is a whole loss, with its gradients computed in forward, without the logits. Beside it stands the same
-loss on full logits, as one would write it otherwise; the script prints how far the two are apart.
+Each class below is a complete loss. Its gradients are computed in forward, without logits. The script compares each
+loss with the same loss on full logits and prints the largest difference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hinge(LigerFusedLinearUnpairedPreferenceBase):
 
 
 class PPO(LigerFusedLinearPolicyBase):
-    """Rollouts: the clipped surrogate, token by token."""
+    """Rollouts: the clipped surrogate, for each token."""
 
     scope = "token"
 
@@ -59,7 +59,7 @@ class Hellinger(LigerFusedLinearDistillationBase):
 
 
 def compare(name: str, fused: Callable[[Tensor, Tensor], Tensor], eager: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """The largest difference of the loss and of its gradients, on a head and hidden states of random numbers."""
+    """Return the largest difference of the loss and its gradients, on a random head and random hidden states."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(100, 16) / 4, torch.randn(4, 8, 16)
     results = []
@@ -74,7 +74,7 @@ def compare(name: str, fused: Callable[[Tensor, Tensor], Tensor], eager: Callabl
 
 def main() -> list[float]:
     torch.manual_seed(1)
-    target = torch.randint(100, (4, 8))  # chosen, chosen, rejected, rejected where sequences come in pairs
+    target = torch.randint(100, (4, 8))  # chosen, chosen, rejected, rejected for pairs
     labels = torch.tensor([True, False, False, True])
     advantages, old_logps = torch.randn(4), torch.randn(4, 8) - 5
     teacher_weight, teacher_hidden = torch.randn(100, 24) / 5, torch.randn(4, 8, 24)

@@ -1,8 +1,8 @@
-"""HF `Trainer` without logits, in either of two ways: on a patched model, or with a loss of one's own.
+"""Train with HF `Trainer` without logits, in one of two ways: with a patched model, or with your own loss.
 
 python examples/hf_trainer.py [--model PATH] [--steps N] [--own-loss]
 
-`Trainer(compute_loss_func=...)` is neither: it is called with what `model.forward` returned, by when the logits exist.
+`Trainer(compute_loss_func=...)` does not help: it gets the output of `model.forward`, which then has logits already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_chunked.types import Head
 
 
 class PatchedTrainer(Trainer):
-    """For a patched model, which in evaluation builds logits, as a metric might want them: not if none does."""
+    """A Trainer for a patched model. Its evaluation builds logits only if something uses them, such as a metric."""
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         inputs = {**inputs, "skip_logits": prediction_loss_only}
@@ -30,7 +30,7 @@ class PatchedTrainer(Trainer):
 
 
 class HeadTrainer(Trainer):
-    """Trains with `head_fn`, which runs inside `model.forward` in the place of head and loss, in evaluation too."""
+    """A Trainer with a `head_fn`, which replaces head and loss inside `model.forward`, also in evaluation."""
 
     def __init__(self, *args: Any, head_fn: HeadFn, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,13 +38,15 @@ class HeadTrainer(Trainer):
         attach_head(self.model)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Trainer adds num_items_in_batch, takes "loss" out of what comes back, and scales it by the number of ranks.
+        # Trainer adds num_items_in_batch, reads "loss" from the output, and multiplies it by the number of ranks.
         return super().compute_loss(model, {**inputs, "head_fn": self.head_fn}, *args, **kwargs)
 
 
 def z_loss(head: Head, input: HeadInput) -> dict[str, Tensor]:
-    """Cross entropy and z-loss. Trainer adds up the losses of an accumulated batch: each is over the number of targets
-    in all of it. For a loss that is a mean over its own batch set `trainer.model_accepts_loss_kwargs = False`.
+    """Return cross entropy plus z-loss.
+
+    Trainer adds up the losses of accumulated batches, so each is divided by the number of targets in all of them. If
+    your loss is a mean over one batch, set `trainer.model_accepts_loss_kwargs = False`.
     """
     loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4, **asdict(input.options))
     num_items = input.num_items_in_batch

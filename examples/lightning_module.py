@@ -2,7 +2,7 @@
 
 python examples/lightning_module.py [--model PATH] [--steps N]
 
-With `import lightning as L` in the place of `pytorch_lightning` it is the same.
+It works the same with `import lightning as L` instead of `pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from liger_chunked.types import Head
 
 
 def sequence_logps(head: Head, input: HeadInput) -> Tensor:
-    """Log-probability of the target of each sequence: (B,)."""
+    """Return the log-probability of each sequence's target: (B,)."""
     options = asdict(input.options)
     return linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, **options).logps.sum(-1)
 
 
 class DPO(pl.LightningModule):
-    """`batch`: chosen sequences, then as many rejected ones, with `labels` of -100 on prompts and padding."""
+    """`batch` has chosen sequences, then as many rejected ones, with `labels` of -100 on prompts and padding."""
 
     def __init__(self, model: Any, *, beta: float, learning_rate: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A plain torch loop: gradient accumulation, autocast, clipping, and no logits.
+"""A plain torch loop: gradient accumulation, autocast and clipping, without logits.
 
 python examples/plain_loop.py [--model PATH] [--steps N] [--outside]
 """
@@ -23,7 +23,10 @@ Batch = dict[str, Tensor]
 
 
 def outside(model: Any, batch: Batch, num_items: Tensor, loss_fn: LigerFusedLinearCrossEntropyLoss) -> Tensor:
-    """Take the hidden states and the head's weight out of the model. On one device, and where nothing wraps it."""
+    """Compute the loss outside of the model, from its hidden states and the head's weight.
+
+    This works on one device if nothing wraps the model.
+    """
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
@@ -32,10 +35,10 @@ def outside(model: Any, batch: Batch, num_items: Tensor, loss_fn: LigerFusedLine
 
 
 def inside(model: Any, batch: Batch, num_items: Tensor, loss_fn: LigerFusedLinearCrossEntropyLoss) -> Tensor:
-    """Send a function to where the head would run. The same loss, under DDP, FSDP, ZeRO and PEFT too.
+    """Compute the same loss inside the model, where the head would run. Works under DDP, FSDP, ZeRO and PEFT too.
 
-    They watch `model.forward`: outside of it FSDP's and ZeRO-3's `lm_head.weight` is a shard, and DDP does not wait for
-    gradients. So call the wrapped model, never its parts. A preference loss or one of your own goes in the same place.
+    Wrappers hook `model.forward`. Outside of it, FSDP's and ZeRO-3's `lm_head.weight` is a shard, and DDP does not wait
+    for gradients. So call the wrapped model, never its parts. Any other loss works the same way.
     """
 
     def head_fn(head: Head, input: HeadInput) -> Tensor:
@@ -58,7 +61,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if gpu else "cpu")
     model = load_model(options.model, torch.float32).to(device).train()
     loss_fn = LigerFusedLinearCrossEntropyLoss(**asdict(logit_options(model)))
-    # Now model(..., head_fn=fn) works. Before or after DDP(model), fully_shard(model), get_peft_model(model).
+    # This adds `head_fn` to the model, before or after DDP(model), fully_shard(model) or get_peft_model(model).
     attach_head(model)
     loss_of = outside if options.outside else inside
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if options.model else 3e-3)
@@ -66,8 +69,8 @@ if __name__ == "__main__":
     losses = []
     for step in range(options.steps):
         accumulated = list(islice(data, ACCUMULATION))
-        # Every target counts the same, in whichever batch it is. With several ranks: the sum over all of them, and as
-        # DDP and FSDP average gradients, the loss times their number.
+        # Every target counts the same, in any of the batches. With several ranks, use the sum over all ranks, and
+        # multiply the loss by their number, because DDP and FSDP average gradients.
         num_items = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in accumulated]).sum()
         total = torch.zeros((), device=device)
         for batch in accumulated:

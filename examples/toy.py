@@ -1,7 +1,7 @@
-"""What the examples share: a toy model and its tokenizer, or a real model, and sums to learn.
+"""Code shared by the examples: a toy model and its tokenizer, or a real model, and sums to learn.
 
 python examples/plain_loop.py                    a tiny random model, built here, on the CPU
-python examples/plain_loop.py --model PATH       a model of yours, on a GPU where there is one
+python examples/plain_loop.py --model PATH       your model, on a GPU if there is one
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IGNORE_INDEX = -100
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of every example."""
+    """Return a parser with the options of every example."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="a path to a model; none: a tiny one, built in code")
     parser.add_argument("--steps", type=int, default=20)
@@ -30,12 +30,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def on_gpu(options: argparse.Namespace) -> bool:
-    """The tiny model stays on the CPU."""
+    """Whether to use the GPU. The tiny model stays on the CPU."""
     return options.model is not None and torch.cuda.is_available()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte."""
+    """Return a tokenizer with one token per byte."""
     vocabulary = [*SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,21 +58,21 @@ def load_tokenizer(path: str | None) -> Any:
 
 
 def sums(n: int = 64) -> list[dict[str, str]]:
-    """Sums, each with a right and a wrong answer."""
+    """Return sums, each with a right and a wrong answer."""
     numbers = random.Random(0)
     pairs = [(numbers.randrange(10), numbers.randrange(10)) for _ in range(n)]
     return [{"prompt": f"{a} + {b} =", "chosen": f" {a + b}", "rejected": f" {a + b + 1}"} for a, b in pairs]
 
 
 def encode(tokenizer: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-    """`input_ids` of prompt and answer, and `labels`, which leave the prompt out."""
+    """Return `input_ids` of prompt and answer, and `labels`, which ignore the prompt."""
     start = tokenizer(prompt)["input_ids"]
     end = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return {"input_ids": start + end, "labels": [IGNORE_INDEX] * len(start) + end}
 
 
 def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:
-    """`input_ids`, `labels` and `attention_mask` (B, T), padded on the right."""
+    """Return `input_ids`, `labels` and `attention_mask` (B, T), padded on the right."""
 
     def padded(column: list[list[int]], value: int) -> Tensor:
         return pad_sequence([torch.tensor(row) for row in column], batch_first=True, padding_value=value)

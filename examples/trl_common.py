@@ -1,7 +1,7 @@
-"""What the TRL examples share beside the toy model: settings for their configs, and data sets.
+"""Code shared by the TRL examples, in addition to the toy model: settings for their configs, and data sets.
 
 python examples/trl_dpo.py                       a tiny random model, built here, on the CPU
-python examples/trl_dpo.py --model PATH          a model of yours, on a GPU where there is one
+python examples/trl_dpo.py --model PATH          your model, on a GPU if there is one
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from toy import load_model, load_tokenizer, on_gpu, parser, sums
 
-# Of TRL's own calls of transformers.
+# TRL calls transformers in a deprecated way.
 warnings.filterwarnings("ignore", r".*gradient_checkpointing.* is deprecated and will be removed in v6", FutureWarning)
 disable_progress_bars()
 

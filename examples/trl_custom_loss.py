@@ -1,4 +1,4 @@
-"""A loss of one's own in TRL's DPO trainer: what a pair costs, in two lines; the rest is the library's and TRL's.
+"""Use your own loss in TRL's DPO trainer: two lines define the cost of a pair; the library and TRL do the rest.
 
 python examples/trl_custom_loss.py [--model PATH] [--steps N]
 """
@@ -15,7 +15,7 @@ from liger_chunked.integrations.trl import LigerDPOTrainer
 
 
 class MarginPerToken(LigerFusedLinearPreferenceBase):
-    """The chosen answer gains on the reference, per token, more than the rejected one, by a margin."""
+    """The chosen answer should gain more on the reference, per token, than the rejected one, by a margin."""
 
     def preference_loss(self, pairs: Pairs) -> Tensor:
         chosen, rejected = (pairs.logratios / pairs.lengths).unbind(-1)

@@ -1,4 +1,5 @@
-"""On-policy distillation with TRL: the student's own completions, and the divergence from a teacher on each of them.
+"""On-policy distillation with TRL: the student writes completions, and the loss is its divergence from a teacher on
+them.
 
 python examples/trl_distillation.py [--model PATH] [--teacher PATH] [--steps N]
 """

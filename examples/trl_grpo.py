@@ -1,4 +1,4 @@
-"""GRPO with TRL: rollouts, rewards and loss are its own, log-probabilities and entropy come from a chunked head.
+"""GRPO with TRL: its rollouts, rewards and loss, with log-probabilities and entropy from a chunked head.
 
 python examples/trl_grpo.py [--model PATH] [--steps N]
 """
@@ -14,7 +14,7 @@ from liger_chunked.integrations.trl import LigerGRPOTrainer
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """The share of digits in an answer."""
+    """Return the share of digits in each answer."""
     return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""KTO with TRL: single answers with a label each, on a chunked head.
+"""KTO with TRL: single answers, each with a label, on a chunked head.
 
 python examples/trl_kto.py [--model PATH] [--steps N]
 """

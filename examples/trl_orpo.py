@@ -1,11 +1,11 @@
-"""ORPO with TRL, whose own trainer builds the logits of every token of prompt and response; this one builds none.
+"""ORPO with TRL, without logits. TRL's own trainer builds them for every token of prompt and response.
 
 python examples/trl_orpo.py [--model PATH] [--steps N]
 """
 
 from __future__ import annotations
 
-from trl_common import preference_data, setup  # before trl.experimental, whose notice it silences
+from trl_common import preference_data, setup  # before trl.experimental, to silence its notice
 
 from liger_chunked.integrations.trl import LigerORPOTrainer
 

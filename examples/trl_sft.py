@@ -1,4 +1,4 @@
-"""SFT with TRL: its trainer, its metrics, a chunked head.
+"""SFT with TRL: its trainer and metrics, on a chunked head.
 
 python examples/trl_sft.py [--model PATH] [--steps N]
 """
@@ -19,6 +19,6 @@ if __name__ == "__main__":
         args=SFTConfig(**settings),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in sums()]),
-        logits_budget=64 * 2**20,  # bytes; None chooses
+        logits_budget=64 * 2**20,  # bytes; None chooses automatically
     )
     trainer.train()

@@ -1,4 +1,4 @@
-"""SimPO with TRL, in either of two ways: CPO's trainer with its `loss_type`, or DPO's trainer with a loss of ours.
+"""SimPO with TRL, in two ways: CPO's trainer with its `loss_type`, and DPO's trainer with our loss.
 
 python examples/trl_simpo.py [--model PATH] [--steps N]
 """
@@ -19,11 +19,11 @@ if __name__ == "__main__":
     model, tokenizer, settings, _ = setup()
     shared = {"processing_class": tokenizer, "train_dataset": preference_data()}
 
-    # TRL's mathematics on a chunked head: nothing builds the logits.
+    # TRL's loss on a chunked head, without logits.
     simpo = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}
     args = CPOConfig(**settings, **simpo, remove_unused_columns=False)
     LigerCPOTrainer(model=copy.deepcopy(model), args=args, **shared).train()
 
-    # Our loss, its gradient computed in forward; it refuses a reference, so that none is loaded.
+    # Our loss, with its gradient computed in forward. It rejects a reference, so none is loaded.
     loss = LigerFusedLinearSimPOLoss(beta=2.0, gamma=0.5)
     LigerDPOTrainer(model=model, args=DPOConfig(**settings), loss=loss, **shared).train()

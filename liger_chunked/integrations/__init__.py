@@ -1,1 +1,1 @@
-"""The room of the frameworks: the only one that imports transformers or trl, and never from the package root."""
+"""Adapters for transformers and TRL. Only this package imports them, and the package root does not import it."""

@@ -1,15 +1,17 @@
-"""Hugging Face models: the head inside its model, the fused forward, and base kernels patched in by a table.
+"""Hugging Face models: chunked losses inside `model.forward`, and base kernels that replace layers.
 
-head.py       hidden states, weight, logits transform and loss inputs of any model with an `lm_head`, on each call
-forward.py    the one forward of all families, and `attach_head`
-layers.py     what takes the place of norms, MLPs, rotary embeddings, losses
-families.py   the table: which class of which family is which layer
-apply.py      patching one model, or a family; and back
-verify.py     a row of the table against the code that its kernels replace
-check.py      a patched model against the stock one
-experts.py    the load-balancing loss, as the model's own forward computes it
-patches.py    methods and attributes replaced for a while
-auto.py       models that come patched
+head.py        finds hidden states, weight, logits transform and loss inputs of any model with an `lm_head`, on each
+call
+head_check.py  checks, by a dry run, what a model computes between its backbone and its logits
+forward.py     the forward that every patched model gets, and `attach_head`
+layers.py      replacements for norms, MLPs, rotary embeddings and losses
+families.py    the table that maps the classes of each model family to these layers
+apply.py       patches one model or a family, and reverts the patch
+verify.py      compares the kernels of a table row with the code that they replace
+check.py       compares a patched model with the original one
+experts.py     computes the load-balancing loss as the model's own forward does
+patches.py     replaces methods and attributes, and restores them
+auto.py        an `AutoModelForCausalLM` that returns patched models
 """
 
 from typing import Any
@@ -29,7 +31,7 @@ from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logi
 
 
 def __getattr__(name: str) -> Any:
-    """`apply_liger_kernel_to_<family>`, of families that were registered too."""
+    """Return `apply_liger_kernel_to_<family>`, also for families that were registered later."""
     if name in APPLY_TO:
         return APPLY_TO[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

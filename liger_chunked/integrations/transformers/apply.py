@@ -1,4 +1,4 @@
-"""Patching a model, or every model of a family that is still to be built; and back."""
+"""Patch a model, or all models of a family, and revert the patch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _APPLIED = "_liger_applied"
 
 @dataclass
 class Applied:
-    """What was patched, by switch: the names of what was replaced, and how often. `print` it."""
+    """What was patched: for each switch, the names of the replaced parts and their counts. `print` shows it."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Applied:
         counts[name] = counts.get(name, 0) + 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy needs the family's rope function too: registered as one more that does, for as long as it lives."""
+        """Restore a copy, and register it as one more user of the family's rope function."""
         vars(self).update(state)
         if "rope" in self.replaced:
             _ROPES[self.family].hold(_by_name(self.family), self)
@@ -69,7 +69,9 @@ class Applied:
 
 
 class _Rope:
-    """The rope function of one modeling module, where every model of a family looks it up: ours while one wants it."""
+    """The rope function of one modeling module. All models of the family call it; it is ours while one of them needs
+    it.
+    """
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -77,7 +79,7 @@ class _Rope:
         self._holders: dict[int, weakref.ref[Applied]] = {}
 
     def hold(self, family: Family, applied: Applied) -> None:
-        if self._function is not family.rope:  # nobody holds it, or the row was replaced
+        if self._function is not family.rope:  # not patched yet, or the table row was replaced
             self._patches.undo()
             self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
             self._function = family.rope
@@ -89,7 +91,7 @@ class _Rope:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """The function of transformers for a while, whoever holds ours."""
+        """Restore the function of transformers inside the `with` block."""
         held = self._patches.current()
         self._patches.undo()
         try:
@@ -110,11 +112,11 @@ _FAMILY_WIDE: dict[str, Applied] = {}
 
 
 def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool | None]) -> tuple[str, ...]:
-    """The switches that are on: those asked for, and by default all that are available.
+    """Return the switches that are on: those requested, and by default all available ones.
 
     Raises:
-        TypeError: a switch that no family has, or that is neither True, False nor None.
-        ValueError: one that is on, and cannot be.
+        TypeError: a switch is unknown, or is not True, False or None.
+        ValueError: a switch is on but not available.
     """
     if unknown := switches.keys() - set(SWITCHES):
         raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
@@ -133,18 +135,18 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
 
 
 def _causal_class(model_class: type, family: Family) -> str | None:
-    """The name in `family.causal` of the class that defines the `forward` of `model_class`."""
+    """Return the name, in `family.causal`, of the class that defines the `forward` of `model_class`."""
     owner = next(cls for cls in model_class.__mro__ if "forward" in vars(cls))
     return owner.__name__ if owner.__name__ in family.causal else None
 
 
 def _layer_class(family: Family, name: str) -> type[nn.Module]:
-    """By its name in the modeling module, otherwise in torch.nn."""
+    """Return the class of this name from the modeling module, or else from torch.nn."""
     return getattr(family.modeling, name, None) or getattr(nn, name)
 
 
 def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """The modules that a switch serves, each with its name in the table. Modules with their own code are left out."""
+    """Return the modules that a switch replaces, with their names in the table. Skips modules with their own code."""
     layers = [(name, _layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
@@ -155,7 +157,7 @@ def _layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.M
 
 
 def _runs_code_of(module: nn.Module, cls: type[nn.Module], method: str) -> bool:
-    """Whether neither the module's own class nor somebody who set a forward on it has changed what `cls` computes."""
+    """Whether the module still runs the code of `cls`: no subclass and no forward set on the instance overrides it."""
     stock = stock_class(type(module))
     if stock.forward is not cls.forward or getattr(stock, method, None) is not getattr(cls, method, None):
         return False
@@ -163,7 +165,7 @@ def _runs_code_of(module: nn.Module, cls: type[nn.Module], method: str) -> bool:
 
 
 def _refusal(layer: Layer, module: nn.Module) -> str | None:
-    """Why a kernel does not serve a module."""
+    """Return why a kernel cannot replace a module, or None."""
     try:
         return layer.refusal(module)
     except AttributeError as missing:
@@ -186,29 +188,30 @@ def apply_liger_kernel(
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. In evaluation and generation
-    it does. The keyword `skip_logits` of the call decides otherwise, and `return_token_accuracy=True` adds
-    `token_accuracy` to an output without logits. `revert_liger_kernel` puts everything back. Copies of a patched model,
-    pickled ones too, are patched.
+    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. Evaluation and generation
+    still build them. The keyword argument `skip_logits` of `forward` overrides this choice, and
+    `return_token_accuracy=True` adds `token_accuracy` to an output without logits. `revert_liger_kernel` undoes the
+    patch. Copies and pickles of a patched model are patched too.
 
-    All is patched on this model alone, except that `rope` is a function of the family's modeling module: there it
-    serves other models of the family too, until the last model that asked for it is reverted or gone.
+    Everything is patched on this model only, except `rope`. It is a function of the family's modeling module, so it
+    also serves the other models of the family, until the last model patched with it is reverted or deleted.
 
     Args:
-        model: a transformers model of a family of `families.py`, or what wraps one (PEFT, DDP).
-        logits_budget: of the fused loss, the most bytes of logits alive at once, a number or a string such as
-            "512MiB"; None for an automatic choice.
+        model: a transformers model of a family in `families.py`, or a wrapper of one (PEFT, DDP).
+        logits_budget: the most bytes of logits that the fused loss keeps in memory at once, as a number or a string
+            such as "512MiB". None chooses automatically.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
-            By default all that the model has are on, but for `cross_entropy`, which turns the last one off.
+            By default, all that the model has are on except `cross_entropy`, which turns off
+            `fused_linear_cross_entropy`.
 
     Returns:
-        What was patched.
+        The parts that were patched.
 
     Raises:
-        TypeError: an unknown switch, or no transformers model.
-        ValueError: an unknown family, a switch that matches nothing in the model, a layer that a kernel does not serve,
-            a model that runs hub kernels (`use_kernels=True`), a loss that is not the causal one, an `lm_head` that is
-            more than a weight and a bias, such as one with a LoRA adapter.
+        TypeError: a switch is unknown, or `model` contains no transformers model.
+        ValueError: the family is unknown, a switch matches nothing in the model, a kernel does not support a layer, the
+            model runs hub kernels (`use_kernels=True`), its loss is not the causal one, or its `lm_head` is more than a
+            weight and a bias (a LoRA adapter, for example).
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -225,7 +228,7 @@ def apply_liger_kernel(
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
-    logits_budget = budget_bytes(logits_budget)  # refuses a bad one before anything is patched
+    logits_budget = budget_bytes(logits_budget)  # raises before anything is patched
     inner = inner_model(model)
     family = family_of(type(inner))
     if inner.use_kernels:
@@ -241,7 +244,7 @@ def apply_liger_kernel(
         for module, name in found.get(switch, ()):
             if reason := _refusal(family.layers[switch][name], module):
                 raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
-    if family not in FAMILIES:  # the suite compares those
+    if family not in FAMILIES:  # the test suite compares the built-in rows
         _compare(family, found, on)
     for switch in set(HEAD_SWITCHES) & set(on):
         if not has_causal_loss(inner):
@@ -273,13 +276,13 @@ def apply_liger_kernel(
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
-    """Undo `apply_liger_kernel(model)`, or, given the name of a family, `apply_liger_kernel_to_<family>()`.
+    """Undo `apply_liger_kernel(model)`, or, for the name of a family, `apply_liger_kernel_to_<family>()`.
 
-    What was not patched stays as it is. Forwards that others have replaced since are left to them.
+    A model that is not patched stays as it is. Forwards that other code has set since are kept.
 
     Raises:
-        ValueError: an unknown family.
-        TypeError: no transformers model.
+        ValueError: the family is unknown.
+        TypeError: `model` contains no transformers model.
     """
     if isinstance(model, str):
         _revert_family(_by_name(model))
@@ -291,7 +294,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
             restore_method(module)
     if vars(inner).get("_loss_function") is causal_lm_loss:
         del inner._loss_function
-        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):  # it had been set to ForCausalLMLoss
+        if inner.loss_function not in (ForCausalLMLoss, causal_lm_loss):  # it was set before patching
             inner.loss_function = ForCausalLMLoss
     applied = vars(inner).pop(_APPLIED, None)
     if applied is not None:
@@ -316,15 +319,15 @@ def _revert_family(family: Family) -> None:
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch the classes of a family, and with them all its models, those that exist and those to come.
+    """Patch the classes of a family, and with them all its existing and future models.
 
-    The switches are those of `apply_liger_kernel`, but for layers whose class is not the family's: `nn.LayerNorm`
-    belongs to everybody. No model is there to be asked, so an activation that no kernel serves is an error when it is
-    run, and experts that have no place for one (`apply_liger_kernel` refuses them) run as ever.
+    The switches are those of `apply_liger_kernel`, except for layers whose class does not belong to the family, such as
+    `nn.LayerNorm`. No model is inspected. An unsupported activation therefore raises only when the layer runs. Experts
+    that never call `_apply_gate` run unchanged; `apply_liger_kernel` rejects them.
 
     Raises:
-        TypeError: an unknown switch.
-        ValueError: one that the family does not have.
+        TypeError: a switch is unknown.
+        ValueError: the family does not have a switch that is on.
     """
     logits_budget = budget_bytes(logits_budget)
     everybodys = {
@@ -361,7 +364,7 @@ def apply_to_family(
 
 
 def _function_of(name: str, family: Family) -> Callable[..., Applied]:
-    """`apply_liger_kernel_to_<name>`, with the switches of the family in its signature."""
+    """Return `apply_liger_kernel_to_<name>`, with the switches of the family in its signature."""
 
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
         if model is None:
@@ -384,22 +387,23 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
 
 
 def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
-    """Add a row to the table: `apply_liger_kernel` and `AutoLigerKernelForCausalLM` know the family from then on.
+    """Add a row to the table of families, for `apply_liger_kernel` and `AutoLigerKernelForCausalLM`.
 
-    Each kernel of the row is compared with the code that it replaces, on a few random tokens: the rotary embedding and
-    the layers here, and the layers again, as a model has them, when a model is patched.
+    Each kernel of the row is compared with the code that it replaces, on a few random tokens. This function compares
+    the rotary embedding and small instances of the layers. `apply_liger_kernel` compares the actual layers of each
+    model.
 
     Args:
         family: the row.
-        replace: take the place of rows that have one of its names. Models that are patched stay as they are.
+        replace: replace rows that share a name with `family`. Models that are already patched stay as they are.
 
     Returns:
-        Its `apply_liger_kernel_to_<name>`, which `liger_chunked` has then too.
+        The function `apply_liger_kernel_to_<name>`, which becomes an attribute of `liger_chunked` too.
 
     Raises:
-        TypeError: a name where there should be a tuple of names.
-        ValueError: another family has that name and `replace` is False, the modeling module is not there or lacks what
-            the row names, or a kernel computes something else than the code that it would replace.
+        TypeError: `causal` or `aliases` is a string instead of a tuple of strings.
+        ValueError: another family has that name and `replace` is False; the modeling module does not exist or lacks a
+            name in the row; or a kernel computes something else than the code that it replaces.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(

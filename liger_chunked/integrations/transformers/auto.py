@@ -1,4 +1,4 @@
-"""Models that come patched."""
+"""An `AutoModelForCausalLM` that returns patched models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIONS = {"logits_budget", *SWITCHES}
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """`AutoModelForCausalLM` whose models are patched by `apply_liger_kernel`.
 
-    Both constructors also take its keywords.
+    `from_pretrained` and `from_config` also take the keyword arguments of `apply_liger_kernel`.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Whether a model computes with the kernels what it computes without them."""
+"""Check that a patched model computes the same as the original one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from liger_chunked.integrations.transformers.layers import Layer
 from liger_chunked.integrations.transformers.patches import Instead, patch_of, replacement_of, stock_class
 from liger_chunked.integrations.transformers.verify import Difference, Incomparable, check_layer, check_rope
 
-# What patching changes in the dictionary of a module, beside its class.
+# Entries of a module's `__dict__` that patching changes, in addition to the module's class.
 _ATTRIBUTES = (_STATE, _APPLIED, "_loss_function", "forward", "_old_forward")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the patched and the stock model are from the same model in float64: norms of the differences."""
+    """Distances of the patched (`ours`) and the original (`stock`) result from the float64 result. All are norms."""
 
     ours: float
     stock: float
@@ -51,12 +51,12 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """What `check_model` found. `print` it.
+    """The result of `check_model`. `print` shows it.
 
-    - `patched`: what was patched, as `apply_liger_kernel` returns it
-    - `loss`: of the whole model
-    - `gradients`: of each parameter that is trained, by name
-    - `layers`: what is wrong with each kind of patched layer, by class name; None for nothing
+    - `patched`: the patched parts, as `apply_liger_kernel` returns them
+    - `loss`: the errors of the model's loss
+    - `gradients`: the errors of each trained parameter's gradient, by name
+    - `layers`: the difference found in each kind of patched layer, by class name; None if there is none
     """
 
     patched: Applied
@@ -66,7 +66,7 @@ class ModelReport:
 
     @property
     def failures(self) -> list[str]:
-        """What differs, one line each."""
+        """One line for each difference."""
         layers = [f"layer {name}: {reason}" for name, reason in self.layers.items() if reason is not None]
         loss = [] if self.loss.holds else [f"loss: {self.loss}"]
         return layers + loss + [f"gradient of {name}: {g}" for name, g in self.gradients.items() if not g.holds]
@@ -90,27 +90,26 @@ def check_model(
     logits_budget: int | None = None,
     **switches: bool | None,
 ) -> ModelReport:
-    """Compare a model's loss, gradients and patched layers with those of the same model without patches.
+    """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout), and a float64 copy of the stock model runs it too. An error is a
-    distance from that copy. It may be `factor` times the error of the stock model, plus as much of the value as the
-    dtype rounds away. The model is left as it was: its patches, modes and gradients, and the state of random numbers.
+    Both run one step in evaluation mode (no dropout). A float64 copy of the unpatched model runs the same step, and
+    errors are distances from its results. The patched model's error may be `factor` times the unpatched model's error
+    plus the rounding of the dtype. The model's patches, mode, gradients and the random state are restored afterwards.
 
     Args:
-        model: a transformers model, or what wraps one (PEFT). It must fit into memory in float64 a second time, so take
-            a model of few layers of a large one; a quantized, sharded or offloaded model has no such copy.
-        input_ids: (B, T); None for a few random tokens, none of which the config names as special.
-        labels: (B, T), those of `model(labels=...)`; None for `input_ids` without the first three.
-        factor: how many times the error of the stock model is allowed.
-        logits_budget, **switches: as `apply_liger_kernel` takes them. A model that is patched already is checked as it
-            is, unless one of them is given.
+        model: a transformers model, or a wrapper of one (PEFT). A second copy of it in float64 must fit into memory, so
+            use few layers of a large model. Quantized, sharded and offloaded models cannot be copied this way.
+        input_ids: (B, T); None for a few random tokens that are not special tokens of the config.
+        labels: (B, T), as in `model(labels=...)`; None for `input_ids` without the first three tokens.
+        factor: the allowed multiple of the unpatched model's error.
+        logits_budget, **switches: see `apply_liger_kernel`. Without any of them, a patched model keeps its patches.
 
     Returns:
-        The errors. `print` them.
+        The errors. `print` shows them.
 
     Raises:
-        AssertionError: something differs; the message says what, and by how much.
-        TypeError, ValueError: those of `apply_liger_kernel`; a family whose classes are patched.
+        AssertionError: something differs; the message lists each difference and its size.
+        TypeError, ValueError: see `apply_liger_kernel`; also if the classes of the family are patched.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -151,7 +150,7 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # Of a gradient that is zero but for rounding, the rounding of the others.
+        # A gradient may be zero except for rounding. Its bound then uses the rounding of the largest gradient.
         rounding = torch.finfo(dtype).eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
@@ -164,7 +163,7 @@ def check_model(
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put back what patching and `eval` change."""
+    """Restore what patching and `eval` changed when the block ends."""
     inner = inner_model(model)
     modules = [(module, type(module), module.training, _patches_of(module)) for module in model.modules()]
     try:
@@ -199,7 +198,7 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
 
 
 def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss, under the name "", and the gradient of each parameter by name."""
+    """Return the loss, under the name "", and the gradient of each parameter by name."""
     torch.manual_seed(0)
     with torch.enable_grad():
         loss = model(**arguments).loss
@@ -213,7 +212,7 @@ def _in_float64(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model).double()
     inner = inner_model(twin)
     if getattr(inner.config, "_experts_implementation", None) not in (None, "eager"):
-        inner.set_experts_implementation("eager")  # the others have no float64
+        inner.set_experts_implementation("eager")  # other implementations do not support float64
     return twin
 
 

@@ -1,8 +1,8 @@
-"""What the loss of a mixture of experts adds for the balance of its experts, read from the model's own forward.
+"""Compute the load-balancing loss of a mixture of experts, as the model's own forward does.
 
-Every family names its numbers in its own way (`num_experts`, `num_local_experts`, `n_routed_experts`, ...), and some
-add nothing. The forward of transformers says which: its call of `load_balancing_loss_func` and the factor of
-`loss += factor * aux_loss` are taken from the source as they stand, and run on the model.
+Model families name their settings differently (`num_experts`, `num_local_experts`, `n_routed_experts`, ...), and some
+have no such loss. The source of the forward says which. This module takes two expressions from that source and
+evaluates them on the model: the call of `load_balancing_loss_func`, and the factor in `loss += factor * aux_loss`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SWITCH = "output_router_logits"
 
 @dataclass(frozen=True)
 class Balance:
-    """The parts of a forward that concern the balance of experts. `self` is the model.
+    """The parts of a forward that compute the load-balancing loss. `self` is the model.
 
     - `asked(self, output_router_logits)`: whether this call computes the loss
-    - `loss(self, outputs, attention_mask)`: the load-balancing loss, of what the backbone returned
-    - `coefficient(self)`: its factor in the model's loss
-    - `refusal`: why nothing of it can be computed outside of that forward; None where it can
+    - `loss(self, outputs, attention_mask)`: the load-balancing loss from the backbone's outputs
+    - `coefficient(self)`: the factor of the load-balancing loss in the model's loss
+    - `refusal`: why the load-balancing loss cannot be computed outside of that forward, or None
     """
 
     asked: Callable[..., Any]
@@ -45,13 +45,13 @@ _READ: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """What the forward of a model does for the balance of its experts; None for nothing."""
+    """Return how a model's forward computes the load-balancing loss, or None if it has none."""
     model_class = type(model)
     _read(model_class)
     return _READ[model_class]
 
 
-@torch.compiler.assume_constant_result  # a compiler runs it while it traces
+@torch.compiler.assume_constant_result  # Dynamo runs it during tracing
 def _read(model_class: type) -> None:
     if model_class not in _READ:
         _READ[model_class] = _balance_of_class(model_class)
@@ -104,7 +104,7 @@ def _of_calls(forward: Any, tree: ast.AST, calls: list[Any]) -> Balance:
 
 
 def _compiled(forward: Any, expression: Any, *names: str) -> Callable[..., Any]:
-    """A function of `names` that returns an expression of `forward`, with the globals of `forward`.
+    """Return a function of `names` that evaluates an expression of `forward` with the globals of `forward`.
 
     Raises:
         NameError: the expression needs another local variable.

@@ -1,14 +1,14 @@
 """The table of model families: which class of a family is which layer.
 
-A family is one modeling module, so a row names classes as they stand in there. To add a family is to add a row:
+A row describes one modeling module of transformers and uses the class names of that module. To add a family, add a row:
 
-1. find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entry of
-   `layers.py` that computes the same thing, rounding included;
-2. name its classes with an `lm_head`. Their `forward` must be "backbone, `lm_head`, logits transform of
-   `head.logit_options`, causal loss, load-balancing loss where there are experts", and say what it returns;
-3. add a tiny config of it to `tests/model_zoo.py`: the suite does the rest.
+1. Find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`. Find the entries of
+   `layers.py` that compute the same, with the same rounding.
+2. List its classes with an `lm_head`. Their `forward` must compute the backbone, `lm_head`, a logits transform of
+   `head.logit_options`, the causal loss and, with experts, the load-balancing loss. It must annotate its return type.
+3. Add a tiny config to `tests/model_zoo.py`. The test suite then covers the family.
 
-A row of one's own needs no change here, see `register_family`, which compares its kernels with the original code.
+Users add rows with `register_family`, which compares the kernels with the original code.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Layers = Mapping[str, Layer]
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
-"""What can be switched on and off, in the family that has it."""
+"""All switches. Each family has some of them."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row. Each of `rms_norm`, `layer_norm`, `swiglu`, `geglu` maps class names to the layer they are.
+    """One row of the table. `rms_norm`, `layer_norm`, `swiglu` and `geglu` map class names to layers.
 
     - `name`: of the modeling module, and of `apply_liger_kernel_to_<name>`
-    - `causal`: classes with an `lm_head`
-    - `rope`: what takes the place of `apply_rotary_pos_emb`; None for nothing
-    - `aliases`: other names of `apply_liger_kernel_to_<name>`
-    - `module`: of the modeling code, where it is not the one that transformers has for `name`
+    - `causal`: names of the classes with an `lm_head`
+    - `rope`: replaces `apply_rotary_pos_emb`; None leaves that function unchanged
+    - `aliases`: further names of `apply_liger_kernel_to_<name>`
+    - `module`: the modeling module, if it is not the transformers module for `name`
     """
 
     name: str
@@ -69,13 +69,13 @@ class Family:
 
     @property
     def layers(self) -> Mapping[str, Layers]:
-        """Switches that replace methods of layers, with what they replace."""
+        """Switches that replace methods of layers, with the classes they replace."""
         names = ("rms_norm", "layer_norm", "swiglu", "geglu")
         return {name: layers for name in names if (layers := getattr(self, name))}
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """Everything that can be switched on."""
+        """All switches that this family supports."""
         rope = ("rope",) if self.rope else ()
         return (*rope, *self.layers, *(HEAD_SWITCHES if self.causal else ()))
 
@@ -185,14 +185,14 @@ FAMILIES = (
 )
 
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
-"""The table, and what `register_family` has added to it."""
+"""Families by name and alias, including those added by `register_family`."""
 
 
 def family_of(model_class: type) -> Family:
-    """The family in whose modeling module a class, or one that it derives from, is defined.
+    """Return the family whose modeling module defines the class or one of its bases.
 
     Raises:
-        ValueError: none of the table.
+        ValueError: no family of the table does.
     """
     modules = {cls.__module__ for cls in model_class.__mro__}
     for family in BY_NAME.values():

@@ -1,4 +1,4 @@
-"""The one forward that every patched model gets: its own, or a `head_fn`, or its own with head and loss fused."""
+"""The forward that every patched model gets: the original one, a `head_fn`, or the original with head and loss fused."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ from liger_chunked.integrations.transformers.patches import (
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head
 
-_STATE = "_liger_forward"  # of a model or class
+_STATE = "_liger_forward"  # attribute of a model or class
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How head and loss are fused: what `model.forward` returns, and the most bytes of logits alive at once."""
+    """Settings of the fused head and loss.
+
+    - `output`: the class that `model.forward` returns
+    - `logits_budget`: the most bytes of logits in memory at once; None chooses automatically
+    """
 
     output: type[Any]
     logits_budget: int | None = None
@@ -52,13 +56,13 @@ class Fusion:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model, or a class of models, has our forward, and how to put its own back.
+    """Why a model, or a class of models, has our forward, and how to restore the original.
 
-    - `head_fn`: it was asked to know that keyword
-    - `fusion`: how head and loss are fused in training; None for not at all
-    - `patches`: what was replaced on a class
+    - `head_fn`: `attach_head` added the keyword argument `head_fn`
+    - `fusion`: how head and loss are fused in training; None if they are not
+    - `patches`: replaced attributes of a class
 
-    A state is never changed, only exchanged: a shallow copy of a model shares it.
+    A state is replaced, never modified, because shallow copies of a model share it.
     """
 
     head_fn: bool = False
@@ -77,7 +81,7 @@ def _cross_entropy(
     num_items: int | Tensor | None = None, token_accuracy: bool, ignore_index: int, softcap: float | None = None,
     logit_scale: float, logits_budget: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The loss, and the token accuracy where it was asked for."""
+    """Return the loss, and the token accuracy if it was requested."""
     loss = LigerFusedLinearCrossEntropyLoss(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -93,7 +97,7 @@ def _cross_entropy(
 def _without_logits(
     model: PreTrainedModel, forward: Callable[..., Any] | None, fusion: Fusion, token_accuracy: bool, **kwargs: Any
 ) -> ModelOutput:
-    """What `forward`, or else that of the model's class, returns for labels, without logits."""
+    """Compute the output of `forward` for labels, without logits. None means the forward of the model's class."""
     input = run_backbone(model, forward, **kwargs)
 
     def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
@@ -123,19 +127,19 @@ def _without_logits(
 
 
 def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """What `forward` returns, by its annotation: the class has changed with the versions of transformers."""
+    """Return the output class of `forward` from its annotation, because it differs between versions of transformers."""
     returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
 def _fusion(model: PreTrainedModel) -> Fusion | None:
-    """Of the model, otherwise of its class."""
+    """Return the fusion of the model, or else of its class."""
     states = (vars(model).get(_STATE), getattr(type(model), _STATE, None))
     return next((state.fusion for state in states if state is not None and state.fusion is not None), None)
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
-    """Whether the loss of `model.forward` is the causal one, also if somebody has set another one since patching."""
+    """Whether the loss function of the model is the causal one. It may have been changed since patching."""
     return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
 
 
@@ -155,14 +159,14 @@ def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, A
     return False
 
 
-# Somebody else's code: nothing says that it can be traced.
+# The head function is user code that may not be traceable.
 _run_untraced = torch.compiler.disable(run_head)
 
 
 def _forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """`stock`, the forward of `model`, that also knows `head_fn` and, where the loss is fused, `skip_logits`."""
+    """Run `stock`, the forward of `model`, and support `head_fn` and, with a fused loss, `skip_logits`."""
     kwargs = arguments(model, args, kwargs)
     if head_fn is not None:
         return _run_untraced(model, run_backbone(model, **kwargs), head_fn)
@@ -171,19 +175,19 @@ def _forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # A class that was patched: a subclass may have called this forward from its own.
+            # With a patched class, the forward of a subclass may have called this one.
             forward = stock.func if isinstance(stock, functools.partial) else None
             head_facts(model, forward, causal_loss=True)
             return _without_logits(model, forward, fusion, token_accuracy, **kwargs)
     return stock(**kwargs)
 
 
-# The signature of a forward stays, in both of these: generate and Trainer read it.
+# Both functions below keep the signature of the forward, because generate and Trainer read it.
 
 
 def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`_forward` for every model of a class whose forward is `stock`."""
-    stock = getattr(stock, STOCK, stock)  # of a family that is patched already
+    """Return a forward for a class whose forward is `stock`; it calls `_forward`."""
+    stock = getattr(stock, STOCK, stock)  # if the family is already patched
 
     @functools.wraps(stock)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -194,15 +198,15 @@ def _taught_class(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taught_instance(model: PreTrainedModel, own: Callable[..., Any]) -> Callable[..., Any]:
-    """`_forward` for one model on which somebody has set the forward `own`."""
-    # A partial, which a model can be pickled with.
+    """Return a forward for one model on which other code has set the forward `own`."""
+    # A partial, because a model must be picklable with it.
     forward = functools.update_wrapper(functools.partial(_forward, model, own), own)
     vars(forward)[STOCK] = own
     return forward
 
 
 def _knows_ours(own: Callable[..., Any]) -> bool:
-    """Whether a forward that somebody has set calls `_forward`: Trainer's does, as it wraps autocast around ours."""
+    """Whether a forward that other code has set calls `_forward`. Trainer's does: it wraps ours in autocast."""
     return hasattr(inspect.unwrap(own, stop=lambda forward: hasattr(forward, STOCK)), STOCK)
 
 
@@ -226,7 +230,7 @@ def _unteach_model(model: PreTrainedModel) -> None:
 
 
 def _teach(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
-    """Add a wish; with the first one, the owner gets our forward."""
+    """Record one reason to patch. The first one installs our forward."""
     state = vars(owner).get(_STATE)
     if state is None:
         state = ForwardState(patches=Patches())
@@ -238,7 +242,7 @@ def _teach(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
 
 
 def _forget(owner: PreTrainedModel | type[PreTrainedModel], **wish: Any) -> None:
-    """Withdraw one wish; without any left, the owner gets its own forward back."""
+    """Drop one reason to patch. When none is left, restore the original forward."""
     state = vars(owner).get(_STATE)
     if state is None:
         return
@@ -261,10 +265,11 @@ def _set_state(owner: PreTrainedModel | type[PreTrainedModel], state: ForwardSta
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion) -> None:
-    """Let a model, or every model of a class, train without logits.
+    """Make a model, or every model of a class, train without logits.
 
     Raises:
-        ValueError: a fused loss is not what the model computes. Models of a class are checked before their first step.
+        ValueError: the model's own loss differs from the fused loss. Models of a class are checked before their first
+            step.
     """
     if not isinstance(owner, type):
         head_facts(owner, causal_loss=True)
@@ -277,20 +282,20 @@ def unfuse(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 
 
 def attach_head(model: nn.Module) -> None:
-    """Let `model(..., head_fn=fn)` run `fn(head, input)` in place of head and loss, and return what it returns.
+    """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
-    Calls without `head_fn` stay as they were. `fn` gets `Head` and `HeadInput`, runs inside `model.forward` (and so
-    under the hooks of DDP, FSDP, ZeRO and autocast), and returns tensors, in tuples, dicts or a `ModelOutput` if they
-    are several: in containers of other kinds FSDP and ZeRO do not find them. `labels` and `shift_labels` given to the
-    call arrive in `HeadInput`, padded where PEFT prepends virtual tokens.
+    Calls without `head_fn` do not change. `fn` gets a `Head` and a `HeadInput`. It runs inside `model.forward`, so
+    under the hooks of DDP, FSDP and ZeRO, and under autocast. It returns a tensor, or tensors in a tuple, dict or
+    `ModelOutput`; FSDP and ZeRO do not find tensors in other containers. The `labels` and `shift_labels` of the call
+    are in `HeadInput`, padded if PEFT prepends virtual tokens.
 
     Args:
-        model: a transformers model with an `lm_head`, or what wraps one (PEFT, DDP, FSDP, DeepSpeed).
+        model: a transformers model with an `lm_head`, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
 
     Raises:
-        TypeError: there is no transformers model in it.
-        ValueError: that model has no backbone with an `lm_head`, an `lm_head` that is more than weight and bias, or
-            logits that are no `transform(lm_head(last_hidden_state))`; see `logit_options`.
+        TypeError: `model` contains no transformers model.
+        ValueError: the model has no backbone with an `lm_head`, its `lm_head` is more than weight and bias, or its
+            logits are not `transform(lm_head(last_hidden_state))`; see `logit_options`.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

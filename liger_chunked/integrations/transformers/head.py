@@ -1,13 +1,13 @@
-"""The head inside its model: code that runs where `lm_head` and the loss would, on every call of `model.forward`.
+"""Run code in place of `lm_head` and the loss, inside `model.forward`.
 
-`attach_head(model)` teaches a model one keyword, `head_fn`:
+`attach_head(model)` adds one keyword argument, `head_fn`, to a model:
 
-    model(input_ids, labels=labels, head_fn=fn)     # returns fn(head: Head, input: HeadInput), whatever that is
+    model(input_ids, labels=labels, head_fn=fn)     # returns fn(head: Head, input: HeadInput)
 
-The backbone runs as ever, then `fn` instead of the projection. All of it happens inside `model.forward`, and `fn`
-inside the forward of `lm_head` itself, so that what hooks either of them (DDP, FSDP, ZeRO, `device_map`) has done its
-work: the parameters that `fn` sees are whole, and their gradients are reduced as always. Everything is looked up on the
-call, as PEFT and FSDP replace modules after a model was patched.
+The backbone runs as usual, then `fn` runs instead of the projection. `fn` runs inside `model.forward` and inside the
+forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have run: `fn` sees full parameters, and
+gradients are reduced as usual. Modules are looked up on each call, because PEFT and FSDP may replace them after
+patching.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from liger_chunked.types import Head, LogitOptions
 
 @dataclass(frozen=True)
 class HeadInput:
-    """What reaches the head of a model, and what its loss was called with.
+    """The input of a model's head, and the arguments of its loss.
 
-    - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` keeps
-    - `options`: how this model transforms its logits, and the label that takes part in nothing
-    - `outputs`: what the backbone returned
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
-    - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
-      asked for, by the call or the config, or where the model's own loss has no such term
+    - `hidden_states` (B, T, H): of the backbone, at the positions that `logits_to_keep` selects
+    - `options`: how this model transforms its logits, and the label to ignore
+    - `outputs`: the backbone's output
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`, None if absent
+    - `aux_loss` (): the unweighted load-balancing loss of a mixture of experts. None if neither the call nor the config
+      requests router logits, or if the model's own loss has no such term
     - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
     """
 
@@ -58,7 +58,7 @@ class HeadInput:
 
     @property
     def target(self) -> Tensor:
-        """(B, T) what each position predicts: `shift_labels`, otherwise the label of the next position.
+        """(B, T) the label that each position predicts: `shift_labels`, or else the label of the next position.
 
         Raises:
             ValueError: the call had no labels.
@@ -73,7 +73,7 @@ class HeadInput:
 
 HeadFn = Callable[[Head, HeadInput], Any]
 
-# Fields of a config that transform logits in some models. They guard a compiled graph.
+# Fields of a config that transform logits in some models. A compiled graph is guarded by their values.
 _CONFIG_NAMES = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -83,13 +83,13 @@ _CONFIG_NAMES = (
     "lm_head_multiplier",
     "logits_mup_width_multiplier",
 )
-STOCK = "_liger_stock_forward"  # of a forward of ours: the one that it stands in for
-_CHECKED = "_liger_checked_heads"  # of a model
+STOCK = "_liger_stock_forward"  # attribute of our forward: the forward that it replaces
+_CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those that are a number or None."""
+    """Return the attributes that are a number or None."""
     return {name: x for name, x in attributes.items() if x is None or type(x) in (int, float)}
 
 
@@ -112,7 +112,7 @@ class _CheckedHead:
         self._named = _named(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
-        """Whether no number of the config, or of the model itself, has changed since the check."""
+        """Whether the numbers in the config and in the model's attributes are the same as at the check."""
         if torch.compiler.is_compiling():
             return self._named == _named(model)
         if model.config is not self.config:
@@ -127,7 +127,7 @@ class _CheckedHead:
 
 
 class _CheckedHeads:
-    """An attribute of a model. Copies of the model have an empty one, and are checked anew."""
+    """The checked heads of a model. Copies of the model get an empty list and are checked again."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
@@ -150,7 +150,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
 
 
 def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool) -> _CheckedHead:
-    """The checked head of a model; with `loss`, its loss has been checked too."""
+    """Return the checked head of a model; with `loss`, check its loss too."""
     checked = _known(model, forward)
     if checked is None:
         checked = _CheckedHead(_subject(model, forward))
@@ -164,7 +164,7 @@ def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool)
 
 
 def _constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo call `function` once and take its result for a constant.
+    """Make Dynamo call `function` once and treat its result as a constant.
 
     Before torch 2.13 Dynamo cannot pass a module to such a function, so the graph breaks there.
     """
@@ -178,21 +178,21 @@ def _constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _facts_while_tracing(
     model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...]
 ) -> HeadFacts:
-    """`guards`: the graph is good for these values alone."""
+    """`guards`: the graph is valid for these values only."""
     return _checked(model, forward, loss=loss).facts
 
 
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
-    """What was found out about the head of a model, now or before.
+    """Return the facts about a model's head. The check runs once and is cached.
 
     Args:
-        forward: the function that makes its logits; None for that of its class.
+        forward: the function that computes the logits; None for that of the class.
         causal_loss: also check that this function computes the causal loss of its logits.
 
     Raises:
-        ValueError: the logits of this model are not `transform(lm_head(last_hidden_state))`, or its loss is another.
+        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or the loss is not the causal one.
     """
     if forward is None:
         of_class = type(model).forward
@@ -206,7 +206,7 @@ def head_facts(
 
 
 def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
-    """Of one model, or of every model of a class."""
+    """Drop the cached facts of one model, or of every model of a class."""
     for model in list(_CHECKED_MODELS):
         if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
             vars(model).pop(_CHECKED, None)
@@ -214,19 +214,20 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 
 
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
-    """The transform that `model.forward` applies to its logits.
+    """Return the transform that `model.forward` applies to its logits.
 
-    It is measured: the model's forward runs once on stand-ins for its backbone and its `lm_head`. Numbers of the config
-    name it in most models (`final_logit_softcapping`, `logit_scale`, `logits_scaling`), but some multimodal models
-    ignore those of their text config. A factor between backbone and `lm_head` is part of `logit_scale`.
+    The transform is measured: the model's forward runs once with stand-ins for the backbone and the `lm_head`. The
+    config alone is not enough. Most models use its numbers (`final_logit_softcapping`, `logit_scale`,
+    `logits_scaling`), but some multimodal models ignore those of their text config. `logit_scale` includes a factor
+    between backbone and `lm_head`.
 
     Args:
         model: a transformers model with an `lm_head`.
-        ignore_index: the label that takes part in nothing.
+        ignore_index: the label to ignore.
 
     Raises:
-        ValueError: its logits are not such a transform of `lm_head(last_hidden_state)`; the message names the
-            difference.
+        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`. The message says how they
+            differ.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -242,7 +243,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT.
+    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT.
 
     Raises:
         TypeError: there is none.
@@ -258,12 +259,12 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head.
+    """Return the model without its head.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no backbone.
     """
-    # A base_model_prefix that names no attribute (MllamaForCausalLM's) makes base_model the model itself.
+    # If base_model_prefix names no attribute, as in MllamaForCausalLM, base_model is the model itself.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if backbone is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -271,16 +272,16 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _names(kind: type) -> set[str]:
-    """Of a class and its bases: FSDP makes a subclass, under a name of its own, of what it shards."""
+    """Return the names of a class and its bases: FSDP shards a module by giving it a subclass with a new name."""
     return {base.__name__ for base in kind.__mro__}
 
 
-# What may lie around a Linear and does nothing but call it.
+# Wrappers of a Linear that only call it.
 _TRANSPARENT = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}
 
 
 def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """The Linear modules of which `lm_head` calls one, and adds nothing to it.
+    """Return the Linear modules one of which `lm_head` calls, without adding anything to its result.
 
     Raises:
         ValueError: there is no `lm_head`, or it computes something else than `x @ weight.T + bias`.
@@ -298,7 +299,7 @@ def projections(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _refusal_of_head(module: nn.Module) -> str:
-    """Why a fused loss cannot read the weight of `lm_head`, and what to do, by what `lm_head` is."""
+    """Return why a fused loss cannot use the weight of `lm_head`, and what to do, by the type of `lm_head`."""
     kind, names = type(module), _names(type(module))
     found = f"lm_head is computed by {kind.__module__}.{kind.__name__}"
     if "LoraLayer" in names:
@@ -337,12 +338,12 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary; every rank holds all rows of the input, so the gradient is a slice.
+    # Tensor parallelism shards the vocabulary. Every rank has all rows of the input, so the gradient is a slice.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.forward`, all by name: its backbone may order them otherwise."""
+    """Return all arguments of `model.forward` by name, because the order may differ in its backbone."""
     if not args:
         return kwargs
     _, *names = inspect.signature(type(model).forward).parameters
@@ -350,12 +351,12 @@ def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """The backbone on the arguments of `model.forward`, as `model.forward` itself would run it.
+    """Run the backbone on the arguments of `model.forward`, as `model.forward` itself would.
 
-    `forward` is the function whose place this takes; None for that of the model's class.
+    `forward` is the function that this call replaces; None for that of the model's class.
 
-    The arguments that belong to head and loss do not reach it: `shift_labels`, `num_items_in_batch`, `ignore_index`,
-    `logits_to_keep`, and `labels`, unless `model.forward` hands these to its backbone.
+    The backbone does not get the arguments of head and loss: `shift_labels`, `num_items_in_batch`, `ignore_index` and
+    `logits_to_keep`. It gets `labels` only if `model.forward` passes them to its backbone.
     """
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
@@ -399,13 +400,15 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _at_least_one(num_items: int | Tensor | None) -> int | Tensor | None:
-    """Losses take a tensor of 0 for 1, without a look at it. An int of 0 must do the same."""
+    """Replace an int of 0 by 1. The losses clamp a tensor on the device, without a synchronization."""
     return max(num_items, 1) if isinstance(num_items, int) else num_items
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The positions that `logits_to_keep` names: the last so many (0: all), an index for every sample or one for each,
-    or, flattened, where a mask is True.
+    """Select the positions of `logits_to_keep`.
+
+    An int selects the last so many positions (0: all). A tensor holds indices, shared or for each sample, or is a
+    boolean mask; then the result is flattened.
     """
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
@@ -417,11 +420,11 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    """`head_fn(head, input)`, from within the forward of `lm_head`, where its parameters are whole.
+    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`, where its parameters are not sharded.
 
     Raises:
-        ValueError: `lm_head` is more than a weight and a bias, such as one with a LoRA adapter, or somebody's hook on
-            it, or forward of it, expects logits.
+        ValueError: `lm_head` is more than a weight and a bias (a LoRA adapter, for example), or another package's hook
+            or forward on it expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -429,18 +432,18 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     return _run_inside(model, input, head_fn)
 
 
-# Packages whose hooks gather, move, cast or count, and know outputs of any kind.
+# Packages whose hooks gather, move, cast or count, and accept any output.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}
 
 
 def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
-    """No logits exist for a hook on the output of `lm_head`, or for a forward that somebody has set on it.
+    """Reject hooks and forwards of other packages that need the logits that `lm_head` would return.
 
-    Hooks on its input run as ever. A forward hook sees the result of the fused loss; while `patches` last, one that
-    edits it is an error.
+    Hooks on its input run as usual. A forward hook sees the result of the fused loss; it raises if it edits the result
+    while `patches` last.
 
     Raises:
-        ValueError: a backward hook, or a forward that somebody has set.
+        ValueError: `lm_head` has a backward hook, or a forward set on the instance.
     """
     for module in lm_head.modules():
         own = [("forward", vars(module).get(slot)) for slot in ("forward", "_old_forward")]
@@ -459,10 +462,10 @@ def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
 
 
 def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-    """A forward hook that may look at the output, and not change it.
+    """Run a forward hook that may read the output but not change it.
 
     Raises:
-        ValueError: it returns another output, edits tensors of this one, or cannot use it.
+        ValueError: the hook returns another output, modifies its tensors in place, or fails.
     """
     output = kwargs_and_output[-1]
     versions = _versions(output)
@@ -493,7 +496,7 @@ def _package(function: Any) -> str:
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Whether nothing but `nn.Linear.forward` would run: then a compiler need not stop before the head."""
+    """Whether only `nn.Linear.forward` would run. Then a compiler need not break the graph before the head."""
     if type(lm_head) is not nn.Linear:
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
@@ -504,7 +507,7 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
     head = Head(_whole(projection.weight), _whole(projection.bias))
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # A float32 head on a bfloat16 body. The other way round would round the hidden states: the loss refuses it.
+        # A float32 head after a bfloat16 backbone. The loss rejects the reverse, which would round the hidden states.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 

@@ -1,12 +1,12 @@
-"""What a model does between its backbone and its logits, found by running its own forward on stand-ins.
+"""Find out what a model computes between its backbone and its logits, by running its forward with stand-ins.
 
-A fused loss computes `transform(lm_head(last_hidden_state))`. A config does not say whether the logits of a model are
-that: some multimodal models ignore the softcap or the scale of their text config, and others have a prediction head
-before `lm_head`. So the forward of the model's class runs on a copy of the model in which
+A fused loss computes `transform(lm_head(last_hidden_state))`. The config does not say whether a model's logits are
+that. Some multimodal models ignore the softcap or the scale of their text config, and some models have a prediction
+head before `lm_head`. So the forward of the model's class runs on a copy of the model in which
 
 - the backbone returns known hidden states and records its arguments,
 - `lm_head` records its input and returns known logits,
-- every other module with parameters refuses to run.
+- every other module with parameters raises an error when it runs.
 
 The copy keeps the config and the attributes of the model, and reads none of its parameters. So the check works for
 sharded, offloaded, quantized and meta-device models, and takes milliseconds for any size.
@@ -28,11 +28,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_chunked.types import LogitOptions
 
-_LENGTH, _MASKED = 6, 4  # positions of the probe, and the first one that its attention mask leaves out
-_KEPT = 2  # positions that `logits_to_keep` keeps in the probe
+_LENGTH, _MASKED = 6, 4  # positions of the probe, and the first one that its attention mask excludes
+_KEPT = 2  # positions that `logits_to_keep` selects in the probe
 _NUM_ITEMS = 7
 
-# Arguments of a backbone that do not change its hidden states, or that belong to one call rather than to the model.
+# Arguments that do not change the backbone's hidden states, or that belong to one call rather than to the model.
 _FREE = {
     "use_cache",
     "return_dict",
@@ -50,9 +50,9 @@ class HeadFacts:
     """What `check_head` found out about a model.
 
     - `options`: the transform of its logits
-    - `constants`: arguments that its forward hands to the backbone although the call did not name them
-    - `dropped`: arguments that its forward takes and does not hand to the backbone
-    - `backbone_takes_labels`: its forward hands the labels to the backbone
+    - `constants`: arguments that its forward passes to the backbone although the call did not name them
+    - `dropped`: arguments that its forward takes and does not pass to the backbone
+    - `backbone_takes_labels`: its forward passes the labels to the backbone
     """
 
     options: LogitOptions
@@ -62,7 +62,7 @@ class HeadFacts:
 
 
 class _Difference(Exception):
-    """How a model differs from `transform(lm_head(last_hidden_state))`."""
+    """The model differs from `transform(lm_head(last_hidden_state))`."""
 
 
 class _Part(Exception):
@@ -70,20 +70,20 @@ class _Part(Exception):
 
 
 class _Probe(NamedTuple):
-    """What the stand-ins return: `hidden_states` (1, T, H) and `logits` (1, T, V)."""
+    """The return values of the stand-ins: `hidden_states` (1, T, H) and `logits` (1, T, V)."""
 
     hidden_states: Tensor
     logits: Tensor
 
 
 class _Observed(NamedTuple):
-    """One run of a forward on stand-ins.
+    """One run of a forward on stand-ins. The core replaces the backbone, or the part of it that the forward calls.
 
     - `reached`: the input of `lm_head`
-    - `output`: what the forward returned
+    - `output`: the output of the forward
     - `given`: the arguments of the forward
-    - `handed`: the arguments that the core got from the forward
-    - `ours`: the arguments that the core gets when the backbone is called with `given`; None where it is the backbone
+    - `handed`: the arguments that the forward passes to the core
+    - `ours`: the arguments that the backbone passes to the core for `given`; None if the core is the backbone
     """
 
     reached: Tensor
@@ -94,9 +94,9 @@ class _Observed(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is checked.
+    """The model and its parts to check.
 
-    - `forward`: the function that makes logits of `model`, usually that of its class
+    - `forward`: the function that computes the logits of `model`, usually that of its class
     - `backbone`: a fused loss multiplies its `last_hidden_state` by the head
     - `projection`: of `lm_head`; only its sizes are read, and whether it has a bias
     """
@@ -133,7 +133,7 @@ def _told(subject: Subject, check: Callable[[Subject], Any]) -> Any:
             return check(subject)
     except _Difference as difference:
         raise ValueError(f"a fused loss cannot stand in for {name}: {difference}. {advice}") from None
-    except Exception as error:  # somebody else's forward may raise anything
+    except Exception as error:  # the model's forward may raise anything
         raise ValueError(
             f"a fused loss cannot stand in for {name}: the forward could not be followed from the backbone to "
             f"the logits ({type(error).__name__}: {error}). {advice}"
@@ -157,7 +157,9 @@ def _find_facts(subject: Subject) -> HeadFacts:
 
 
 def _probe(projection: nn.Linear, *, wide: bool) -> _Probe:
-    """`wide` logits reach from the slope of a softcap at zero to its limit."""
+    """Return hidden states and logits for the stand-ins. `wide` logits cover a softcap from its slope at 0 to its
+    limit.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -182,11 +184,11 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _Core(nn.Module):
-    """In place of the backbone, or of the part of it that the forward calls."""
+    """Replaces the backbone, or the part of it that the forward calls."""
 
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
-        self.real = (real,)  # in a tuple: not a submodule
+        self.real = (real,)  # in a tuple, so that it is not a submodule
         self.hidden_states = hidden_states
         self.calls: list[dict[str, Any]] = []
 
@@ -203,11 +205,11 @@ class _Core(nn.Module):
 
 
 class _Head(nn.Module):
-    """In place of `lm_head`."""
+    """Replaces `lm_head`."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype and device. It has no rows, so a product with it is an error.
+        # Some forwards read its dtype and device. It is empty, so a product with it raises.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -218,7 +220,7 @@ class _Head(nn.Module):
 
 
 class _Between(nn.Module):
-    """In place of any other module with parameters."""
+    """Replaces any other module with parameters."""
 
     def __init__(self, name: str, real: nn.Module) -> None:
         super().__init__()
@@ -233,11 +235,11 @@ _OVERRIDES = ("forward", "_old_forward", "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """The module without its hooks, its submodules replaced by stand-ins, its tensors by random ones.
+    """Copy a module without its hooks, with stand-ins for its submodules and random tensors.
 
     Args:
-        stand_ins: by the module that each replaces; grows.
-        inner: modules that are copied although they have parameters, as they contain the core or `lm_head`.
+        stand_ins: by the module that each replaces; this function adds to it.
+        inner: modules to copy although they have parameters, because they contain the core or `lm_head`.
     """
     if module in stand_ins:
         return stand_ins[module]
@@ -254,7 +256,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # A dropout must show; the model itself must not take the way of training, which may be fused already.
+    # Training mode makes a dropout visible. The model itself is in evaluation mode, because its training may be fused.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -267,7 +269,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(model: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """The modules of `model` in which `target` lies."""
+    """Return `target` and the modules of `model` that contain it."""
     found: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
@@ -290,8 +292,8 @@ def _observe(
 ) -> _Observed:
     """Run the forward on stand-ins.
 
-    Some forwards call a part of the backbone, such as its `decoder`. Then that part is the core, and what the backbone
-    itself hands to it is compared with what the forward does.
+    Some forwards call a part of the backbone, such as its `decoder`. That part is then the core, and the arguments that
+    the backbone passes to it are compared with those that the forward passes.
     """
     core, used = subject.backbone, ""
     while True:
@@ -348,14 +350,14 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _if_taken(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those arguments that a function takes by name, or in its **kwargs."""
+    """Return the arguments that a function takes by name or in its **kwargs."""
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: x for name, x in arguments.items() if open_ended or name in parameters}
 
 
 def _arguments(forward: Callable[..., Any], probe: _Probe) -> dict[str, Any]:
-    """Token ids, and what else the forward names of a mask and positions."""
+    """Return token ids, and a mask and positions if the forward takes them."""
     vocab_size = probe.logits.shape[-1]
     generator = torch.Generator("cpu").manual_seed(1)
     mask = torch.ones(1, _LENGTH, dtype=torch.long, device="cpu")
@@ -368,7 +370,7 @@ def _arguments(forward: Callable[..., Any], probe: _Probe) -> dict[str, Any]:
     }
 
 
-# What the runs say.
+# Evaluation of the runs.
 
 
 def _logits_of(output: Any) -> Tensor:
@@ -379,7 +381,7 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _numbers(model: PreTrainedModel) -> list[float]:
-    """The numbers of the config, and their reciprocals: measured scales and softcaps are one of these, exactly."""
+    """Return the numbers of the config and their reciprocals. An exact scale or softcap is one of them."""
     configs = (model.config, model.config.get_text_config())
     values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
     numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
@@ -395,7 +397,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _factor(reached: Tensor, hidden_states: Tensor, numbers: list[float]) -> float:
-    """By which the backbone's last hidden state is multiplied before `lm_head`."""
+    """Return the factor on the backbone's last hidden state before `lm_head`."""
     if reached.shape != hidden_states.shape:
         raise _Difference(
             f"what reaches lm_head has the shape {tuple(reached.shape)}, and the backbone's last hidden state "
@@ -411,7 +413,7 @@ def _factor(reached: Tensor, hidden_states: Tensor, numbers: list[float]) -> flo
 
 
 def _transform(raw: Tensor, logits: Tensor, numbers: list[float], factor: float) -> LogitOptions:
-    """The options that make `logits` of `raw`; `factor` is that of the hidden states."""
+    """Return the options that turn `raw` into `logits`; `factor` is that of the hidden states."""
     if logits.shape != raw.shape:
         raise _Difference(
             f"lm_head returns logits of the shape {tuple(raw.shape)}, and the model {tuple(logits.shape)}"
@@ -431,7 +433,7 @@ def _transform(raw: Tensor, logits: Tensor, numbers: list[float], factor: float)
 
 
 def _handed_over(observed: _Observed, options: LogitOptions) -> HeadFacts:
-    """What the forward hands to its backbone, beside what it was given."""
+    """Compare the arguments that the forward passes to its backbone with those that it got."""
     ours = observed.ours or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
     dropped: list[str] = []

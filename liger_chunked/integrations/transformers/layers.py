@@ -1,6 +1,6 @@
-"""What takes the place of parts of a model: the base kernels, on the parameters that each part has.
+"""Replacements for parts of a model: the base kernels, applied to the parameters of each part.
 
-A `Layer` fits every class whose attributes have the names that it reads; `families.py` says which those are.
+A `Layer` fits every class that has the attributes it reads. `families.py` lists these classes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run` replaces `method` of a module, which is its first argument.
+    """`run` replaces `method` of a module; its first argument is the module.
 
-    `refusal` says why a module of the right class cannot be served, for instance because its activation is another one.
+    `refusal` returns why a module of the right class is not supported, for example because of its activation.
     """
 
     run: Callable[..., Tensor]
@@ -57,7 +57,7 @@ def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
     return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
 
 
-# By the module that computes the activation: of gate and up, or of both in one tensor.
+# By activation class: the function of (gate, up), or of one tensor that holds both.
 _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
     SiLUActivation: liger_swiglu,
     nn.SiLU: liger_swiglu,
@@ -78,7 +78,7 @@ def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    # A product within the experts' forward, which no hook sees.
+    # No hook sees the gate's input, because a product inside the experts' forward makes it.
     return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 
@@ -89,7 +89,7 @@ def _activation_refusal(activation: nn.Module) -> str | None:
     return f"its activation is {type(activation).__name__}, not one of {known}"
 
 
-# Ways of transformers to run experts that call `_apply_gate`.
+# Experts implementations of transformers that call `_apply_gate`.
 _GATED_EXPERTS = ("grouped_mm", "batched_mm", "deepgemm")
 
 
@@ -101,13 +101,13 @@ def _experts_refusal(experts: Any) -> str | None:
 
 
 RMS_NORM = Layer(_rms_norm)
-"""`weight * normalized`, rounded before the product; `variance_epsilon` (Llama and its kin)."""
+"""`weight * normalized`, rounded before the product; reads `variance_epsilon` (Llama and similar models)."""
 
 RMS_NORM_FP32 = Layer(_rms_norm_fp32)
-"""`weight * normalized`, rounded after the product; `variance_epsilon` (OLMo 2)."""
+"""`weight * normalized`, rounded after the product; reads `variance_epsilon` (OLMo 2)."""
 
 RMS_NORM_OFFSET = Layer(_rms_norm_offset)
-"""`(1 + weight) * normalized`, rounded after the product; `eps` (Gemma)."""
+"""`(1 + weight) * normalized`, rounded after the product; reads `eps` (Gemma)."""
 
 LAYER_NORM = Layer(_layer_norm, refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
@@ -116,19 +116,19 @@ GLU = Layer(_glu, refusal=lambda mlp: _activation_refusal(mlp.act_fn))
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
 
 PACKED_GLU = Layer(_packed_glu, refusal=lambda mlp: _activation_refusal(mlp.activation_fn))
-"""The same with `gate_up_proj`, whose output is gate, then up."""
+"""`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
 EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
-"""Experts in 3-D parameters, whose grouped or batched product is followed by `_apply_gate`."""
+"""Experts with 3-D parameters that call `_apply_gate` after a grouped or batched product."""
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of Llama and its kin, and of Phi-3, where `cos` is narrower than a head."""
+    """`apply_rotary_pos_emb` of Llama and similar models, and of Phi-3, where `cos` may be narrower than a head."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
 def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of GLM-4, which rotates neighbours."""
+    """`apply_rotary_pos_emb` of GLM-4, which rotates neighbouring columns."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True)
 
 
@@ -143,7 +143,7 @@ def causal_lm_loss(
 ) -> Tensor:
     """`ForCausalLMLoss` of transformers, without a float32 copy of the logits.
 
-    A mean over no label is 0, not NaN.
+    Without any label the mean is 0, not NaN.
     """
     target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
     loss = liger_cross_entropy(

@@ -1,8 +1,8 @@
-"""Methods and attributes that are replaced for a while, on modules and on classes.
+"""Replace methods and attributes of modules and classes, and restore them.
 
-A module gets a method by a subclass of its own class (`replace_method`). All modules of a class share that subclass, so
-Dynamo compiles them once, and a copy of a module runs its own parameters. A class, or the projection of one call, gets
-an attribute (`Patches`).
+`replace_method` changes the class of a module to a subclass with the new method. All modules of a class share that
+subclass, so Dynamo compiles them once, and a copy of a module uses its own parameters. `Patches` sets attributes, on
+classes or for the duration of one call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 Method = Callable[..., Any]
 Make = Callable[[Method], Method]
-"""From a method to its replacement. Must be hashable, and picklable if the model is to be pickled."""
+"""A function from a method to its replacement. It must be hashable, and picklable if the model is pickled."""
 
-# The two places of an instance's forward: hooks of accelerate put the forward that they find into the second one.
+# The attributes that may hold an instance's forward. accelerate's hooks move the forward they find to the second one.
 _FORWARD_SLOTS = ("forward", "_old_forward")
 _PATCH = "_liger_patch"
 
@@ -43,14 +43,14 @@ class Patch:
 
 
 def _patched_class(cls: Any, patch: Patch) -> Any:
-    """A subclass of the same name whose method is the replacement. There is one for each class, method and `make`."""
+    """Return a subclass of the same name with the method replaced; the same one for equal arguments."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copies and pickles name the original class: nobody can import this one."""
+        """Refer to the original class in copies and pickles, because this subclass cannot be imported."""
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -77,7 +77,7 @@ def _rebuilt(patch: Patch, make: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def stock_class(cls: Any) -> Any:
-    """The class without our patch."""
+    """Return the class without our patch."""
     if _PATCH in vars(cls):
         return cls.__bases__[0]
     return _rebased(cls) if hasattr(cls, _PATCH) else cls
@@ -85,29 +85,31 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """A class that `fully_shard` or `register_parametrization` has put over a patched one, over the original class."""
+    """Rebuild, over the original class, a class that `fully_shard` or `register_parametrization` derived from a patched
+    one.
+    """
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether `replace_method` gave the module its class."""
+    """Whether `replace_method` changed the class of the module."""
     return hasattr(type(module), _PATCH)
 
 
 def patch_of(module: nn.Module) -> Patch | None:
-    """Which method of the module was replaced, and by what; None for no method."""
+    """Return which method of the module was replaced, and by what, or None."""
     return getattr(type(module), _PATCH, None)
 
 
 def replacement_of(module: nn.Module) -> Make | None:
-    """What made the module's replaced method; None where no method was replaced."""
+    """Return the `make` that produced the module's replaced method, or None."""
     patch = patch_of(module)
     return None if patch is None else patch.make
 
 
 def replace_method(module: nn.Module, method: str, make: Make) -> None:
-    """Give a module the method `make(method)`, in place of a replacement that it has already."""
+    """Replace a method of the module by `make(method)`. A previous replacement is dropped."""
     _set_class(module, _patched_class(stock_class(type(module)), Patch(method, make)))
 
 
@@ -121,7 +123,7 @@ def _set_class(module: nn.Module, cls: Any) -> None:
     if before is cls:
         return
     object.__setattr__(module, "__class__", cls)
-    # Hooks of accelerate hold the bound method of the class before.
+    # accelerate's hooks hold the bound method of the previous class.
     for slot in _FORWARD_SLOTS:
         bound = vars(module).get(slot)
         if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
@@ -129,35 +131,35 @@ def _set_class(module: nn.Module, cls: Any) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody set a forward on this instance that is not the one of its class.
+    """Whether other code has set a forward on this instance that differs from the forward of its class.
 
-    Hooks of accelerate do not count where the forward that they call is the one of the class.
+    A hook of accelerate does not count if it calls the forward of the class.
     """
     forward = vars(module).get(forward_slot(module))
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 class _Absent:
-    """Stands for no attribute; the class itself, which copies and pickles leave as it is."""
+    """Marks a missing attribute. It is a class because copies and pickles keep a class identical."""
 
 
 class Patches:
-    """Attributes that were replaced, to be put back exactly."""
+    """Attributes that were replaced and can be restored exactly."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name = value`, in the owner's own dictionary."""
+        """Set `owner.name = value` in the owner's `__dict__`."""
         self._replaced.append((owner, name, vars(owner).get(name, _Absent), value))
         _set(owner, name, value)
 
     def current(self) -> list[tuple[Any, str, Any]]:
-        """What was set: owner, name and value."""
+        """Return the owner, name and value of every attribute that is set."""
         return [(owner, name, value) for owner, name, _, value in self._replaced]
 
     def undo(self) -> None:
-        """Put the attributes back. One that somebody else has replaced since stays as it is."""
+        """Restore the attributes. Keeps an attribute that other code has replaced since."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:
@@ -176,5 +178,5 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The attribute that holds the forward of one module: hooks of accelerate call the one they have put aside."""
+    """Return the attribute that holds the module's forward. accelerate's hooks call the forward in `_old_forward`."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"

@@ -1,7 +1,7 @@
-"""Whether a row of the table is right: each kernel against the code that it replaces, on a few random tokens.
+"""Check a row of the table: compare each kernel with the code that it replaces, on a few random tokens.
 
-`register_family` compares on modules of its own, built on the meta device; `apply_liger_kernel` on small copies of the
-model's layers. Weights are random: those of a new norm, all one or all zero, would hide what they do.
+`register_family` compares modules built on the meta device, `apply_liger_kernel` small copies of the model's layers.
+Weights are random, because the initial ones and zeros of a new norm would hide errors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from liger_chunked.integrations.transformers import layers as kinds
 from liger_chunked.integrations.transformers.families import Family
 from liger_chunked.integrations.transformers.layers import Layer, rotate_halves, rotate_pairs
 
-_TOLERANCE = 1e-4  # of a token's norm, in float32
-_MOST_ROUNDED = 0.02  # of a norm's values in bfloat16: another casting order changes a tenth of them or more
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # of tokens: small ones show the eps of a norm, large ones a clamp
+_TOLERANCE = 1e-4  # relative to a token's norm, in float32
+_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth of them or more
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # of tokens: small ones reveal the eps of a norm, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
@@ -32,14 +32,14 @@ class Difference(ValueError):
 
 
 class Incomparable(Exception):
-    """The original does not run on what the comparison can make up."""
+    """The original code does not run on the inputs of the comparison."""
 
 
 def check_rope(family: Family) -> None:
     """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
 
     Raises:
-        Difference: they differ, or the original cannot be called as attention of other families calls it.
+        Difference: they differ, or the original has another signature than in other families.
     """
     stock, ours = family.modeling.apply_rotary_pos_emb, family.rope
     assert ours is not None
@@ -65,7 +65,7 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
     """Compare `layer.run` with the method of `cls` that it replaces, on a small copy of `module`.
 
     Raises:
-        Difference: they differ, or `layer` reads attributes that the module does not have.
+        Difference: they differ, or the module lacks attributes that `layer` reads.
         Incomparable: the original does not run on the copy.
     """
     with _quiet():
@@ -84,7 +84,7 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """`check_layer` for one module of each setting.
+    """Run `check_layer` on one module of each configuration.
 
     Raises:
         Difference: a module differs, or cannot be compared.
@@ -103,10 +103,10 @@ def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module
 
 
 def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Compare what a row names with the original, as far as small modules can be built without a model.
+    """Compare the kernels of a row with the original code, for all modules that can be built without a model.
 
     Raises:
-        Difference: one of them differs; with `needs_all`, also where a class cannot be built or run.
+        Difference: one of them differs; with `needs_all`, also if a class cannot be built or run.
     """
     if family.rope is not None:
         check_rope(family)
@@ -127,7 +127,7 @@ def check_row(family: Family, *, needs_all: bool = False) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """On the CPU, without gradients and autocast."""
+    """Compute on the CPU, without gradients and autocast."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         yield
 
@@ -141,7 +141,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """How far apart two results are, in words; None for no further than rounding."""
+    """Describe the largest difference of two results; None if it is within rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -154,14 +154,14 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
 
 
 def _configs(family: Family) -> Iterator[Any]:
-    """Default configurations of the family's models, and of their parts."""
+    """Yield default configurations of the family's models and of their parts."""
     named = [getattr(family.modeling, name) for name in family.causal]
     others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
     for config_class in dict.fromkeys(classes):
         try:
             config = config_class()
-        except Exception:  # it has no defaults
+        except Exception:  # the config has no defaults
             continue
         yield config.get_text_config()
         yield config
@@ -171,10 +171,10 @@ def _configs(family: Family) -> Iterator[Any]:
 
 
 def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, and cos and sin as the family's own rotary embedding makes them."""
+    """Return q, k, and the cos and sin of the family's rotary embedding."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
-    if found is None:  # none of its own: those of Llama
+    if found is None:  # the family has none: use Llama's
         angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25)
         found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
     cos, sin, width = found
@@ -182,7 +182,7 @@ def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         family.modeling.apply_rotary_pos_emb(q, k, cos, sin)
     except Exception:
-        width = cos.shape[-1]  # attention hands over the columns that rotate, and no more
+        width = cos.shape[-1]  # attention passes only the rotated columns
     return q[..., :width], k[..., :width], cos, sin
 
 
@@ -202,11 +202,11 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
                 more = {}
                 if "layer_type" in inspect.signature(rotary.forward).parameters:
                     more["layer_type"] = config.layer_types[0]
-                for ids in (positions, positions.expand(3, 1, -1)):  # the second, of text and images
+                for ids in (positions, positions.expand(3, 1, -1)):  # the second form is for models of text and images
                     cos, sin = rotary(x, ids, **more)
                     if cos.ndim == 3 and cos.shape[0] == 1:
                         return cos, sin, width
-            except Exception:  # of another part of the model
+            except Exception:  # a class for another part of the model
                 continue
     return None
 
@@ -224,16 +224,16 @@ def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], 
 
 
 def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
-    """An instance on the meta device, by a default configuration.
+    """Build a module on the meta device from a default configuration.
 
     Raises:
-        Incomparable: no configuration fits, or none that `layer` serves.
-        Difference: the instance lacks what `layer` reads.
+        Incomparable: no configuration fits, or `layer` supports none of the modules.
+        Difference: the module lacks attributes that `layer` reads.
     """
     reasons = []
     for config in (*_configs(family), None):
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"  # which a model decides
+            config._experts_implementation = "grouped_mm"  # normally chosen by the model
         try:
             with torch.device("meta"):
                 module = cls(**_constructor_arguments(cls, config))
@@ -273,7 +273,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 class _Sizes:
-    """A small size for each dimension of a layer; twice as large where the one is twice the other."""
+    """Maps each dimension of a layer to a small size; keeps a ratio of two between dimensions."""
 
     def __init__(self) -> None:
         self._small: dict[int, int] = {1: 1}
@@ -290,20 +290,20 @@ class _Sizes:
         return self._small[size]
 
     def of_attribute(self, value: Any) -> Any:
-        """What takes the place of an attribute that holds a size, or a tuple of sizes."""
+        """Return the replacement for an attribute that holds a size or a tuple of sizes."""
         if isinstance(value, tuple):
             return tuple(map(self.of_attribute, value))
         return self._small.get(value, value) if type(value) is int else value
 
 
 def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
-    """A module of class `cls` with the attributes of `module`, and small random weights in float32."""
+    """Return a module of class `cls` with the attributes of `module` and small random weights in float32."""
     sizes = _Sizes() if sizes is None else sizes
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), "forward", "_old_forward", "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # DeepSpeed's ZeRO-3 keeps the shape of a parameter whose elements are elsewhere.
+        # DeepSpeed's ZeRO-3 keeps a parameter's shape in ds_shape while its data are sharded.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*map(sizes, shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
@@ -327,7 +327,7 @@ def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # Also of an adapter or a quantized layer: what the projection computes is not the question.
+    # This also replaces an adapter or a quantized layer; the comparison does not depend on the projection.
     linear = nn.Linear(sizes(n_in), sizes(n_out), bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
         setattr(linear, name, _weight(*parameter.shape, seed=seed))
@@ -339,10 +339,10 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """The width of an input that the original takes, and what it returns.
+    """Return the width of an input that the original accepts, and its output.
 
     Raises:
-        Incomparable: none was found.
+        Incomparable: no width was accepted.
     """
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
     failure: Exception | None = None
@@ -369,13 +369,13 @@ def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: 
 
 
 def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
-    """How a norm of bfloat16 rows differs from the original, whose weights may be float32 or bfloat16."""
+    """Compare a norm with the original on bfloat16 rows, with float32 and bfloat16 weights."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = copy.deepcopy(probe).to(dtype)
         try:
             expected = getattr(cls, layer.method)(probe, x)
-        except RuntimeError:  # it takes no two dtypes
+        except RuntimeError:  # it does not accept mixed dtypes
             continue
         ours = layer.run(probe, x)
         if ours.dtype != expected.dtype:

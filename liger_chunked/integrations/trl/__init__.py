@@ -1,22 +1,23 @@
-"""TRL's trainers on chunked heads: their own data, metrics and loss mathematics, without logits.
+"""TRL's trainers on chunked heads: TRL's data, metrics and losses, without logits.
 
-    Liger*Trainer                  one mixin over TRL's class, and the one method that builds logits where one does
+    Liger*Trainer                  a mixin over TRL's class; overrides the method that builds logits, if there is one
       model(..., labels=,          the wrapped model: hooks of DDP, FSDP and ZeRO run, adapters apply
-            fused_lm_head=True     TRL's call: its `FusedCausalLMOutput`, from `linear_token_stats`
-            head_fn=fn)            ours: whatever `fn` returns
+            fused_lm_head=True     TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
+            head_fn=fn)            our call: returns `fn(head, input)`
         backbone -> hidden states
-        fn(head, input)            in the place of lm_head and loss, inside the model's forward
+        fn(head, input)            in place of lm_head and loss, inside the model's forward
 
-Three ways to a loss go through that call:
+A loss is computed through that call in one of three ways:
 
-1. SFT, DPO, KTO, GRPO and RLOO ask TRL for a fused head and compute their loss from its statistics: the head is ours,
-   the loss and every metric stay TRL's.
-2. ORPO, CPO (SimPO), GKD, GOLD, distillation and online DPO build logits in one method; that method is overridden.
-3. `loss=`, a loss of this library or a user's own on one of its bases, takes the place of the trainer's: its gradient
-   is computed in forward, and its metrics are logged under TRL's names.
+1. SFT, DPO, KTO, GRPO and RLOO: TRL requests a fused head and computes its loss from the head's statistics. The head is
+   ours; the loss and all metrics are TRL's.
+2. ORPO, CPO (SimPO), GKD, GOLD, distillation and online DPO: TRL builds logits in one method, which our trainers
+   override.
+3. `loss=` replaces the trainer's loss by a loss of this library, or by a user's subclass of one of its bases. The
+   forward computes its gradient, and the trainer logs its metrics under TRL's names.
 
-Every trainer takes TRL's arguments, and `loss` and `logits_budget` (bytes of logits alive at once, see
-`LigerTrainerMixin`; a `loss` has its own).
+Every trainer takes TRL's arguments and `logits_budget`, the bytes of logits in memory at once (see
+`LigerTrainerMixin`). All but RLOO and online DPO take `loss`, which has a budget itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from liger_chunked.integrations.trl.versions import check_versions
 
 check_versions()
 
-# Each trainer imports the TRL module that it extends, and that alone.
+# Each trainer imports only the TRL module that it extends.
 _MODULES = {
     "LigerCPOTrainer": "cpo",
     "LigerDPOTrainer": "dpo",

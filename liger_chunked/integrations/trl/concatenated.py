@@ -1,4 +1,4 @@
-"""What ORPO and CPO share: one model and both sequences of a pair in one forward, without their logits."""
+"""Code shared by ORPO and CPO: one forward on both sequences of each pair, without logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from liger_chunked.types import Head
 
 
 class Scores(NamedTuple):
-    """2 n sequences of T tokens, chosen then rejected; position t is what predicts token t + 1.
+    """2 n sequences of T tokens, chosen then rejected; position t predicts token t + 1.
 
     - `logps` (2 n, T): log-probability of each label in nats, zero where there is none
-    - `mean_logits` (2 n, T): mean over the vocabulary at every position, labelled or not, without gradient
-    - `aux_loss` (): load balancing loss of a mixture of experts
+    - `mean_logits` (2 n, T): mean over the vocabulary at every position, with or without a label; no gradient
+    - `aux_loss` (): load-balancing loss of a mixture of experts
     """
 
     logps: Tensor
@@ -32,25 +32,25 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """(B, T) mean logit over the vocabulary at every position, whether it has a target or not.
+    """(B, T) mean logit over the vocabulary at every position, with or without a target.
 
-    Without a softcap that is a product with the mean row of the head, `mean(W) @ h + mean(b)`: no logits.
+    Without a softcap this needs no logits: it is a product with the mean row of the head, `mean(W) @ h + mean(b)`.
     """
     if input.options.softcap is not None:
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
         return stats.mean_logits
-    # Not a matmul, which autocast would round to half precision.
+    # Not a matmul, because autocast would round it to half precision.
     mean = (input.hidden_states.float() * head.weight.mean(0, dtype=torch.float32)).sum(-1)
     bias = 0.0 if head.bias is None else head.bias.float().mean()
     return input.options.logit_scale * (mean + bias)
 
 
 class ConcatenatedMixin(LigerTrainerMixin):
-    """Over a trainer whose `concatenated_forward` scores pairs."""
+    """For a trainer whose `concatenated_forward` scores pairs."""
 
-    # Of the trainer beneath.
+    # Set by TRL's trainer.
     aux_loss_coef: float
     concatenated_inputs: Callable[..., dict[str, Tensor]]
     is_encoder_decoder: bool
@@ -72,7 +72,7 @@ class ConcatenatedMixin(LigerTrainerMixin):
             )
 
     def _concatenated(self, batch: dict[str, Any], padding_value: int) -> tuple[dict[str, Any], Tensor]:
-        """What the model takes, and the labels of the completions, (2 n, T)."""
+        """Return the model's arguments, and the labels of the completions, (2 n, T)."""
         batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)
         inputs: dict[str, Any] = {
             "input_ids": batch["concatenated_input_ids"],
@@ -97,11 +97,11 @@ class ConcatenatedMixin(LigerTrainerMixin):
         nll_labels: Tensor | None,
         train_eval: str,
     ) -> tuple[Tensor, dict[str, float]]:
-        """`get_batch_loss_metrics` of a loss that takes the place of the trainer's."""
+        """Compute `get_batch_loss_metrics` with the loss that replaces the trainer's."""
         loss = self.loss_override
         step = preference_step(model, loss, inputs, labels, nll_labels=nll_labels if loss.compute_nll_loss else None)
         logs = preference_logs(self, loss, step.metrics, labels)
         prefix = "eval_" if train_eval == "eval" else ""
-        # As ORPO and CPO do, and unlike other trainers: with a coefficient of another name, and not logged.
+        # ORPO and CPO, unlike other trainers, use a coefficient of this name and do not log this loss.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
         return value, {f"{prefix}{name}": metric for name, metric in logs.items()}

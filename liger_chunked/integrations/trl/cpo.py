@@ -1,4 +1,4 @@
-"""`LigerCPOTrainer`: TRL's CPO, and SimPO, without their logits."""
+"""`LigerCPOTrainer`: TRL's CPO and SimPO, without logits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from liger_chunked.integrations.trl.concatenated import ConcatenatedMixin
 
 
 class LigerCPOTrainer(ConcatenatedMixin, CPOTrainer):
-    """TRL's `CPOTrainer`, SimPO with `loss_type="simpo"`, without logits, of models without an encoder.
+    """TRL's `CPOTrainer` (SimPO with `loss_type="simpo"`) without logits, for decoder-only models.
 
     Args:
-        *args, **kwargs: TRL's.
+        *args, **kwargs: see TRL.
         loss: a `LigerFusedLinearPreferenceBase`.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder, or a loss that needs a reference; with a loss, a field of the config that TRL
-            reads for its own loss (`replaced_fields`) and that is neither at its default nor what the loss has.
+        ValueError: the model is an encoder-decoder, or the loss needs a reference; with a loss, a config field that the
+            loss replaces (`replaced_fields`) differs from both its default and the loss's value.
     """
 
     replaced_fields = MappingProxyType(

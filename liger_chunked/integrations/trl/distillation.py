@@ -1,4 +1,4 @@
-"""`LigerDistillationTrainer`: TRL's on-policy distillation, one product with the teacher's head a token."""
+"""`LigerDistillationTrainer`: TRL's on-policy distillation, with one product with the teacher's head for each token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLin
 
 
 class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
-    """TRL's `DistillationTrainer`, the gradient computed in forward.
+    """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
     Args:
-        *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearDistillationBase`, at whose temperature the entropy is logged too.
-        logits_budget: the most bytes of logits alive at once, those of student and teacher together; None for 1 GiB.
+        *args, **kwargs: see TRL.
+        loss: a `LigerFusedLinearDistillationBase`. The logged entropy uses its temperature too.
+        logits_budget: the most bytes of logits in memory at once, student and teacher together; None for 1 GiB.
 
     Raises:
-        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
-            neither at its default nor what the loss has.
+        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
+            and the loss's value.
     """
 
     replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})

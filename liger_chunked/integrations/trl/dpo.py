@@ -19,19 +19,19 @@ _NOT_OF_THE_MODEL = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"
 class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     """TRL's `DPOTrainer` on a chunked head.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`, `beta`,
-    `label_smoothing`, ...) must be at their defaults, or agree with `loss`. A loss that refuses a reference (SimPO,
-    CPO, ORPO) loads none.
+    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`, `beta`,
+    `label_smoothing`, ...) must have their defaults or agree with `loss`. The trainer loads no reference model for a
+    loss that rejects one (SimPO, CPO, ORPO).
 
         LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
 
     Args:
-        *args, **kwargs: TRL's.
+        *args, **kwargs: see TRL.
         loss: a `LigerFusedLinearPreferenceBase`.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a reference for a loss that refuses one; with a loss, a field of the config that it replaces.
+        ValueError: there is a reference model and the loss rejects one; with a loss, a config field contradicts it.
     """
 
     loss_kind = LigerFusedLinearPreferenceBase
@@ -64,7 +64,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
         return self._with_outputs(value, model, model_inputs, return_outputs)
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
-        """Of each token, or, precomputed, of each sequence."""
+        """Return the reference's log-probability of each token, or of each sequence if precomputed."""
         if not self.precompute_ref_logps:
             return reference_logps(self, model_inputs, labels)
         sums = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])

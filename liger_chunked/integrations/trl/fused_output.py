@@ -16,7 +16,7 @@ from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
 from liger_chunked.types import Head, TokenStats
 
-# TRL's names of the statistics, and ours.
+# Names of the statistics: TRL's and ours.
 STATISTICS = {
     "log_probs": "logps",
     "entropy": "entropy",
@@ -34,20 +34,20 @@ def add_chunked_lm_head(
     *,
     logits_budget: int | float | str | None = None,
 ) -> None:
-    """Give `model` the head that TRL's `add_fused_lm_head` gives it, computed by `linear_token_stats`.
+    """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
 
-    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns TRL's `FusedCausalLMOutput`, and
-    `model(..., labels=labels, head_fn=fn)` whatever `fn(head, input)` does; any other call is as before.
+    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns TRL's `FusedCausalLMOutput`, and `model(...,
+    labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
 
     Args:
         model: a causal language model; under PEFT its base model.
-        temperature: the logits are divided by it.
+        temperature: divides the logits.
         cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: fields of `FusedCausalLMOutput` to compute beside `log_probs` and `loss`: `STATISTICS`.
+        outputs: fields of `FusedCausalLMOutput` to compute in addition to `log_probs` and `loss`: `STATISTICS`.
         logits_budget: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown field.
+        ValueError: a field is unknown.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
@@ -61,8 +61,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
 
-    # A partial, which is copied with its model, and runs on the copy's weights; `generate` and `Trainer` read the
-    # signature of what it wraps.
+    # A copied partial runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
     model.forward = functools.update_wrapper(functools.partial(_forward, model.forward, statistics), model.forward)
 
 
@@ -82,7 +81,7 @@ def head_stats(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of a head inside its model, with the model's transform of its logits."""
+    """Compute `linear_token_stats` with the head, hidden states and logits transform of a model."""
     return linear_token_stats(
         head.weight,
         input.hidden_states,
@@ -105,11 +104,11 @@ def fused_output(
     float32: bool,
     logits_budget: int | float | str | None,
 ) -> FusedCausalLMOutput:
-    """TRL's `FusedCausalLMOutput`: the fields `outputs`, and the mean negative log-likelihood.
+    """Compute TRL's `FusedCausalLMOutput`: the fields `outputs`, and the mean negative log-likelihood.
 
-    `loss = -log_probs.sum() / n`, with `n` the valid tokens unless the call gave `num_items_in_batch`, plus the
-    auxiliary loss of a mixture of experts times the model's coefficient. `log_probs` and `entropy` are differentiable.
-    Fields are (B, T - 1), or (B, T) where the call gave `shift_labels`, as the labels were.
+    `loss = -log_probs.sum() / n`, plus the auxiliary loss of a mixture of experts times the model's coefficient. `n` is
+    `num_items_in_batch` of the call, or else the number of valid tokens. `log_probs` and `entropy` are differentiable.
+    Fields are (B, T - 1), or (B, T) if the call had `shift_labels`.
     """
     autocast: Any = nullcontext()
     if float32:
@@ -119,7 +118,7 @@ def fused_output(
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
         stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
-    # The last position predicts nothing, and TRL leaves it out.
+    # The last position predicts nothing, so TRL drops it.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
     if "mean_logits" in fields:

@@ -1,4 +1,4 @@
-"""What GKD and GOLD share: a generalized Jensen-Shannon divergence without the logits of either model."""
+"""Code shared by GKD and GOLD: a generalized Jensen-Shannon divergence without the logits of either model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLin
 
 
 class GeneralizedMixin(LigerTrainerMixin):
-    """Over a trainer with a `teacher_model` and a `beta`, which TRL gives a fused head for its metrics alone."""
+    """For a trainer with a `teacher_model` and a `beta`. TRL uses its fused head for metrics only."""
 
-    # Of the trainer beneath.
+    # Set by TRL's trainer.
     beta: float
     teacher_model: nn.Module
 

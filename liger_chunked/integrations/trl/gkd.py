@@ -15,13 +15,13 @@ class LigerGKDTrainer(GeneralizedMixin, GKDTrainer):
     """TRL's `GKDTrainer` without logits.
 
     Args:
-        *args, **kwargs: TRL's.
+        *args, **kwargs: see TRL.
         loss: a `LigerFusedLinearDistillationBase`.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
-            neither at its default nor what the loss has.
+        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
+            and the loss's value.
     """
 
     replaced_fields = MappingProxyType({"beta": "beta"})
@@ -34,5 +34,5 @@ class LigerGKDTrainer(GeneralizedMixin, GKDTrainer):
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
         model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        # TRL's temperature is that of sampling alone.
+        # TRL uses its temperature for sampling only.
         return self._distil(model, model_inputs, inputs["labels"], 1.0, return_outputs, num_items_in_batch)

@@ -1,4 +1,4 @@
-"""`LigerGOLDTrainer`: TRL's GOLD without the logits of either model, where both share a vocabulary."""
+"""`LigerGOLDTrainer`: TRL's GOLD, without logits if both models share a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from liger_chunked.integrations.trl.generalized import GeneralizedMixin
 class LigerGOLDTrainer(GeneralizedMixin, GOLDTrainer):
     """TRL's `GOLDTrainer` without logits.
 
-    With a teacher of another tokenizer (`use_uld_loss`), whose loss sorts and merges whole rows of probabilities, it is
-    TRL's own, with logits.
+    With a teacher that has another tokenizer (`use_uld_loss`), TRL's loss sorts and merges whole rows of probabilities.
+    This trainer then uses TRL's code, with logits.
 
     Args:
-        *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearDistillationBase`; not with a teacher of another tokenizer.
+        *args, **kwargs: see TRL.
+        loss: a `LigerFusedLinearDistillationBase`; not with a teacher that has another tokenizer.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss, with a teacher of another tokenizer.
-        ValueError: with a loss, a field of the config that TRL reads for its own loss (`replaced_fields`) and that is
-            neither at its default nor what the loss has.
+        ValueError: there is a loss and a teacher with another tokenizer.
+        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
+            and the loss's value.
     """
 
     replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})

@@ -28,23 +28,23 @@ _LOGGED = {
 class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`, `epsilon`,
-    `importance_sampling_level`, ...) must be at their defaults, or agree with `loss`. `temperature` is still read, for
-    sampling and for the loss. `beta` is too: it must be the loss's, and keeps the reference where it is not 0.
+    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`, `epsilon`,
+    `importance_sampling_level`, ...) must have their defaults or agree with `loss`. TRL still reads `temperature`, for
+    sampling and for the loss, and `beta`: it must equal the loss's, and TRL keeps a reference if it is not 0.
 
-    TRL's default `loss_type` is "dapo", and this library's default reduction is "grpo": as given here, the loss divides
-    as TRL's default does.
+    TRL's default `loss_type` is "dapo", and this library's default reduction is "grpo". This loss divides as TRL's
+    default does:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
 
     Args:
-        *args, **kwargs: TRL's.
+        *args, **kwargs: see TRL.
         loss: a `LigerFusedLinearPolicyBase`.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss with a KL term and a config without; with a loss, a field of the config that it replaces.
+        ValueError: the loss has a KL term and the config has none; with a loss, a config field contradicts it.
     """
 
     loss_kind = LigerFusedLinearPolicyBase
@@ -89,7 +89,7 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
         length = inputs["completion_ids"].shape[1]
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         window = self.current_gradient_accumulation_steps if self.model.training else 1
-        # TRL's count is of the generation batch, on all ranks.
+        # TRL counts the items of the generation batch on all ranks.
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         items = items * window / self.args.steps_per_generation if self.model.training else items
         counts_items = REDUCTIONS[loss.reduction].counts_items
@@ -120,7 +120,8 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
             metric = getattr(metrics, field)
             if metric is not None:
                 one_a_sequence = name.startswith("clip_ratio") and loss.importance_level != "token"
-                # As GRPO's own metrics, and unlike those of other trainers: of every rank, repeated samples and all.
+                # Like GRPO's own metrics, and unlike other trainers', this mean includes the samples that fill up a
+                # last batch.
                 mean = self.global_mean(metric, sequences if one_a_sequence else tokens, with_repeated=True)
                 self.mode_metrics[name].append(mean)
         return self._with_aux_loss(value, aux_loss, accumulates=self.model.training)

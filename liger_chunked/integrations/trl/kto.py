@@ -22,19 +22,19 @@ _NOT_OF_THE_MODEL = {"completion_mask", "label", "ref_logps", "ref_KL_logps"}
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """TRL's `KTOTrainer` on a chunked head.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `beta`,
-    `desirable_weight`, `undesirable_weight`) must be at their defaults, or agree with `loss`. `loss_type` is still
-    read: "kto" prepares the mismatched completions that a loss whose reference point is "kl" needs.
+    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `beta`, `desirable_weight`,
+    `undesirable_weight`) must have their defaults or agree with `loss`. TRL still reads `loss_type`: "kto" prepares the
+    mismatched completions that a loss with the reference point "kl" needs.
 
     Args:
-        *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. One that refuses a
-            reference loads none.
+        *args, **kwargs: see TRL.
+        loss: a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. The trainer loads no
+            reference model for a loss that rejects one.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss whose reference point the trainer cannot estimate, or a reference for one that refuses it;
-            with a loss, a field of the config that it replaces.
+        ValueError: the trainer cannot estimate the loss's reference point, or there is a reference model and the loss
+            rejects one; with a loss, a config field contradicts it.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
@@ -96,18 +96,18 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         return self._with_outputs(value, model, model_inputs, return_outputs)
 
     def _in_units_of(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Sums over completions, or their means where the loss looks at means."""
+        """Return sums over completions, or their means if the loss uses means."""
         return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums
 
     def _ref_logps(self, model_inputs: dict[str, Any], batch: dict[str, Any], labels: Tensor) -> Tensor:
-        """Of each token, or, precomputed, of each sequence."""
+        """Return the reference's log-probability of each token, or of each sequence if precomputed."""
         if self.precompute_ref_logps:
             return self._in_units_of(batch["ref_logps"], batch["completion_mask"])
         return reference_logps(self, model_inputs, labels)
 
     @torch.no_grad()
     def _kl(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """KTO's estimate on mismatched completions, the mean over all ranks."""
+        """Estimate KTO's KL on mismatched completions: the mean over all ranks."""
         logps = self._compute_kl_logps(model, batch)
         if self.loss_override.use_ref_model is False:
             reference = torch.zeros_like(logps)
@@ -121,7 +121,7 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         return self.accelerator.gather_for_metrics(kl).mean()
 
     def _log_sides(self, metrics: UnpairedPreferenceMetrics) -> None:
-        """Means over the desirable and the undesirable sequences of all ranks; of none, nothing."""
+        """Log means over the desirable and the undesirable sequences of all ranks. Skips a side without sequences."""
         logs = self.mode_metrics
         n = {
             side: self.accelerator.gather_for_metrics(getattr(metrics, f"{side}_count")).sum().item()

@@ -1,4 +1,4 @@
-"""What every trainer shares: where its heads come from, and whose loss it trains with."""
+"""Code shared by all trainers: chunked heads, and a `loss` that replaces the trainer's."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from liger_chunked.types import LogitOptions, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# The budget of a head that replaces TRL's chunked one: small, so that a step takes no more memory than with TRL's. With
-# the automatic budget DPO on Qwen2.5-0.5B, 8 x 2048 tokens, took 0.55 GiB more than on Liger-Kernel's layers (H200).
+# Budget of a head that replaces TRL's. It bounds the memory of a step to that of TRL's head; see docs/tuning.md.
 HEAD_BUDGET = 512 * 2**20
-# What of the logit options is the model's.
+# The logit options that the model determines.
 TRANSFORM = ("softcap", "logit_scale")
 
 
 class LigerTrainerMixin:
-    """Over a trainer of TRL: chunked heads, and a loss of one's own.
+    """For a trainer of TRL: adds chunked heads and the argument `loss`.
 
     Args:
-        *args, **kwargs: the trainer's own.
-        loss: takes the place of the trainer's loss; of the kind that the trainer names.
-        logits_budget: of the trainer's own heads, the most bytes of logits alive at once, a number or a string such as
-            "512MiB", see `LogitOptions`. None for 512 MiB in a head that takes the place of TRL's, and else an
-            automatic choice. Not with a `loss`, whose own `logits_budget` then counts for these heads too.
+        *args, **kwargs: of TRL's trainer.
+        loss: replaces the trainer's loss; an instance of the trainer's `loss_kind`.
+        logits_budget: the most bytes of logits that the trainer's own heads keep in memory at once, as a number or a
+            string such as "512MiB", see `LogitOptions`. None means 512 MiB for a head that replaces TRL's, and an
+            automatic choice otherwise. Not allowed with a `loss`, whose `logits_budget` then applies to these heads
+            too.
 
     Raises:
-        TypeError: a loss of another kind, or a budget of another type.
-        ValueError: a loss that ignores another label than -100, TRL's; a config with `use_liger_kernel`; with a loss, a
-            `logits_budget`, or a config that sets a field of `replaced_fields`.
-        RuntimeError: a release of TRL whose trainer asks for no fused head, and would build logits.
+        TypeError: the loss is of another class, or the budget of another type.
+        ValueError: the loss ignores a label other than TRL's -100; the config sets `use_liger_kernel`; with a loss,
+            `logits_budget` is given, or the config sets a field of `replaced_fields`.
+        RuntimeError: the trainer of this TRL release does not use a fused head, and would build logits.
     """
 
-    # Of the trainer beneath.
+    # Set by TRL's trainer.
     accelerator: Any
     args: Any
     model: Any
-    # Of those trainers beneath that keep such; the methods below that read them are for these alone.
+    # Set by some of TRL's trainers. Only these may call the methods that read them.
     aux_loss_enabled: bool
     current_gradient_accumulation_steps: int
     router_aux_loss_coef: float
@@ -58,18 +58,18 @@ class LigerTrainerMixin:
     _total_train_tokens: int
     _tp_size: int
 
-    # What `loss` must be an instance of; None for a trainer that takes none.
+    # The class of which `loss` must be an instance; None if the trainer takes no loss.
     loss_kind: ClassVar[type[Any] | None] = None
-    # The fields of the config that TRL reads for its loss, and that a `loss` replaces. The value is the attribute of
-    # the loss that means the same, with which the config may agree; None where there is none.
+    # Config fields that TRL reads for its loss, and that a `loss` replaces. The value is the equivalent attribute of
+    # the loss, with which the config may agree, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = MappingProxyType({})
-    # The models that TRL gives no fused head.
+    # The models that get no fused head from TRL.
     models_without_head: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # refuses a bad one before anything is loaded
+        budget = budget_bytes(logits_budget)  # raises before anything is loaded
         if any(getattr(x, "use_liger_kernel", False) for x in (*args, kwargs.get("args"))):
             raise ValueError(
                 "use_liger_kernel=True brings the package Liger-Kernel, whose losses take the place of these heads: "
@@ -96,17 +96,17 @@ class LigerTrainerMixin:
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
-        """What is to be logged of the current mode, training or evaluation, by name."""
+        """The metrics to log in the current mode, training or evaluation, by name."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """The mean of `value` over its items and the ranks, without samples repeated to fill up a last batch."""
+        """Return the mean of `value` over its items and the ranks, without samples repeated to fill up a last batch."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """The mean over the ranks' items, of which this one has `count` and their `mean`; 0 of none.
+        """Return the mean over the items of all ranks. This rank has `count` items with this `mean`; 0 without items.
 
-        Without the ranks that repeat samples to fill up the last batch of an evaluation, unless `with_repeated`.
+        Excludes the ranks whose samples only fill up the last batch of an evaluation, unless `with_repeated`.
         """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
@@ -114,16 +114,16 @@ class LigerTrainerMixin:
 
     @property
     def _aux_inputs(self) -> dict[str, bool]:
-        """What asks a mixture of experts for its load balancing loss, beside the inputs of the model."""
+        """The model input that requests the load-balancing loss of a mixture of experts."""
         return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """`value` plus the load balancing loss of a mixture of experts, which is logged; of None, `value`.
+        """Add the load-balancing loss of a mixture of experts to `value`, and log it. If it is None, return `value`.
 
         Args:
             value: (), the loss of a micro-batch.
             aux_loss: (), a mean over the micro-batch.
-            accumulates: gradients are summed over micro-batches, and `Trainer` leaves their mean to the loss.
+            accumulates: gradients are summed over micro-batches, and `Trainer` expects the loss to average them.
         """
         if aux_loss is None:
             return value
@@ -132,7 +132,7 @@ class LigerTrainerMixin:
         return value + self.router_aux_loss_coef * aux_loss / steps
 
     def _count_tokens(self, inputs: dict[str, Any]) -> None:
-        """Log the tokens that all ranks have trained on, those of `inputs` among them."""
+        """Log how many tokens all ranks have trained on, including those of `inputs`."""
         if self.model.training:
             # Without padding there is no mask, and every position is a token.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
@@ -142,7 +142,7 @@ class LigerTrainerMixin:
 
     @staticmethod
     def _with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """`value`, and with `return_outputs` also what one forward more returns, logits included."""
+        """Return `value`; with `return_outputs`, also the output of another forward, with logits."""
         if not return_outputs:
             return value
         with torch.no_grad():
@@ -150,7 +150,7 @@ class LigerTrainerMixin:
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
-        """Refuse, before anything is loaded, a loss that this trainer cannot train with."""
+        """Reject, before anything is loaded, a loss that this trainer does not support."""
         if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
             expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
             got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
@@ -161,10 +161,10 @@ class LigerTrainerMixin:
 
     @classmethod
     def _check_config(cls, loss: Any, config: Any) -> None:
-        """Refuse what a config says of TRL's loss, which `loss` replaces, unless `loss` says the same.
+        """Reject config fields that `loss` replaces, unless they agree with `loss`.
 
         Raises:
-            ValueError: fields of `replaced_fields` that are not at TRL's defaults.
+            ValueError: fields of `replaced_fields` do not have TRL's defaults.
         """
         if config is None:
             return
@@ -195,7 +195,7 @@ def _is_config(x: Any) -> bool:
 
 
 def _defaults(config: type[Any]) -> dict[str, Any]:
-    """The defaults of the fields of TRL's config class that `config` is, or extends: a subclass may have others."""
+    """Return the field defaults of the config's TRL class. A subclass of that class may have other defaults."""
     of_trl = next((c for c in config.__mro__ if c.__module__.partition(".")[0] == "trl"), config)
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -204,26 +204,26 @@ def _defaults(config: type[Any]) -> dict[str, Any]:
 
 
 def _attribute(x: Any, path: str) -> Any:
-    """The attribute of `x` at a dotted path, or `_MISSING`."""
+    """Return the attribute of `x` at a dotted path, or `_MISSING`."""
     for name in path.split("."):
         x = getattr(x, name, _MISSING)
     return x
 
 
 def _alone(value: Any) -> Any:
-    """The only element of a list, which TRL makes of a single loss type."""
+    """Return the only element of a list; TRL makes a list of a single loss type."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 @contextmanager
 def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
-    """While a trainer is built, the function that its TRL modules call to add fused heads is ours.
+    """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
-    They call it with the temperature, precision and statistics that they need, and may score a reference before they
-    are done: whoever came later would have to guess the one and be late for the other.
+    TRL calls it with the temperature, precision and statistics that it needs. It may score a reference during
+    construction, so replacing the head afterwards would be too late.
 
     Raises:
-        RuntimeError: nothing calls it, for a model that gets its head from nowhere else.
+        RuntimeError: TRL does not call it, and the model gets no head from this library.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
@@ -245,10 +245,10 @@ def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) 
 
 
 def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """The options `own` of a loss, with the transform of the model it is applied to.
+    """Return the options `own` of a loss with the logits transform of the model.
 
     Raises:
-        ValueError: the loss was given a transform of its own, and it is another one.
+        ValueError: the loss has a transform that differs from the model's.
     """
     plain = LogitOptions()
     for name in names:
@@ -259,7 +259,7 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 
 def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
-    """A copy of `loss` with the transform of the model it is applied to, see `with_transform`."""
+    """Return a copy of `loss` with the logits transform of the model; see `with_transform`."""
     own: Any = copy.copy(loss)
     own.options = with_transform(own.options, options, names)
     return own

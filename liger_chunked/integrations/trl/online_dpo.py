@@ -26,10 +26,10 @@ class LigerOnlineDPOTrainer(LigerTrainerMixin, OnlineDPOTrainer):
         vision_inputs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         if vision_inputs is None:
-            # From the left, where the prompt is; images need every token of theirs.
+            # Truncate on the left, where the prompt is. Images need all of their tokens.
             too_long = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
             prompt_ids, prompt_mask = prompt_ids[:, too_long:], prompt_mask[:, too_long:]
-        # Padding is scored too: TRL's mean entropy and KL count it. Without a prompt, position t stands for token t.
+        # Score padding too, because TRL's mean entropy and KL count it. Without a prompt, position t scores token t.
         first = max(prompt_ids.shape[1] - 1, 0)
         input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
         shift_labels = torch.full_like(input_ids, -100)

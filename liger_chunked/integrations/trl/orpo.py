@@ -1,4 +1,4 @@
-"""`LigerORPOTrainer`: TRL's ORPO without its logits."""
+"""`LigerORPOTrainer`: TRL's ORPO without logits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from liger_chunked.integrations.trl.concatenated import ConcatenatedMixin
 
 
 class LigerORPOTrainer(ConcatenatedMixin, ORPOTrainer):
-    """TRL's `ORPOTrainer` without logits, of models without an encoder.
+    """TRL's `ORPOTrainer` without logits, for decoder-only models.
 
     Args:
-        *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearPreferenceBase`; an NLL term that it has spans prompt and response, as ORPO's does.
+        *args, **kwargs: see TRL.
+        loss: a `LigerFusedLinearPreferenceBase`. Its NLL term, if any, spans prompt and response, as in ORPO.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: an encoder-decoder, or a loss that needs a reference; with a loss, a field of the config that TRL
-            reads for its own loss (`replaced_fields`) and that is neither at its default nor what the loss has.
+        ValueError: the model is an encoder-decoder, or the loss needs a reference; with a loss, a config field that the
+            loss replaces (`replaced_fields`) differs from both its default and the loss's value.
     """
 
     replaced_fields = MappingProxyType({"beta": "beta"})

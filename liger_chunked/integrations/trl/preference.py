@@ -1,4 +1,4 @@
-"""A loss on pairs in the place of a trainer's own: the step through the model, and what is logged of it."""
+"""A loss on pairs in place of a trainer's own: the step through the model, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_chunked.types import Head, PreferenceMetrics
 
 
 class PreferenceStep(NamedTuple):
-    """The loss with its gradient, its metrics, and the load balancing loss of a mixture of experts."""
+    """The loss with its gradient, its metrics, and the load-balancing loss of a mixture of experts."""
 
     loss: Tensor
     metrics: PreferenceMetrics
@@ -33,16 +33,16 @@ def preference_step(
 
     Args:
         model: the policy, wrapped or not.
-        loss: takes the model's logit transform.
-        inputs: keywords of the model, of 2 n sequences of T tokens, chosen then rejected.
+        loss: a loss; it gets the model's logits transform.
+        inputs: keyword arguments of the model for 2 n sequences of T tokens, chosen then rejected.
         labels: (2 n, T) token ids, not shifted, -100 at prompts and padding.
-        ref_logps: as the loss takes them: (2 n, T - 1), or (2 n,).
-        nll_labels: (2 n, T) labels of the NLL term where they are others.
+        ref_logps: (2 n, T - 1) for each token, or (2 n,) for each sequence, as the loss takes them.
+        nll_labels: (2 n, T) labels of the NLL term, if they differ from `labels`.
     """
     length = labels.shape[1]
 
     def apply(head: Head, input: HeadInput) -> PreferenceStep:
-        # Virtual tokens of prompt learning stand before the others; the last position predicts nothing.
+        # The virtual tokens of prompt learning come first, and the last position predicts nothing.
         positions = slice(-length, -1)
         value, metrics = fitted(loss, input.options)(
             head.weight,
@@ -60,7 +60,7 @@ def preference_step(
 def preference_logs(
     trainer: LigerTrainerMixin, loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, labels: Tensor
 ) -> dict[str, float]:
-    """TRL's names for the metrics of a loss on pairs with these labels, (2 n, T), averaged over the ranks."""
+    """Return the metrics of a loss on pairs under TRL's names, averaged over the ranks. `labels` are (2 n, T)."""
     of_pairs = {
         "rewards/chosen": metrics.chosen_rewards,
         "rewards/rejected": metrics.rejected_rewards,

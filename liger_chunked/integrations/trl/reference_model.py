@@ -1,4 +1,4 @@
-"""The reference: none for a loss that refuses one, otherwise whichever model a trainer has for it."""
+"""The reference model of a trainer. A loss that rejects one has none."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trl.trainer.utils import use_adapter
 
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
 
-# What a trainer makes of its reference.
+# Config fields that only apply to a reference model.
 _SETTINGS = ("precompute_ref_log_probs", "sync_ref_model")
-# Given for a reference model, it keeps a trainer from loading one.
+# Passed as the reference model, it keeps a trainer from loading one.
 _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """Over a trainer that keeps a reference model: it loads none for a loss that refuses one.
+    """For a trainer with a reference model: loads none if the loss rejects one.
 
     Raises:
-        ValueError: a reference model, or a setting of one, for such a loss.
+        ValueError: there is a reference model, or a setting for one, and the loss rejects one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ReferenceMixin(LigerTrainerMixin):
         loss: Any = None,
         **kwargs: Any,
     ) -> None:
-        # A loss of another kind is refused by the mixin above.
+        # `LigerTrainerMixin` rejects a loss of another class.
         if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
             given = ["a ref_model"] if ref_model is not None else []
             given += [f"{name}=True" for name in _SETTINGS if getattr(args, name, False)]
@@ -56,7 +56,7 @@ class ReferenceMixin(LigerTrainerMixin):
 
 @contextmanager
 def reference_of(trainer: Any) -> Iterator[nn.Module]:
-    """The trainer's reference model, or its policy with the adapter "ref" where there is one and none otherwise."""
+    """Yield the reference model, or the policy with the adapter "ref" if it exists, and without adapters otherwise."""
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return
@@ -67,7 +67,7 @@ def reference_of(trainer: Any) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def reference_logps(trainer: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
-    """(B, T - 1) log-probability under the reference of each label, in nats, zero where it is -100."""
+    """(B, T - 1) the reference's log-probability of each label in nats, zero where the label is -100."""
     args = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(trainer.model, args), reference_of(trainer) as reference:
         logps = reference(**inputs, labels=labels, fused_lm_head=True).log_probs

@@ -1,4 +1,4 @@
-"""A batch of completions, as the trainers that sample them have it, for the model that scores them."""
+"""Converts the batches of trainers that sample completions to model inputs and labels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _OF_THE_MODEL = (
 
 
 def model_inputs_and_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Keywords of the model for prompts (B, P) and completions (B, C), and labels (B, P + C), not shifted.
+    """Return the model's keyword arguments for prompts (B, P) and completions (B, C), and labels (B, P + C), not
+    shifted.
 
-    Labels are -100 but for the tokens of a completion that the model, and no tool, has written.
+    Labels are -100 except at completion tokens that the model, and not a tool, has written.
     """
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)

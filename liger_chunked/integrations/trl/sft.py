@@ -18,22 +18,22 @@ from liger_chunked.types import Head
 class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
     """TRL's `SFTTrainer` on a chunked head.
 
-    With `label_smoothing_factor`, for which TRL builds logits, the loss is computed from the head's statistics.
+    TRL builds logits for `label_smoothing_factor`. This trainer computes that loss from the head's statistics.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`,
-    `label_smoothing_factor`) must be at their defaults, or agree with `loss`.
+    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`,
+    `label_smoothing_factor`) must have their defaults or agree with `loss`.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
 
     Args:
-        *args, **kwargs: TRL's.
-        loss: a `LigerFusedLinearCrossEntropyLoss` that reduces to a mean; what it is asked to return beside the loss is
-            logged: `mean_token_accuracy`, `z_loss`.
+        *args, **kwargs: see TRL.
+        loss: a `LigerFusedLinearCrossEntropyLoss` with `reduction="mean"`. The trainer logs the metrics that it
+            returns: `mean_token_accuracy`, `z_loss`.
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: a loss of another reduction; a loss beside `compute_loss_func`; with a loss, a field of the config
-            that it replaces.
+        ValueError: the loss has another reduction; both `loss` and `compute_loss_func` are given; with a loss, a config
+            field contradicts it.
     """
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
@@ -72,8 +72,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
             return value, metrics, input.aux_loss, n_tokens
 
         value, metrics, aux_loss, n_tokens = model(**inputs, **self._aux_inputs, head_fn=apply)
-        # Trainer's conventions: a count of items is of all ranks, whose gradients are averaged; it leaves accumulation
-        # to the loss, which the mean over a micro-batch of an auxiliary loss does not know.
+        # Trainer's conventions: num_items_in_batch counts all ranks, whose gradients are averaged. Trainer then leaves
+        # the accumulation to the loss, but an auxiliary loss is a mean over one micro-batch.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * (self.accelerator.num_processes // self.get_tp_size())
         value = self._with_aux_loss(value, aux_loss, accumulates=num_items_in_batch is not None)
@@ -88,10 +88,10 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
     def _with_label_smoothing(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: int | Tensor | None
     ) -> Any:
-        """What TRL computes with `label_smoothing_factor`, in one forward and without logits.
+        """Compute the loss that TRL computes with `label_smoothing_factor`, in one forward and without logits.
 
-        Of each token `(1 - eps) * nll + eps * mean(-log p)`, where the mean over the vocabulary is `lse - mean_logits`.
-        As TRL, it logs the load balancing loss of a mixture of experts, and does not add it.
+        Each token costs `(1 - eps) * nll + eps * mean(-log p)`; the mean over the vocabulary is `lse - mean_logits`.
+        Like TRL, this logs the load-balancing loss of a mixture of experts but does not add it.
         """
         eps = self.args.label_smoothing_factor
         budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget

@@ -1,4 +1,4 @@
-"""A student and its teacher: the divergence of two heads, each inside the forward of its own model."""
+"""The divergence between student and teacher, with each head inside the forward of its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 
 
 class DistillationStep(NamedTuple):
-    """The loss with its gradient, its metrics, and, where asked for, the sum of the student's entropies in nats."""
+    """The loss with its gradient, its metrics and, if requested, the sum of the student's entropies in nats."""
 
     loss: Tensor
     metrics: DistillationMetrics
@@ -35,16 +35,16 @@ def distillation_step(
 ) -> DistillationStep:
     """Apply `loss` inside the forward of `model`, inside the forward of `teacher`.
 
-    The one in the other, as each head is whole only there.
+    The forwards are nested because each head is unsharded only inside its model's forward.
 
     Args:
         model: the student, wrapped or not.
         teacher: scores the same tokens.
-        loss: takes either model's logit transform.
-        inputs: keywords of both models, of sequences of T tokens.
-        labels: (B, T) token ids, not shifted, -100 where the models need not agree.
+        loss: a loss; it gets the logits transforms of both models.
+        inputs: keyword arguments of both models, for sequences of T tokens.
+        labels: (B, T) token ids, not shifted, -100 at positions without a loss.
         num_items: see the loss.
-        with_entropy: the student's entropy, at the temperature of the loss, at one GEMM more.
+        with_entropy: also compute the student's entropy at the temperature of the loss, for one more GEMM.
     """
     with_gradient = torch.is_grad_enabled()
     steps: list[DistillationStep] = []
@@ -66,7 +66,7 @@ def distillation_step(
             return DistillationStep(value, metrics, entropy_sum)
 
         with torch.set_grad_enabled(with_gradient):
-            # Not returned: the teacher's hooks would take a loss with a gradient for the teacher's own.
+            # Not returned: the teacher's hooks would treat the loss as an output of the teacher.
             steps.append(model(**inputs, labels=labels, head_fn=in_student))
 
     teacher.eval()
@@ -78,7 +78,7 @@ def distillation_step(
 def fitted_pair(
     loss: LigerFusedLinearDistillationBase, student: LogitOptions, teacher: LogitOptions
 ) -> LigerFusedLinearDistillationBase:
-    """A copy of `loss` with the transforms of both models it is applied to, see `with_transform`."""
+    """Return a copy of `loss` with the logits transforms of both models; see `with_transform`."""
     own = copy.copy(loss)
     own.options = with_transform(loss.options, student)
     of_teacher = loss.teacher_options
@@ -96,7 +96,7 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 def log_terms(trainer: LigerTrainerMixin, loss: LigerFusedLinearDistillationBase, metrics: DistillationMetrics) -> None:
-    """Log the terms of a loss that took the place of a trainer's."""
+    """Log the terms of a loss that replaces the trainer's."""
     trainer.mode_metrics["soft_loss"].append(metrics.soft_loss.item())
     if loss.weight_hard_loss:
         trainer.mode_metrics["hard_loss"].append(metrics.hard_loss.item())
