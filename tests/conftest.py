@@ -1,4 +1,4 @@
-"""What every test runs under: its device, and memory that is not zero by luck.
+"""Settings of all tests: the device, deterministic operations, and NaN in uninitialized memory.
 
 python -m pytest -n 2                               the suite, on the CPU
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator
 
-# Deterministic mode asks this of cuBLAS, before it starts.
+# Deterministic mode requires this setting before cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The shapes are small, and the workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
     if backend.INTERPRETED:
-        # Both sides of tl.where are computed, and NumPy says so of the side that is not taken.
+        # tl.where computes both sides, and NumPy warns about the side that is not used.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill what `torch.empty` returns with NaN, and refuse operations that are not deterministic."""
+    """Fill the result of `torch.empty` with NaN, and reject nondeterministic operations."""
     if request.node.get_closest_marker("ordinary_memory"):
         yield
         return
@@ -51,13 +51,13 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def expects_triton(device: str) -> bool:
-    """Whether float32 tensors of `device` are served by the Triton kernels in this process."""
+    """Whether this process uses the Triton kernels for float32 tensors on `device`."""
     return device == "cuda" or backend.INTERPRETED
 
 
 @pytest.fixture
 def path(device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """ "triton" or "torch": which kernels the test must run; it fails if it ran the others, or none."""
+    """Yield "triton" or "torch": the kernels that the test must run. Fails if it ran the others, or none."""
     ran: set[str] = set()
 
     def watched(module_name: str, name: str, path: str) -> None:
@@ -86,7 +86,7 @@ def path(device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
 @pytest.fixture
 def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that the epilogue serves go by it, on a device that has one or in the interpreter."""
+    """Make supported steps use the fused epilogue, on a device that has one or in the interpreter."""
     if device == "cpu" and not backend.INTERPRETED:
         pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
     if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):

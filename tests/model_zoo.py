@@ -1,4 +1,4 @@
-"""A tiny random model of every family, built from its config alone."""
+"""A tiny random model of every family, built from its config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-    # Wide enough for activations to be told apart.
+    # Large enough to tell activation functions apart.
     "initializer_range": 0.15,
 }
 _MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.01, "output_router_logits": True}
@@ -36,13 +36,13 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000
 
 
 class Sample(NamedTuple):
-    """The arguments of `model.forward` but the labels; `input_ids` is (B, T)."""
+    """The arguments of `model.forward`, without labels; `input_ids` is (B, T)."""
 
     arguments: dict[str, Tensor]
 
     @property
     def labels(self) -> Tensor:
-        """The prompt is not learned, nor is the padding."""
+        """Labels that ignore the prompt and the padding."""
         labels = self.arguments["input_ids"].clone()
         labels[:, :3] = -100
         labels[-1, -2:] = -100
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
 
 
 def _text(generator: torch.Generator, image_token: int | None = None) -> dict[str, Tensor]:
-    # Token ids that are special somewhere are the first and the last few.
+    # The first and the last few token ids are special in some models.
     input_ids = torch.randint(10, VOCAB - 10, (2, LENGTH), generator=generator)
     mask = torch.ones_like(input_ids)
     mask[-1, -2:] = 0
@@ -69,7 +69,7 @@ def _qwen_image(generator: torch.Generator) -> dict[str, Tensor]:
     arguments = _text(generator)
     arguments["input_ids"][:, 1:5] = torch.tensor([VOCAB - 3, VOCAB - 1, VOCAB - 1, VOCAB - 2])
     arguments["mm_token_type_ids"] = (arguments["input_ids"] == VOCAB - 1).int()
-    # Two images of 2 x 4 patches, merged two by two; a patch is 3 channels of 2 frames of 4 x 4 pixels.
+    # Two images of 2 x 4 patches, merged two by two. A patch has 3 channels of 2 frames of 4 x 4 pixels.
     arguments["image_grid_thw"] = torch.tensor([[1, 2, 4], [1, 2, 4]])
     arguments["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
     return arguments
@@ -89,7 +89,7 @@ def _mllama_image(generator: torch.Generator) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Tiny:
-    """One model: its class, the arguments of its config, and what it is called with."""
+    """One model: its class, the arguments of its config, and its sample."""
 
     name: str
     family: str
@@ -102,7 +102,7 @@ class Tiny:
         return self.name
 
     def build(self, seed: int = 0) -> PreTrainedModel:
-        """The model in evaluation mode, its norms' weights and its biases away from their initial values."""
+        """Build the model in evaluation mode, with norm weights and biases that differ from their initial values."""
         torch.manual_seed(seed)
         config = getattr(transformers, self.config_class)(**self.config)
         model = getattr(transformers, self.model_class)(config).eval()
@@ -111,7 +111,7 @@ class Tiny:
             for parameter in model.parameters():
                 if parameter.ndim <= 1:
                     parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-            # Logits large enough for a softcap to matter.
+            # Large enough for a softcap to matter.
             model.get_output_embeddings().weight.mul_(3.0)
         return model
 

@@ -1,4 +1,4 @@
-"""Bad input is refused at once, by name, with what came and what was expected."""
+"""Bad input raises at once. The message has the argument's name, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dpo(_settings=None, _ref=None, **changes):
 
 
 def kto(_settings=None, _mismatched=None, **changes):
-    """With a reference by its states where there are mismatched completions, else without one and with a KL of zero."""
+    """Pass hidden states of a reference with mismatched completions, else no reference and a KL of zero."""
     batch = examples(SMALL, seed=0, ref="states" if _mismatched else None, mismatched=_mismatched)
     kl = {} if _mismatched else {"kl": 0.0}
     return LigerFusedLinearKTOLoss(**_settings or {})(**{**batch, **kl, **changes})
@@ -63,7 +63,7 @@ def ids(*shape, fill=1, dtype=torch.int64, device=None):
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-# What every loss refuses: (changes to a good call, exception, what its message says).
+# Errors that every loss raises: (changes to a valid call, exception, pattern of the message).
 EVERYWHERE = {
     "hidden-size": (
         {"weight": f64(V, H + 1)},
@@ -465,7 +465,7 @@ def test_beta(loss, beta):
 
 
 def test_a_tensor_of_no_items_counts_as_one():
-    """To look at it would mean to wait for the device."""
+    """Reading it would synchronize with the device."""
     given = [cross_entropy(num_items=torch.tensor(n)) for n in (0, 1)]
     assert torch.equal(*given) and given[0] > 0
     batch = students(SMALL, seed=0)
@@ -486,7 +486,7 @@ class WrongShapeUnpaired(LigerFusedLinearUnpairedPreferenceBase):
 
 MISMATCHED = {"kl_input": f64(B, T, H), "kl_target": ids(B, T), "ref_kl_logps": f64(B)}
 
-# (call, exception, what its message says)
+# (call, exception, pattern of the message)
 UNPAIRED = {
     # Sequences, labels, weights
     "sequences-2d": (
@@ -689,7 +689,7 @@ class OneNumber(LigerFusedLinearPolicyBase):
 
 PER_SEQUENCE = rf"\({B}, {T}\), one value a token, or \({B},\) or \({B}, 1\), one a sequence"
 
-# The same of policy losses.
+# The same for policy losses.
 POLICY = {
     "surrogate": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="ppo"),

@@ -1,4 +1,4 @@
-"""The base kernels, on whichever path serves the device, against eager code in float64 and in the same dtype."""
+"""The base kernels, on the device's path, compared with eager code in float64 and in the same dtype."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_values_and_gradients(op: Op, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.triton
 @one_each
 def test_path(op: Op, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that the device is there for are the ones that ran."""
+    """Each device runs the kernels meant for it."""
     other = "torch" if device == "cuda" or INTERPRETED else "triton"
 
     def refuse(*_: Any) -> None:
         raise AssertionError(f"ran the {other} path")
 
-    # Functions have the names of the last two.
+    # The last two files have functions of the same names.
     files = ("logits_stats", "logits_grad", "divergence_sums", "divergence", "divergence_grad")
     shared = [importlib.import_module(f"liger_chunked.kernels.{name}") for name in files]
     pattern = rf"_(forward|backward|rope|sums?|second_sweep|grad|logits_\w+|divergence_grad)_{other}_?"
@@ -82,21 +82,21 @@ def test_gradcheck(op: Op) -> None:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers, with gaps between the rows."""
+    """Return the same numbers, with gaps between the rows."""
     gaps = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
     gaps[..., : x.shape[-1]] = x.detach()
     return gaps[..., : x.shape[-1]].requires_grad_(x.requires_grad)
 
 
 def scattered(x: Tensor) -> Tensor:
-    """The same numbers, with gaps between the columns."""
+    """Return the same numbers, with gaps between the columns."""
     gaps = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
     gaps[..., 0] = x.detach()
     return gaps[..., 0].requires_grad_(x.requires_grad)
 
 
 def permuted(x: Tensor) -> Tensor:
-    """The same numbers, with the first dimension as the innermost in memory."""
+    """Return the same numbers, with the first dimension innermost in memory."""
     return x.detach().movedim(0, -1).contiguous().movedim(-1, 0).requires_grad_(x.requires_grad)
 
 
@@ -109,7 +109,7 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], device: str) -> Non
     views = [layout(x) for x in inputs]
     grads = [layout(g) if g.ndim > 1 else g for g in upstream(outputs_of(op.ours(*inputs)))]
     for value, same in zip(run(op.ours, views, grads), expected, strict=True):
-        # float32: another layout is another order of the torch path's sums.
+        # float32: the torch path sums in another order in another layout.
         torch.testing.assert_close(value, same, rtol=1e-5, atol=1e-6)
 
 
@@ -135,7 +135,7 @@ def test_frozen_inputs(op: Op, device: str) -> None:
             x.requires_grad_(i != frozen)
         gradients = run(op.ours, inputs)[1 - len(inputs) :]
         for value, same in zip(gradients, expected[:frozen] + expected[frozen + 1 :], strict=True):
-            # A few units in the last place: who computes less may add up in another order.
+            # A few units in the last place, because computing less may change the order of a sum.
             torch.testing.assert_close(value, same, rtol=1e-6, atol=1e-7)
 
 
@@ -185,7 +185,7 @@ def test_second_derivative_is_refused(op: Op) -> None:
 
 @one_each
 def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
-    """Also where the upstream gradient is a constant: the penalty would be one too."""
+    """This includes a constant upstream gradient: the gradient of the penalty would be constant too."""
     inputs = op.sample(op.shapes[0], torch.float32)
     outputs = outputs_of(op.ours(*inputs))
     gradients = torch.autograd.grad(outputs, inputs, upstream(outputs), create_graph=True)
@@ -196,7 +196,7 @@ def test_a_penalty_on_a_gradient_is_refused(op: Op) -> None:
 @one_each
 @pytest.mark.parametrize("linear", [True, False], ids=["constant-upstream", "upstream-of-the-inputs"])
 def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None:
-    """With `autograd.grad`, and beside a term whose second derivative is known."""
+    """Tested with `autograd.grad`, and with an additional term whose second derivative exists."""
     inputs = op.sample(op.shapes[0], torch.float64)
 
     def again(function: Callable[..., Any], first: int, by: int) -> Tensor | None:
@@ -217,7 +217,7 @@ def test_second_derivative_by_any_input_is_refused(op: Op, linear: bool) -> None
             except RuntimeError as error:
                 assert "second derivatives" in str(error)
             else:
-                # A gradient that does not depend on this input, as a rotation's.
+                # The gradient does not depend on this input, as for a rotation.
                 assert linear
                 torch.testing.assert_close(ours, again(op.eager, first, by))
 
@@ -265,7 +265,7 @@ def test_compile_under_autocast_and_checkpointing(op: Op, reentrant: bool, devic
 
 
 class Block(torch.nn.Module):
-    """All of them in a row."""
+    """All kernels in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def test_compile_compiles_twice_for_any_length(device: str) -> None:
     for tokens in (5, 7, 12, 31):
         x = torch.randn(2, tokens, 16, device=device)
         torch.testing.assert_close(compiled(x, labels(x)), block(x, labels(x)))
-    assert counter.frame_count <= 2  # of the first length, and of all
+    assert counter.frame_count <= 2  # one for the first length, one for all others
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -357,7 +357,7 @@ def test_wide_rows_take_the_torch_path(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     "shape",
-    [(70_001, 64), (140_001, 16_384)],  # past the 65,535 of a grid's y; past 2 ** 31 elements
+    [(70_001, 64), (140_001, 16_384)],  # over the limit of 65,535 for a grid's y; over 2 ** 31 elements
     ids=str,
 )
 def test_long(shape: tuple[int, int]) -> None:
@@ -389,7 +389,7 @@ def test_long(shape: tuple[int, int]) -> None:
         assert torch.equal(y[tail], y_end) and torch.equal(gradient[tail], gradient_end)
 
 
-# How the models of transformers have it.
+# Compared with the modules of transformers.
 
 
 @pytest.mark.triton
@@ -418,7 +418,7 @@ def test_rms_norm_of_transformers(name: str, offset: float, casting: Any, dtype:
     value, same = ours(x), theirs(x)
     if device == "cpu" and not INTERPRETED:
         assert torch.equal(value, same)
-    else:  # another order of the sum: in float32 up to a unit in each step; the interpreter truncates twice
+    else:  # another summation order: in float32 up to a unit in each step; the interpreter truncates twice
         ulps = 4 if dtype == torch.float32 else 2 if INTERPRETED else 1
         torch.testing.assert_close(value, same, rtol=ulps * torch.finfo(dtype).eps, atol=0)
 
@@ -443,7 +443,7 @@ def test_mlp_of_transformers(name: str, ours: Any, activation: str) -> None:
     torch.testing.assert_close(mlp(x), theirs(x))
 
 
-# Corners of single operations.
+# Corner cases of single operations.
 
 
 @pytest.mark.triton
@@ -494,7 +494,7 @@ def test_divergences_of_events_without_probability(device: str) -> None:
     "module", [rms_norm, layer_norm, glu, rope, pointwise_divergence, logits_divergence], ids=lambda m: m.__name__[22:]
 )
 def test_operators_keep_their_word(module: Any) -> None:
-    """Schema, fake outputs and aliasing, as torch.library checks them."""
+    """`torch.library.opcheck` accepts their schema, fake outputs and aliasing."""
     x, w, row = torch.randn(3, 8), torch.randn(8), torch.rand(3)
     q, k, angle = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 8)
     samples: dict[str, list[tuple[Any, ...]]] = {

@@ -1,4 +1,4 @@
-"""The benchmarks at their small shapes: they run, measure what they say, and what they write can be drawn."""
+"""The benchmarks at small shapes: they run, their numbers are right, and figures can be drawn from the results."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FAMILIES = {
     "policy": policy,
     "sweep": sweep,
 }
-# Compiling takes seconds, and what a peer does here says nothing about us.
+# Compiling takes seconds, and a peer's speed on a CPU says nothing about this library.
 pytestmark = [
     pytest.mark.ordinary_memory,
     pytest.mark.skipif(harness.DEVICE != "cpu", reason="measured by make bench"),
-    # TRL and transformers on transformers.
+    # Warnings of TRL and transformers about transformers.
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 
@@ -49,7 +49,7 @@ def run(family: str, out: Path, *arguments: str) -> dict:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run of every family; peers pass their turn."""
+    """Run every family once, without peers."""
     folder = tmp_path_factory.mktemp("results")
     for family in FAMILIES:
         run(family, folder, "--peer-seconds=-1")
@@ -72,7 +72,7 @@ def test_rows(results: Path, family: str) -> None:
         assert row["ms"] > 0
         assert row["times_floor"] == pytest.approx(row["ms"] / content["tasks"][row["task"]]["floor_ms"], rel=0.02)
         if family != "sweep":
-            # The float64 gradients are of the loss that both ours and eager code compute.
+            # The float64 gradients belong to the loss that our code and eager code compute.
             assert row["errors"].keys() == {"input", "weight"}
             assert max(row["errors"].values()) < 1e-4, row
 
@@ -195,7 +195,7 @@ def test_the_newest_run_is_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_task_that_was_measured_again(tmp_path: Path) -> None:
-    """Takes the place of what the last whole run has of it, where nobody is missing."""
+    """A new measurement of a task replaces the one in the last complete run, which has all implementations."""
 
     def keep(run: str, device: str, whole: bool, **tasks: dict[str, str | None]) -> None:
         environment = {"device": device, "device_type": "cuda", "date": run[:10], "commit": run, "versions": {}}
@@ -294,7 +294,7 @@ def test_a_step_leaves_the_weights() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 5, 12, 83, 84, 1000])
-@pytest.mark.parametrize("capacity", [50.0, 180.0, 900.0])  # also far from what really fits
+@pytest.mark.parametrize("capacity", [50.0, 180.0, 900.0])  # also far from the actual capacity
 def test_longest(limit: int, capacity: float) -> None:
     tried = []
 

@@ -1,4 +1,4 @@
-"""The commands, as a terminal gives them."""
+"""The commands, called as from a terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_budget_is_bytes_or_has_a_unit(capsys):
 
 
 def test_memory_of_a_gpu_that_is_not_here(capsys):
-    # Large enough for Hopper to go another way.
+    # Large enough for Hopper's separate code path.
     sizes = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 512), "trainable_head": False}
     given = "--vocab-size 151936 --hidden-size 896 --shape 4 512 --frozen-head".split()
     printed = [out(capsys, "memory", "grpo", *given, "--capability", *c) for c in ("80", "90")]

@@ -1,6 +1,6 @@
-"""`liger_chunked.compat`: Liger-Kernel's signatures against the oracles, and against Liger-Kernel where it is there.
+"""`liger_chunked.compat`: Liger-Kernel's signatures against the oracles, and against Liger-Kernel if it is installed.
 
-Its chunked losses are plain PyTorch and run on a CPU, its kernels on a GPU alone.
+Its chunked losses are plain PyTorch and run on a CPU. Its kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULES = {"chunked_loss": chunked_loss, "transformers": transformers}
 
 
 def peer(module: str) -> Any:
-    """Liger-Kernel's module. It may warn, and be non-deterministic."""
+    """Return Liger-Kernel's module. It may warn and be nondeterministic."""
     return pytest.importorskip(f"liger_kernel.{module}", exc_type=ImportError)
 
 
@@ -37,13 +37,13 @@ class Case:
     """A fused loss in one setting.
 
     Args:
-        id: what a test report calls it.
-        name: of the class, with `module` where it is.
-        arguments: names in the batch, in the order of the call; one that the batch has not is None.
-        sample: a batch in float64.
-        oracle: the loss of a batch.
-        settings: of the constructor.
-        peer: whether Liger-Kernel has it in plain PyTorch, with the numbers of the oracle.
+        id: the name in a test report.
+        name: the name of the class in `module`.
+        arguments: names in the batch, in the order of the call; a name that is not in the batch is passed as None.
+        sample: returns a batch in float64.
+        oracle: returns the loss of a batch.
+        settings: arguments of the constructor.
+        peer: whether Liger-Kernel has this loss in plain PyTorch, with the oracle's results.
     """
 
     id: str
@@ -97,7 +97,7 @@ def cpo(id: str, oracle: dict[str, Any], **settings: Any) -> Case:
 
 
 def with_nll_target() -> Batch:
-    """The whole of the chosen sequences is in the NLL, and nothing of the rejected ones."""
+    """The NLL spans the whole chosen sequences and excludes the rejected ones."""
     batch = pairs(SMALL, seed=3, ref=None)
     chosen = torch.arange(SMALL.sequences)[:, None] < SMALL.sequences // 2
     ids = batch["target"].where(batch["target"] != -100, 7)
@@ -350,7 +350,7 @@ CASES = [
         importance_sampling_level="sequence",
         **ALONE,
     ),
-    # Liger-Kernel adds the padding up.
+    # Liger-Kernel includes padding in this sum.
     grpo("luspo-token", {"reduction": "luspo"}, peer=False, loss_type="luspo", **ALONE),
     distillation("jsd", "LigerFusedLinearJSDLoss", {}),
     distillation(
@@ -398,7 +398,7 @@ def test_matches_the_oracle(case: Case) -> None:
     ours = evaluate(lambda b: first(case.run(MODULES[case.module], b)), batch)
     exact = evaluate(case.oracle, batch)
     assert ours.keys() == exact.keys() and "weight" in ours
-    # Both in float64; a wrong argument is off by far more than sums in another order.
+    # Both are in float64. A wrong argument causes a far larger error than another summation order.
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
 
 
@@ -406,13 +406,13 @@ def test_matches_the_oracle(case: Case) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [case for case in CASES if case.peer], ids=str)
 def test_matches_liger_kernel(case: Case, device: str) -> None:
-    """The loss, its gradients, and what is returned beside it, but for the logits of padding."""
+    """Loss, gradients and other outputs agree, except the logits of padding."""
     module = peer(case.module)
     batch = moved(case.sample(), torch.float32, device)
     settings = {"compiled": False, "chunk_size": 2}
     theirs = evaluate(lambda b: first(case.run(module, b, **settings)), batch)
     ours = evaluate(lambda b: first(case.run(chunked_loss, b, **settings)), batch)
-    # Both in float32, Liger-Kernel's losses in sums over a sequence too.
+    # Both are in float32, and Liger-Kernel's losses also sum over a sequence in float32.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     reports = [case.run(m, batch, **settings) for m in (chunked_loss, module)]
     if not isinstance(reports[1], tuple):
@@ -420,7 +420,7 @@ def test_matches_liger_kernel(case: Case, device: str) -> None:
     ours_beside, theirs_beside = (report[1] for report in reports)
     assert len(ours_beside) == len(theirs_beside)
     logits_of_padding = () if case.name == "LigerFusedLinearGRPOLoss" else (2, 3)
-    # A share of sequences, there weighed by their lengths.
+    # Ours is a share of sequences. Liger-Kernel weights them by their lengths.
     clip_ratio = (1,) if case.settings.get("importance_sampling_level") == "sequence" else ()
     for i, (x, y) in enumerate(zip(ours_beside, theirs_beside, strict=True)):
         if i not in (*logits_of_padding, *clip_ratio):
@@ -440,7 +440,7 @@ def test_signatures_are_liger_kernels(module: str, name: str) -> None:
         listed = list(inspect.signature(function).parameters.values())
         return [(p.name, None if p.default is inspect.Parameter.empty else p.default) for p in listed]
 
-    if name == "LigerKLDIVLoss":  # passes the rest on
+    if name == "LigerKLDIVLoss":  # passes the others on
         assert parameters(ours)[0] == parameters(theirs)[0]
         assert parameters(ours)[1:] == parameters(nn.KLDivLoss)
         return
@@ -464,7 +464,7 @@ def test_apply_signatures_are_liger_kernels() -> None:
         assert list(inspect.signature(getattr(transformers, name)).parameters) == theirs, name
 
 
-# What is returned
+# Return values
 
 
 def test_orpo_reports_the_odds() -> None:
@@ -530,7 +530,7 @@ def test_cross_entropy_output() -> None:
 
 
 def test_ranks_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, of which the other has as many tokens again and 10 more."""
+    """Two ranks; the other one has 10 tokens more."""
     case = grpo("", {}, **ALONE)
     batch = case.sample()
     n = int(batch["attention_mask"].sum())
@@ -543,7 +543,7 @@ def test_ranks_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(given, local)
 
 
-# What is refused
+# Unsupported arguments
 
 RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
 WIDER = {"teacher_weight": torch.zeros(SMALL.vocab + 1, SMALL.ref_hidden, dtype=torch.float64), "teacher_bias": None}
@@ -654,7 +654,7 @@ def test_swiglu_of_another_width() -> None:
 
 @pytest.mark.parametrize("columns", [2, 4, 6])
 def test_rotary_dim(columns: int) -> None:
-    """The first 4 columns of 8, from tables with half of them, all, or more than all."""
+    """Rotates the first 4 of 8 columns, with tables for half of them, all, or more than all."""
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     angles = torch.randn(1, 3, 2)
     tables = [torch.cat([f(angles)] * 2 + [torch.zeros(1, 3, 2)], -1) for f in (torch.cos, torch.sin)]
@@ -727,11 +727,11 @@ def test_matches_liger_kernels_kernels(case: Case, dtype: torch.dtype, bound: fl
     case = Case(**{**vars(case), "settings": case.settings | on_device})
     theirs = evaluate(lambda b: first(case.run(module, b)), batch)
     ours = evaluate(lambda b: first(case.run(transformers, b)), batch)
-    # On the CPU, where the settings that it has are.
+    # The oracle runs on the CPU, and so do the tensors in its settings.
     exact = moved(evaluate(case.oracle, moved(batch, torch.float64, "cpu")), torch.float64, "cuda")
     for name, value in exact.items():
         apart = relative_error(ours[name], theirs[name].double())
-        # Liger-Kernel rounds what it scales tokens by.
+        # Liger-Kernel rounds the factors of the tokens.
         closer = relative_error(ours[name], value) < relative_error(theirs[name], value)
         assert apart < bound or closer, f"{name}: {apart}"
 
@@ -791,7 +791,7 @@ def test_matches_liger_kernels_layers(name: str, dtype: torch.dtype, bound: floa
 
 
 def test_importing_is_light() -> None:
-    """The root does not import the adapters, nor they transformers."""
+    """The package root does not import the adapters, and these do not import transformers."""
     code = (
         "import sys, liger_chunked; assert 'liger_chunked.compat' not in sys.modules;"
         "import liger_chunked.compat.transformers; assert 'transformers' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Losses in compiled graphs: one operation each, no graph break, and the numbers of eager code."""
+"""Losses in compiled graphs: one operation each, no graph break, and the results of eager code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from liger_chunked import (
 from liger_chunked.engine import FusedLoss, StatsLoss, passes
 
 pytestmark = [
-    pytest.mark.ordinary_memory,  # the compiler's own memory is not ours to poison
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # on its import
+    pytest.mark.ordinary_memory,  # the compiler allocates memory that must not be filled with NaN
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # raised on import
 ]
 
 whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
@@ -42,12 +42,12 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def flat(returned: object) -> list[object]:
-    """Tensors and absent fields, in order."""
+    """Return tensors and absent fields, in order."""
     return [x for part in returned for x in flat(part)] if isinstance(returned, tuple) else [returned]
 
 
 def checked(eager: Callable, seen: list) -> Callable:
-    """`eager`, compiled; what it returns, and which of it has gradients, must be the same. `seen` keeps its losses."""
+    """Compile `eager`, and check its results and which of them require gradients. Appends losses to `seen`."""
     compiled = whole(eager)
 
     def run(*args, **kwargs):
@@ -64,7 +64,7 @@ def checked(eager: Callable, seen: list) -> Callable:
     return run
 
 
-# What a loss computes is eager code; a graph sees whose call it is, and which arguments it has.
+# The computation inside a loss is eager. A graph depends only on the class of the loss and the arguments it gets.
 CALLS = {(row.id.split("-")[0], row.fused, *row.sample(SMALL, 0)): row for row in reversed(ROWS)}
 
 
@@ -97,10 +97,10 @@ def test_metrics_of_the_cross_entropy(reduction, lse_square_scale):
 
 
 class Hinge(LigerFusedLinearUnpairedPreferenceBase):
-    """A user's loss, who has never heard of a compiler."""
+    """A user's loss, written without regard for compilers."""
 
     def preference_loss(self, examples: Examples) -> Tensor:
-        if bool((examples.logratios > 1e9).any()):  # nothing to trace
+        if bool((examples.logratios > 1e9).any()):  # not traceable
             raise ValueError
         return torch.relu(1 - self.beta * examples.signs * examples.logratios)
 
@@ -113,7 +113,7 @@ def test_subclass():
         assert torch.equal(ours[name], value), name
 
 
-# Work
+# FLOPs
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def products(monkeypatch) -> list[int]:
         pytest.param("mean", ("bias",), True, 1, id="only-the-bias"),
         pytest.param("mean", (), True, 1, id="nothing-trainable"),
         pytest.param("mean", ("weight", "input"), False, 1, id="no_grad"),
-        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # projected again
+        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # computes the projection twice
         pytest.param("none", ("input",), True, 3, id="per-token-frozen-head"),
         pytest.param("none", ("weight", "input"), False, 1, id="per-token-no_grad"),
     ],
@@ -167,7 +167,7 @@ def test_work(reduction, trainable, grad, expected, products):
 
 
 class Tiny(nn.Module):
-    """A small model that ends in a loss: embedding, MLP, and the embedding again."""
+    """A small model that ends in a loss: embedding, MLP, and the embedding as the head."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Tiny(nn.Module):
 
 
 class Entropy(nn.Module):
-    """A loss of one's own on the primitive."""
+    """A user-defined loss that calls `linear_token_stats`."""
 
     def forward(self, weight: Tensor, input: Tensor, target: Tensor) -> Tensor:
         stats = linear_token_stats(weight, input, target, outputs=("entropy", "logps", "argmax"), temperature=0.7)
@@ -240,7 +240,7 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Te
 CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # as torch.utils.mkldnn is imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # on import of torch.utils.mkldnn
 @pytest.mark.parametrize(
     ("loss", "backend"),
     [
@@ -259,7 +259,7 @@ def test_training(loss, backend):
     assert len(set(ours)) == len(ours)
 
 
-# What a graph does not show
+# State that a graph does not contain
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -289,7 +289,7 @@ def test_autocast(dtype):
 
 
 def test_scaled_float16_gradients_do_not_underflow():
-    """The loss scaler multiplies before anything is rounded to float16, as in eager code."""
+    """The loss scale is applied before rounding to float16, as in eager code."""
     batch, loss = moved(tokens(SMALL, seed=0), torch.float16), LigerFusedLinearCrossEntropyLoss()
 
     def scaled(call: Callable[..., Tensor], batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The convergence benchmark for three steps: it trains what it says, and what it writes can be drawn."""
+"""The convergence benchmark for three steps: it trains the right models, and figures can be drawn from its results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_three_steps_agree(run: Convergence, family: str) -> None:
     assert run.largest(family, NUDGED) < 1e-5
     for seed in range(SEEDS):
         assert 0 < max(run.differences(family, BFLOAT16, FUSED, seed)) < 0.01
-    # Another seed is another model.
+    # Another seed gives another model.
     assert curves.spread(run.finals(family, STOCK)) > 1e-4
 
 
@@ -95,7 +95,7 @@ def test_a_nudge_is_to_the_next_number(dtype: str) -> None:
 
 
 def test_figure_and_table(written: Path, run: Convergence, tmp_path: Path) -> None:
-    # Figures take whole runs.
+    # Figures need complete runs.
     content = json.loads(written.read_text())
     (tmp_path / written.name).write_text(json.dumps({**content, "whole": True}))
     assert report.newest_file(written.parent, "convergence") is None
@@ -112,7 +112,7 @@ def test_figure_and_table(written: Path, run: Convergence, tmp_path: Path) -> No
 
 
 def test_the_kept_run_is_within_its_bounds() -> None:
-    """In float32 at every step; in bfloat16 no farther from stock than the seeds are from each other."""
+    """In float32, every step agrees. In bfloat16, the distance to stock is at most the distance between two seeds."""
     path = report.newest_file(RESULTS, "convergence")
     assert path is not None
     kept = curves.load(path)

@@ -1,4 +1,4 @@
-"""`examples/align.py` at a tiny size: what it measures is right, and bad files are refused by line and field."""
+"""`examples/align.py` at a tiny size: its measurements are right, and errors in data files name line and field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = ["--sft-steps", "2", "--dpo-steps", "2", "--batch-size", "16", "--vocab-s
 
 @pytest.fixture
 def align(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, which finds its neighbours as it does when it is run."""
+    """Return the script as a module that can import the modules next to it."""
     monkeypatch.syspath_prepend(EXAMPLES)
     import align
 
@@ -28,7 +28,7 @@ def align(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def preference_file(tmp_path: Path) -> Path:
-    """Three pairs for each of four prompts, all different."""
+    """Write three pairs for each of four prompts, all different."""
     lines = [
         {"prompt": f"Count to {n}:", "chosen": f" {n} apples and {i} pears", "rejected": f" pears {i} and {n} {n}"}
         for n in range(4)
@@ -43,7 +43,7 @@ def test_english(
     align: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = align.english_preferences(seed=0)
-    few = data._replace(held_out=data.held_out[:40])  # most of the time would go into judging
+    few = data._replace(held_out=data.held_out[:40])  # otherwise evaluation would take most of the time
     monkeypatch.setattr(align, "english_preferences", lambda seed: few)
     summary = align.main([*TINY, "--out", str(tmp_path)])
     assert set(summary.curve_differences) == {"sft_loss", "dpo_loss", "margin"}
@@ -115,7 +115,7 @@ def test_custom_losses_match_full_logits(monkeypatch):
 
 
 def test_the_transform_of_the_model_is_used(align: ModuleType) -> None:
-    """RecurrentGemma names its softcap as no other model does."""
+    """RecurrentGemma has a unique name for its softcap."""
     from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
     torch.manual_seed(0)

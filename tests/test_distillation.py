@@ -1,4 +1,4 @@
-"""Distillation where it has gone wrong before: vocabularies, masks, temperatures, top-k, divergences of one's own."""
+"""Distillation corner cases: vocabularies, masks, temperatures, top-k, user-defined divergences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_padding_of_the_teacher_vocabulary_is_left_out(loss, padding):
     cut = {name: x[: SMALL.vocab] if name in ("teacher_weight", "teacher_bias") else x for name, x in batch.items()}
     assert SMALL.hidden != SMALL.ref_hidden
     if padding:
-        batch["teacher_bias"][SMALL.vocab :] += 50  # all of the teacher's mass, if it counted
+        batch["teacher_bias"][SMALL.vocab :] += 50  # would get all of the teacher's probability
     ours = evaluate(lambda b: loss(**b)[0], batch)
     exact = evaluate(lambda b: loss(**b)[0], cut)
     for name in exact:
@@ -53,7 +53,7 @@ def test_padding_of_the_teacher_vocabulary_is_left_out(loss, padding):
 
 
 def test_padded_teacher_of_real_sizes():
-    """152064 against 151936, a token at a time."""
+    """Vocabularies of 152064 and 151936, one token per chunk."""
     generator = torch.Generator().manual_seed(0)
     weight = 0.5 * torch.randn(151936, 4, generator=generator)
     teacher_weight = 0.5 * torch.randn(152064, 6, generator=generator)
@@ -121,7 +121,7 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
 
 @by_loss
 def test_closed_form_is_the_divergence(loss):
-    """Of every loss, the formula that a top-k uses and the kernel that hidden states use."""
+    """For every loss, the formula used for a top-k agrees with the kernel used for hidden states."""
     batch = students(SMALL, seed=0)
     by_autograd = type("ByAutograd", (type(loss),), {"closed_form": lambda self: None})
     other = by_autograd.__new__(by_autograd)
@@ -150,7 +150,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
 @pytest.mark.parametrize("target", [True, False])
 @pytest.mark.parametrize("row", rows_like("top-k"), ids=repr)
 def test_gradients_of_a_top_k(row, target, device):
-    """Without a target that of the tail is a column of a matrix."""
+    """Without a target, the gradient of the tail is a column of a matrix."""
     batch = moved(row.sample(SMALL, seed=1), torch.float32, device)
     if not target:
         del batch["target"]
@@ -160,7 +160,7 @@ def test_gradients_of_a_top_k(row, target, device):
 
 
 def test_certain_student_of_a_top_k_is_finite():
-    """The tail's probability is far below the last bit of 1."""
+    """The tail's probability is far below the rounding of 1."""
     weight = torch.eye(6, requires_grad=True)
     input = torch.tensor([[60.0, 0, 0, 0, 0, 0]])
     logps, ids = torch.tensor([[-0.1, -3.0]]), torch.tensor([[0, 1]])
@@ -178,7 +178,7 @@ def test_top_k_needs_no_teacher_logits():
         LigerFusedLinearCosineSimilarityLoss()(**batch)
 
 
-# A divergence of one's own
+# A user-defined divergence
 
 
 class SymmetricKL(LigerFusedLinearDistillationBase):
@@ -200,7 +200,7 @@ def test_divergence_of_ones_own(budget):
 
 
 def test_a_divergence_of_fewer_bits_leaves_the_hard_loss_its_own():
-    """Its gradient, of 1e-8 a token, is none in float16."""
+    """The gradient of the hard loss, 1e-8 per token, would be 0 in float16."""
 
     class Halved(SymmetricKL):
         def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def test_bad_input(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @by_loss
 def test_top_k_of_a_certain_teacher(loss, dtype, device):
-    """Its k add up to 1 in float32: what they leave is little, and not nothing, which is infinitely far from a tail."""
+    """The k probabilities sum to 1 in float32. The remainder is tiny but not 0, which would make the loss infinite."""
     generator = torch.Generator().manual_seed(0)
     vocab, n, k = 2000, 6, 64
     weight = (torch.randn(vocab, 32, generator=generator) / 32**0.5).to(device).requires_grad_()
@@ -360,4 +360,4 @@ def test_top_k_of_a_certain_teacher(loss, dtype, device):
     value, _ = loss(weight, input, teacher_logps=logps, teacher_ids=ids)
     value.backward()
     assert value.isfinite() and weight.grad.isfinite().all() and input.grad.isfinite().all()
-    assert value < 25  # nats a token; one bin of 1e-7 is 16 away at most
+    assert value < 25  # nats per token; one bin of 1e-7 adds at most 16

@@ -1,4 +1,4 @@
-"""The examples without TRL run as they are and agree with stock code."""
+"""The examples without TRL run unchanged and agree with stock code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def head_outputs(monkeypatch: pytest.MonkeyPatch, toy: ModuleType) -> list[torch.Size]:
-    """The shapes of all tensors that the `lm_head` of a toy model returns."""
+    """Collect the shapes of all tensors that the `lm_head` of a toy model returns."""
     shapes: list[torch.Size] = []
     build = toy.tiny_model
 
@@ -100,7 +100,7 @@ def test_lightning(run, toy, head_outputs, monkeypatch):
     pytest.importorskip("pytorch_lightning")
     example = run("lightning_module.py", "--steps", "20")
     assert example["trainer"].global_step == 20
-    assert example["trainer"].callback_metrics["loss"] < 0.6931  # log 2, where it starts
+    assert example["trainer"].callback_metrics["loss"] < 0.6931  # log 2, the initial value
     assert all(len(shape) < 3 for shape in head_outputs)
 
     module, batch = example["module"], example["pairs"](toy.sums(4))

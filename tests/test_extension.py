@@ -1,4 +1,4 @@
-"""A loss of one's own in a few lines, with all that the base brings."""
+"""A user-defined loss of a few lines supports everything that its base does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Entropy(LigerFusedLinearPreferenceBase):
 
 
 class Ranked(LigerFusedLinearPreferenceBase):
-    """Compares each pair with the batch's best."""
+    """Compares each pair with the best pair of the batch."""
 
     scope = "batch"
 
@@ -93,7 +93,7 @@ def test_subclass(loss, oracle, budget, device):
 
 @pytest.mark.triton
 def test_gradients_that_are_expanded(device):
-    """A sum over tokens has one number as its gradient, repeated without memory of its own; kernels read them all."""
+    """The gradient of a sum is one number, expanded without memory. Kernels must respect its strides."""
     batch = moved(pairs(SMALL._replace(sequences=2, ignored=False), seed=0, ref=None), device=device)
     exact = evaluate(lambda batch: Entropy()(**batch)[0], batch)
     ours = evaluate(lambda batch: Entropy()(**batch)[0], moved(batch, torch.float32))
@@ -116,7 +116,7 @@ def test_callable_loss_type(loss_type):
 
 
 class Learned(LigerFusedLinearPreferenceBase):
-    """With a parameter of its own, in a module of its own."""
+    """A loss with a trainable parameter, inside a larger module."""
 
     def __init__(self):
         super().__init__(use_ref_model=False)
@@ -128,7 +128,7 @@ class Learned(LigerFusedLinearPreferenceBase):
 
 def test_a_parameter_that_would_not_be_trained_is_refused():
     batch, loss = pairs(SMALL, seed=0, ref=None), Learned()
-    assert loss(**batch)[0].isfinite()  # nothing asks for a gradient
+    assert loss(**batch)[0].isfinite()  # without a gradient
     batch["weight"].requires_grad_()
     with pytest.raises(
         ValueError, match=r"the loss depends on another tensor that requires a gradient, \(1, 1\) float32"
@@ -172,7 +172,7 @@ def test_so_is_one_of_a_divergence():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_may_own_the_head_it_is_given(compiled):
-    """Low rank, here: what is trained reaches the loss through its arguments."""
+    """The head is a low-rank product, passed as an argument, so gradients reach its factors."""
 
     class Adapted(LigerFusedLinearCrossEntropyLoss):
         def __init__(self, hidden: int, vocab: int):
@@ -205,13 +205,13 @@ class Detached(LigerFusedLinearPreferenceBase):
 def test_a_loss_without_gradient_is_refused(budget):
     batch = pairs(SMALL, seed=0, ref=None)
     loss = Detached(use_ref_model=False, logits_budget=budget)
-    assert loss(**batch)[0].isfinite()  # nothing asks for one
+    assert loss(**batch)[0].isfinite()  # without a gradient
     batch["weight"].requires_grad_()
     with pytest.raises(ValueError, match=r"the loss has no gradient: .* detached"):
         loss(**batch)
     with torch.no_grad():
         assert loss(**batch)[0].isfinite()
-    # With no tokens there is nothing that it could depend on.
+    # Without tokens the loss depends on no input.
     empty, _ = loss(**batch | {"target": torch.full_like(batch["target"], -100)})
     empty.backward()
     assert not batch["weight"].grad.any()
@@ -237,7 +237,7 @@ def test_callable_beside_a_name():
 
 
 def test_nll_target_of_its_own():
-    """The NLL spans what `nll_target` says, the preference what `target` says; one projection serves both."""
+    """The NLL uses `nll_target` and the preference uses `target`; both share one projection."""
     batch = pairs(SMALL, seed=0, ref=None)
     generator = torch.Generator().manual_seed(1)
     everything = torch.randint(SMALL.vocab, batch["target"].shape, generator=generator)

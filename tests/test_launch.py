@@ -23,7 +23,9 @@ from liger_chunked.kernels.partial_sums import sum_partials
 
 
 class Recorder:
-    """In the place of a jitted function and of what it compiles to: says which of the two was launched, on what."""
+    """Replaces both a jitted function and its compiled kernel; records which of the two was launched, and its
+    arguments.
+    """
 
     function, packed_metadata = 7, (4, 1, 0)
 
@@ -41,7 +43,7 @@ class Recorder:
         return jitted
 
     def run(self, *received: Any) -> None:
-        """The grid, stream, function, its metadata, three times nothing of launch hooks, the kernel's arguments."""
+        """Receives grid, stream, function, its metadata, three None for launch hooks, then the kernel's arguments."""
         assert received[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
         self.launched.append("compiled")
         self.received = (*received[:3], *received[9:])
@@ -61,7 +63,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
 
 
 class OnDevice(NamedTuple):
-    """What a launch asks of a tensor."""
+    """The methods of a tensor that a launch calls."""
 
     device: int
     address: int = 16
@@ -96,7 +98,7 @@ def test_a_remembered_launch_gets_addresses(kernel: launch.Kernel) -> None:
 
 
 class Descriptor(NamedTuple):
-    """What a launch asks of a descriptor."""
+    """The attributes of a descriptor that a launch reads."""
 
     base: Tensor
     block_shape: list[int]
@@ -112,7 +114,7 @@ class Descriptor(NamedTuple):
     ],
 )
 def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered) -> None:
-    """They are remembered by what Triton compiles for, and handed over as they are."""
+    """Launches are remembered by the properties that Triton compiles for. Descriptors are passed unchanged."""
     kernel = launch.Kernel(lambda x_desc, y_ptr, n, out_desc: None)
     first, second = Descriptor(X, [16, 16]), Descriptor(torch.zeros(16, dtype=dtype), [16, block])
     kernel[(4,)](x_desc=first, y_ptr=Y, n=32, out_desc=None, num_stages=3)
@@ -123,7 +125,7 @@ def test_launches_with_descriptors(kernel, block, dtype, num_stages, remembered)
 
 
 def test_hooks_see_every_launch(kernel: launch.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton calls them, of a profiler for one: such launches go through it."""
+    """A launch goes through Triton if there are hooks (a profiler's, for example), because Triton calls them."""
     kernel(**CALL)
     nothing, something = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
     for enter, leave in ((something, nothing), (nothing, something), (nothing, nothing)):
@@ -182,7 +184,7 @@ PERMISSIONS = {
 
 @pytest.fixture(params=PERMISSIONS)
 def permission(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One of cuBLAS's permissions to round sums, given by the user."""
+    """One of cuBLAS's flags that allow reduced-precision sums, set by the user."""
     matmul, name = torch.backends.cuda.matmul, request.param
     before = getattr(matmul, name)
     setattr(matmul, name, True)
@@ -201,7 +203,7 @@ def test_products_refuse_to_round_sums(permission: str) -> None:
     dtype = PERMISSIONS[permission]
     with gemms(CPU, dtype, dtype):
         assert not is_given(permission)
-        with gemms(CPU, dtype, torch.float64):  # a step within a step
+        with gemms(CPU, dtype, torch.float64):  # a nested step
             assert not is_given(permission)
         assert not is_given(permission)
     assert is_given(permission)
@@ -230,7 +232,7 @@ def test_settings_of_float32_are_the_users() -> None:
 
 
 def test_steps_on_two_threads_overlap(permission: str) -> None:
-    """The first to enter is the first to leave: the second still runs without the permission."""
+    """Both enter, then the first one leaves; the second still runs without the permission."""
     dtype, leave, left = PERMISSIONS[permission], threading.Event(), threading.Event()
 
     def first() -> None:
@@ -272,7 +274,7 @@ def test_steps_on_many_threads(permission: str) -> None:
 
 
 def test_a_permission_given_during_a_step(permission: str) -> None:
-    """The next step that enters takes it away, and the last one that leaves gives it back."""
+    """The next step that enters removes it, and the last one that leaves restores it."""
     dtype = PERMISSIONS[permission]
     setattr(torch.backends.cuda.matmul, permission, False)
     with gemms(CPU, dtype):
@@ -314,7 +316,7 @@ def test_by_name_is_by_position(kernel: launch.Kernel) -> None:
 
 
 def test_arguments_in_the_order_of_the_signature(kernel: launch.Kernel) -> None:
-    """By name, tensors need not come first in it."""
+    """Tensors are passed by name and need not be the first parameters."""
     mixed = launch.Kernel(lambda x_ptr, x_stride, y_ptr, y_stride, n: None)
     named = {"x_ptr": X, "y_ptr": Y, "n": 3, "x_stride": 1, "y_stride": 2}
     mixed[(4,)](**named)
@@ -376,7 +378,7 @@ def test_memory_of_launches_ends(kernel: launch.Kernel, monkeypatch: pytest.Monk
 
 
 class Compiled:
-    """What Triton compiles a kernel to, with the private names that a remembered launch relies on."""
+    """The compiled kernel of Triton, with the private names that a remembered launch uses."""
 
     function, packed_metadata = 7, (4, 1, 0)
 
@@ -412,9 +414,9 @@ class WithoutMetadata(Compiled):
 
 
 class Triton:
-    """Launches kernels as Triton does, or a version of it that nobody has seen yet.
+    """Launches kernels like the current Triton, or like a future version with a change.
 
-    `executed` has the grid and the tensors and numbers of each launch, whoever asked for it.
+    `executed` has the grid and the tensors and numbers of each launch, through either way.
     """
 
     def __init__(self, compiled: type[Compiled] = Compiled, change: str = "") -> None:
@@ -467,7 +469,7 @@ def new_kernel(monkeypatch: pytest.MonkeyPatch, triton: Triton) -> launch.Kernel
 
 
 def test_a_kernel_proves_how_triton_launches(kernel, no_hooks, monkeypatch) -> None:
-    """Its second equal launch goes through Triton, and runs as all after it will."""
+    """Its second equal launch goes through Triton too, and shows how later launches must run."""
     triton = Triton()
     kernel = new_kernel(monkeypatch, triton)
     for _ in range(4):
@@ -475,7 +477,7 @@ def test_a_kernel_proves_how_triton_launches(kernel, no_hooks, monkeypatch) -> N
     assert triton.public == 2
     assert triton.executed == [(4, 1, 1, X, None, Y, *CALL["numbers"])] * 4
     assert triton.compiled.run == triton.run
-    kernel(**{**CALL, "num_warps": 8})  # once proven, a launch is remembered from its first time on
+    kernel(**{**CALL, "num_warps": 8})  # after the proof, a first launch is remembered
     kernel(**{**CALL, "num_warps": 8})
     assert triton.public == 3
 
@@ -502,7 +504,7 @@ SURPRISES = {
 
 @pytest.mark.parametrize("surprise", SURPRISES)
 def test_another_triton_launches_by_itself(surprise, kernel, no_hooks, monkeypatch) -> None:
-    """Whatever it has renamed or reordered: every launch runs once, through Triton's public way."""
+    """After any change in Triton, every launch runs once, through Triton's public interface."""
     triton = Triton(*SURPRISES[surprise])
     kernel = new_kernel(monkeypatch, triton)
     for _ in range(4):
@@ -524,7 +526,7 @@ def test_another_triton_launches_by_itself(surprise, kernel, no_hooks, monkeypat
     ids=lambda setting: next(iter(setting)),
 )
 def test_settings_of_triton_are_heard(setting, kernel, no_hooks) -> None:
-    """While one is set, Triton launches; hooks may be functions as well as chains of them."""
+    """Triton launches while such a setting is active. A hook may be a function or a chain of functions."""
     before = dict(vars(no_hooks))
     kernel(**CALL)
     vars(no_hooks).update(setting)
@@ -536,7 +538,7 @@ def test_settings_of_triton_are_heard(setting, kernel, no_hooks) -> None:
 
 
 def test_a_tensor_without_memory_is_refused(kernel) -> None:
-    """The address of a DTensor, for one, is 0."""
+    """The address of a DTensor, for example, is 0."""
     nowhere = X.as_subclass(type("Nowhere", (Tensor,), {"data_ptr": lambda _: 0}))
     kernel(**CALL)
     with pytest.raises(
@@ -547,14 +549,14 @@ def test_a_tensor_without_memory_is_refused(kernel) -> None:
 
 
 def test_an_import_leaves_cuda_alone() -> None:
-    """A process that has started CUDA can neither fork workers that use it nor choose its devices."""
+    """A process that has initialized CUDA can neither fork workers that use it nor select its devices."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.triton
 def test_alignment_may_change(device: str) -> None:
-    """What was compiled for aligned addresses is not launched on others."""
+    """A kernel compiled for aligned addresses is not launched on unaligned ones."""
     memory = torch.randn(8 * 64 + 1, device=device)
     weight = torch.ones(64, device=device)
     for shift in (0, 1, 0, 1):
@@ -565,7 +567,7 @@ def test_alignment_may_change(device: str) -> None:
 
 @pytest.mark.triton
 def test_the_installed_triton_launches_as_expected(device: str) -> None:
-    """Otherwise launches would still be right, and take the host three times as long."""
+    """If it does not, launches are still right but take three times as long on the host."""
     if device != "cuda":
         pytest.skip("launches of NVIDIA's GPUs alone are remembered")
     x, weight = torch.randn(8, 96, device=device), torch.ones(96, device=device)

@@ -1,4 +1,4 @@
-"""The estimate of a step's memory, beside what steps of every family were measured to take."""
+"""Memory estimates, compared with the measured peaks of steps of every family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIB = 1 << 20
 QWEN, LLAMA = 151936, 128256
 
 CrossEntropy, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
-PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # a half of each is prompt
+PAIRS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}  # half of each is prompt
 STUDENT = {"vocab_size": QWEN, "hidden_size": 1536, "teacher_hidden_size": 4096, "shape": (8192,)}
 LLAMA_TOKENS = {"vocab_size": LLAMA, "hidden_size": 4096, "shape": (8192,)}
 QWEN_TOKENS = {"vocab_size": QWEN, "hidden_size": 1536, "shape": (8192,)}
@@ -47,7 +47,7 @@ MANY_TOKENS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (65536,)}
 LONG_PAIR = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (2, 16384), "ref_hidden_size": 2048}
 ROLLOUTS = {"vocab_size": QWEN, "hidden_size": 2048, "shape": (8, 2048)}
 STATS_BUDGET = {"logits_budget": 256 * MIB}
-# Of steps over logits, for the tests that look at these alone.
+# A GPU without the fused epilogue, for tests of the path over logits.
 OVER_LOGITS = {"capability": (8, 0)}
 # Peaks in MiB on an H200, bfloat16, from the benchmarks.
 MEASURED = [
@@ -65,7 +65,7 @@ MEASURED = [
     (684, linear_token_stats, SMALL_TOKENS | STATS_BUDGET),
     (1619, linear_token_stats, MANY_TOKENS | STATS_BUDGET),
     (3262, DPO(), PAIRS | {"ref_hidden_size": 4096}),
-    (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair outgrows the budget
+    (3150, DPO(logits_budget=256 * MIB), PAIRS | {"ref_hidden_size": 4096}),  # one pair exceeds the budget
     (2034, DPO(), LONG_PAIR),
     (3262, LigerFusedLinearORPOLoss(), PAIRS),
     (3262, LigerFusedLinearCPOLoss(), PAIRS),
@@ -73,7 +73,7 @@ MEASURED = [
     (3262, LigerFusedLinearKTOLoss(), PAIRS),
     (2968, LigerFusedLinearJSDLoss(), STUDENT),
     (2457, LigerFusedLinearGRPOLoss(), ROLLOUTS),
-    # Over logits, which the epilogue's path has replaced.
+    # Measured on the path over logits, before the fused epilogue replaced it.
     (2843, CrossEntropy(), QWEN_TOKENS | OVER_LOGITS),
     (1730, CrossEntropy(logits_budget=1024 * MIB), QWEN_TOKENS | OVER_LOGITS),
     (1508, CrossEntropy(logits_budget=2048 * QWEN * 2), QWEN_TOKENS | OVER_LOGITS),
@@ -93,7 +93,7 @@ def test_agrees_with_benchmarks(mib, loss, batch):
     assert estimate.peak / MIB == pytest.approx(mib, rel=0.005), str(estimate)
 
 
-# A row for each way in which the losses use the engine.
+# One row for each way in which the losses use the engine.
 FAMILIES = {
     "ce", "ce-none", "dpo-sigmoid", "dpo-aot", "dpo-ref_logps-of-tokens", "orpo-nll_target", "cpo-sigmoid", "simpo",
     "kto", "kto-kl-of-mismatched", "bco", "kl", "jsd", "jsd-padded-teacher", "tvd", "cosine", "squared-error",
@@ -106,7 +106,7 @@ TRAINABLE = {
     "frozen-input": {"trainable_input": False},
     "nothing": {"trainable_head": False, "trainable_input": False},
 }
-# The logits that there is room for, as a part of those of all tokens that have a target, and what is trainable.
+# The budget, as a share of the logits of all tokens with a target, and the trainable tensors.
 CASES = [
     pytest.param(row, part, trainable, id=f"{row}-{part}-{trainable}")
     for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
@@ -115,7 +115,7 @@ CASES = [
 
 
 def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> MemoryEstimate:
-    """Of the loss that a row builds, on its batch."""
+    """Estimate the memory of the loss that a row builds, for its batch."""
     modules: list[nn.Module] = []
     hook = register_module_forward_pre_hook(lambda module, arguments: modules.append(module))
     with torch.no_grad():
@@ -140,7 +140,7 @@ def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> Me
 
 
 def leaves_of(batch: Batch, trainable_head: bool = True, trainable_input: bool = True) -> Batch:
-    """Copies of what is trainable."""
+    """Return copies of the trainable tensors."""
     names = (["weight", "bias"] if trainable_head else []) + (["input"] if trainable_input else [])
     return {name: batch[name].clone().requires_grad_() for name in names if name in batch}
 
@@ -173,9 +173,9 @@ def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
 
 
 def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, whose products a CPU accumulates as a GPU does."""
+    """Compare in float32, where a CPU accumulates products as a GPU does."""
     sizes = Sizes(sequences=4, length=160, hidden=48, vocab=2053, ref_hidden=64)
-    # A CPU's blocks, a dozen of one row each, are not there on a GPU.
+    # Subtract the CPU path's blocks, about a dozen of one row each, which a GPU does not have.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", sizes.vocab)
     blocks = 12 * 4 * sizes.vocab
     batch = moved(row.sample(sizes, seed=0), torch.float32)
@@ -192,7 +192,7 @@ def assert_agrees_on_a_cpu(row: Row, part: float, trainable: str, monkeypatch: p
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("row", rows(*ENGINES, "kl-top-k", "squared-error"), ids=repr)
 def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
-    """Of several packs: their float32 sum and its copy in bfloat16 are both there then."""
+    """With several chunks, the rounding needs memory for both the float32 sum and its bfloat16 copy."""
     batch = moved(row.sample(Sizes(sequences=4, length=16, hidden=8, vocab=53, ref_hidden=8), seed=0), torch.bfloat16)
     buffers, finished = [], []
     reserve, finish = HeadPass.reserve, HeadGradients.finish
@@ -213,13 +213,13 @@ def test_logits_are_gone_when_gradients_are_rounded(row, monkeypatch):
 
 @functools.cache
 def on_gpu(row: Row) -> Batch:
-    """Of 260 MB of logits in bfloat16: the allocator rounds each tensor of a MiB or more up by as much as another."""
+    """260 MB of bfloat16 logits, so that the allocator's rounding of tensors over 1 MiB does not matter."""
     sizes = Sizes(sequences=8, length=512, hidden=512, vocab=64007, ref_hidden=768)
     return moved(row.sample(sizes, seed=0), torch.float32, "cuda")
 
 
 def peak_of(run: Callable[[], None], leaves: Iterable[Tensor]) -> int:
-    run()  # workspaces of cuBLAS, compilation
+    run()  # allocates cuBLAS workspaces and compiles
     for leaf in leaves:
         leaf.grad = None
     torch.cuda.synchronize()
@@ -276,12 +276,12 @@ def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
     )
 
 
-# Steps whose exponentials come out of the projection's epilogue, and what is trainable.
+# Steps that use the fused epilogue, and their trainable tensors.
 BY_EPILOGUE = [
     pytest.param(SMALL_TOKENS, "all", id="packs"),
     pytest.param(SMALL_TOKENS, "frozen-head", id="packs-frozen-head"),
     pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="packs-ignored"),
-    # Of one pack, beside whose 140 MiB it does not show what the allocator rounds two tensors by.
+    # One chunk needs 140 MiB, so the allocator's rounding of two tensors does not matter.
     pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-pack-frozen-head"),
@@ -311,7 +311,7 @@ def test_agrees_with_the_allocator_by_the_epilogue(batch, trainable, monkeypatch
     device = torch.device("cuda")
     if not backend.has_wide_tiles(device):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(HeadPass, "statistics", None)  # nothing goes over logits
+    monkeypatch.setattr(HeadPass, "statistics", None)  # fails if a step computes logits
     settings = {"trainable_head": True, "trainable_input": True} | TRAINABLE[trainable]
     vocab, hidden, n = batch["vocab_size"], batch["hidden_size"], batch["shape"][0]
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5)
@@ -356,13 +356,13 @@ def test_what_is_frozen_takes_nothing():
     assert whole.weight_grad == 2 * 32000 * 512 and frozen.weight_grad == 0
     assert whole.peak - frozen.peak == whole.weight_grad
     forward = estimate_memory(CrossEntropy(), **fixed, trainable_head=False, trainable_input=False)
-    by_logps = 2 * 4 * 8 * 512  # the gradient of each token's log-probability, and that of a rounded one
+    by_logps = 2 * 4 * 8 * 512  # the gradient of each token's log-probability, and a rounded copy
     assert frozen.input_grad == 2 * 8 * 512 * 512
     assert frozen.peak - forward.peak == frozen.input_grad + by_logps
 
 
 def test_a_batch_may_give_its_lengths():
-    """Two pairs of 600 tokens each do not fit 1000; one of 1100 and one of 100 leave a longer pack."""
+    """The chunks hold one pair each. Two pairs of 600 tokens need 600; pairs of 950 and 250 need 950."""
     even = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=1200,
                            trainable_head=False, logits_budget=1000 * 64000)  # fmt: skip
     uneven = estimate_memory(DPO(), vocab_size=32000, hidden_size=512, shape=(4, 1000), valid=[500, 50, 450, 200],

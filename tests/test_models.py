@@ -1,4 +1,4 @@
-"""Every family of the table, patched, against the same model as transformers has it."""
+"""Every patched family, compared with the same unpatched model of transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from liger_chunked.integrations.transformers.patches import is_patched, stock_cl
 # Some layers of transformers have no deterministic backward.
 pytestmark = [
     pytest.mark.ordinary_memory,
-    # Some versions of transformers warn of their own calls.
+    # Some versions of transformers cause this warning themselves.
     pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning"),
 ]
 
@@ -61,7 +61,7 @@ def built(name: str) -> PreTrainedModel:
 
 @pytest.fixture
 def fresh():
-    """The tiny model of a name, as transformers has it, before and after."""
+    """Return tiny models by name. Reverts their patches after the test."""
     used = []
 
     def get(name: str, device: str = "cpu") -> PreTrainedModel:
@@ -77,7 +77,7 @@ def fresh():
 
 
 def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """The output of a training step, and every gradient."""
+    """Return the output of a training step, and all gradients."""
     model.train()
     output = model(**arguments)
     output.loss.backward()
@@ -93,7 +93,7 @@ def assert_same_step(ours: tuple[Any, dict[str, Tensor]], stock: tuple[Any, dict
     assert gradients.keys() == exact.keys()
     largest = max(g.norm() for g in exact.values())
     for name, g in exact.items():
-        # The gradient of a key's bias is zero but for rounding.
+        # The gradient of a key's bias is zero except for rounding.
         assert (gradients[name] - g).norm() <= 2e-4 * g.norm() + 1e-7 * largest, name
 
 
@@ -102,7 +102,7 @@ def labelled(tiny: Tiny, device: str = "cpu", **more: Any) -> dict[str, Any]:
     return {name: x.to(device) for name, x in {**sample.arguments, "labels": sample.labels}.items()} | more
 
 
-# One of each kind of norm, MLP and rope.
+# One model for each kind of norm, MLP and rope.
 KINDS = ("llama", "gemma2", "olmo2", "glm4", "qwen3_moe", "mllama")
 
 
@@ -142,7 +142,7 @@ def test_everything_was_patched(tiny, fresh):
     assert all(switch in str(applied) for switch in expected)
 
 
-# The operator that each switch brings in, by module and name.
+# The operator that each switch adds: its module and name.
 OPERATORS = {
     "rope": ("rope", "_rope"),
     "rms_norm": ("rms_norm", "_forward"),
@@ -155,7 +155,7 @@ OPERATORS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the operator of each module of `OPERATORS` ran."""
+    """Count how often the operator of each module of `OPERATORS` ran."""
     counts = Counter()
     for module, name in set(OPERATORS.values()):
         kernels = importlib.import_module(f"liger_chunked.kernels.{module}")
@@ -172,7 +172,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("way", ["model", "family"])
 @by_family
 def test_each_switch_alone(tiny, way, fresh, calls):
-    """What is reported is what runs: its kernel and no other, and the same numbers."""
+    """The switch reported as on runs its kernel and no other, with the results of the unpatched model."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     family = BY_NAME[tiny.family]
     apply = getattr(liger_chunked, f"apply_liger_kernel_to_{tiny.family}")
@@ -197,7 +197,7 @@ def test_each_switch_alone(tiny, way, fresh, calls):
 def test_evaluation_and_generation(tiny, fresh, device):
     model, arguments = fresh(tiny.name, device), labelled(tiny, device)
     sample = {name: x for name, x in arguments.items() if name != "labels"}
-    # The balance of experts is nothing to ask of generation, where a mask is longer than its step.
+    # Generation does not support router logits, because its mask is longer than its step.
     no_router = {"output_router_logits": False} if "output_router_logits" in tiny.config else {}
     generate = functools.partial(model.generate, **sample, **no_router, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_evaluation_and_generation(tiny, fresh, device):
 
 
 def state_of(model: PreTrainedModel) -> Any:
-    """Everything that patching may touch, by identity: its modules, their classes, what stands beside these."""
+    """Return the identity of everything that patching may change: modules, classes and their attributes."""
     modeling = sys.modules[type(model).__module__]
     instances = [(name, type(m), {key: id(x) for key, x in vars(m).items()}) for name, m in model.named_modules()]
     classes = {
@@ -240,13 +240,13 @@ def test_revert(tiny, fresh, device):
     revert_liger_kernel(model)
     again, same = step(model, arguments)
     assert again.loss.equal(output.loss) and again.logits.equal(output.logits)
-    if device == "cpu":  # on a GPU stock backwards add in any order
+    if device == "cpu":  # stock backwards on a GPU add in any order
         assert all(same[name].equal(g) for name, g in gradients.items())
 
 
 @by_family
 def test_loss_keywords(tiny, fresh):
-    """`num_items_in_batch`, `shift_labels` and both, against stock."""
+    """Compared with stock: `num_items_in_batch`, `shift_labels`, and both."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     generator = torch.Generator().manual_seed(3)
     shifted = torch.randint(10, VOCAB - 10, arguments["labels"].shape, generator=generator)
@@ -269,7 +269,7 @@ def test_loss_keywords(tiny, fresh):
 
 
 class VocabularyRows(TorchDispatchMode):
-    """The most rows of any tensor with a dimension of the vocabulary, weights aside."""
+    """Records the most rows of any tensor with a vocabulary dimension, except weights."""
 
     rows = 0
 
@@ -296,7 +296,7 @@ def test_no_logits_in_memory(tiny, fresh):
 
 @by_family
 def test_head_fn(tiny, fresh):
-    """The head of every model, found and handed over with its transform."""
+    """`head_fn` gets the head and the logits transform of every model."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     stock = step(model, arguments)
     attach_head(model)
@@ -321,7 +321,7 @@ def test_head_fn(tiny, fresh):
 
 
 def test_tied_embeddings(fresh):
-    """One parameter in both places, whose gradient is the sum of both."""
+    """One parameter is used twice; its gradient is the sum of both uses."""
     for name in ("qwen2", "gemma", "gemma2", "gemma3_text", "gemma3"):
         model = fresh(name)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, name
@@ -332,7 +332,7 @@ def test_token_accuracy(fresh):
     with torch.no_grad():
         logits = model(**arguments).logits[:, :-1]
         target = arguments["labels"][:, 1:]
-        # Labels that are right about half of the time.
+        # Labels of which about half are the argmax.
         target[:, ::2] = torch.where(target[:, ::2] == -100, -100, logits.argmax(-1)[:, ::2])
         expected = (logits.argmax(-1) == target)[target != -100].float().mean()
         apply_liger_kernel(model)
@@ -355,7 +355,7 @@ def test_positional_and_tuples(fresh):
 
 
 def test_signature_stays(fresh):
-    """`generate` and Trainer read the names of `forward`."""
+    """`generate` and Trainer read the parameter names of `forward`."""
     model = fresh("llama")
     stock = inspect.signature(model.forward)
     apply_liger_kernel(model)
@@ -364,7 +364,7 @@ def test_signature_stays(fresh):
 
 @pytest.mark.parametrize("kept", [1, 5, torch.tensor([2, 3, 7])], ids=str)
 def test_logits_to_keep_in_training(fresh, kept):
-    """The labels are those of the positions that are kept, as in stock."""
+    """The labels belong to the selected positions, as in stock."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     labels = arguments["labels"]
     labels = labels[:, -kept:] if isinstance(kept, int) else labels[:, kept]
@@ -379,7 +379,7 @@ def test_logits_to_keep_in_training(fresh, kept):
 
 
 def test_no_labels_left(fresh):
-    """A connected zero, where stock has NaN."""
+    """The loss is 0 and differentiable; stock returns NaN."""
     model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
     arguments["labels"] = torch.full_like(arguments["labels"], -100)
     assert step(model, arguments)[0].loss.isnan()
@@ -407,7 +407,7 @@ def test_skip_logits_without_labels(fresh):
 
 
 def test_autocast(fresh):
-    """The head runs in autocast's dtype, as everything else does."""
+    """The head runs in autocast's dtype, like the other layers."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     exact = step(model, arguments)[0].loss
     with torch.autocast("cpu", torch.bfloat16):
@@ -420,7 +420,7 @@ def test_autocast(fresh):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "phi3", "glm4", "qwen2_vl"])
 def test_bfloat16(name, device):
-    """Patched layers round where stock layers round: the error of the logits is no larger, over a few models."""
+    """Patched layers round like stock layers: over a few models, the error of the logits is not larger."""
     tiny = BY_ID[name]
     sample = {k: x.to(device) for k, x in tiny.sample().arguments.items()}
     halves = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in sample.items()}
@@ -442,7 +442,7 @@ def test_bfloat16(name, device):
 
 @by_family
 def test_norms_round_where_stock_norms_round(tiny):
-    """In bfloat16 all but a few values on the edge between two are the same."""
+    """In bfloat16, only a few values that are close to a rounding boundary differ."""
     model = tiny.build().to(torch.bfloat16)
     apply_liger_kernel(model)
     generator = torch.Generator().manual_seed(7)
@@ -517,8 +517,8 @@ def test_a_copy_is_a_model_of_its_own(fresh):
 
 @by_family
 def test_a_patched_model_pickles(tiny, tmp_path):
-    """What comes back is patched, and can be reverted; so can what `save_pretrained` wrote of it."""
-    # A fresh one: where router logits were asked for, transformers leaves hooks that do not pickle.
+    """The loaded model is patched and can be reverted; so is a model saved by `save_pretrained`."""
+    # A fresh model, because router logits make transformers add hooks that cannot be pickled.
     model, arguments = tiny.build(), labelled(tiny)
     apply_liger_kernel(model)
     attach_head(model)
@@ -573,7 +573,7 @@ def test_head_fn_sees_what_logits_to_keep_keeps(fresh):
 
 
 def test_head_with_a_bias(fresh):
-    """`phi` is in no row of the table, and has a bias."""
+    """The table has no row for `phi`, whose head has a bias."""
     config = transformers.PhiConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
@@ -623,7 +623,7 @@ def test_a_layer_of_ones_own_is_not_replaced(fresh):
 
 
 def test_a_forward_that_somebody_set_is_called(fresh):
-    """Such as `model.forward = torch.compile(model.forward)`."""
+    """For example `model.forward = torch.compile(model.forward)`."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     stock, calls = model.forward, []
 
@@ -697,7 +697,7 @@ def test_experts_that_apply_no_gate_are_refused(fresh, way, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_before_its_models_are_built(family):
-    """Patched classes give what a patched model gives, and go back bitwise."""
+    """Patched classes give the results of a patched model, and are restored exactly."""
     tiny = next(tiny for tiny in ZOO if tiny.family == family.name)
     arguments = labelled(tiny)
     reference = built(tiny.name)
@@ -727,7 +727,7 @@ def test_a_family_before_its_models_are_built(family):
             apply(layer_norm=True)
 
 
-# transformers has no causal model for the configurations of the others.
+# transformers has no causal model for the configurations of the other families.
 @pytest.mark.parametrize(
     "tiny", [t for t in ZOO if t.name not in ("qwen2_vl", "qwen2_5_vl", "mllama_text", "mllama")], ids=repr
 )
@@ -756,7 +756,7 @@ STARCODER2 = Family("starcoder2", causal=("Starcoder2ForCausalLM",), layer_norm=
 
 @pytest.fixture
 def table(monkeypatch):
-    """The table of families, without what a test adds."""
+    """Remove the rows that a test adds to the table, before and after it."""
     for name in ("smollm3", "starcoder2"):
         monkeypatch.delitem(BY_NAME, name, raising=False)
     before = dict(BY_NAME)
@@ -779,7 +779,7 @@ def test_a_model_of_a_row_that_is_not_registered_does_not_load(table):
     ("row", "prefix", "layers"), [(SMOLLM3, "SmolLM3", 7), (STARCODER2, "Starcoder2", 5)], ids=["smollm3", "starcoder2"]
 )
 def test_a_row_of_ones_own(table, row, prefix, layers):
-    """All that a family needs, from outside of the package."""
+    """A user can add a family from outside of the package."""
     config = {**BY_ID["llama"].config, "mlp_bias": False}
     tiny = Tiny(row.name, row.name, f"{prefix}ForCausalLM", f"{prefix}Config", config)
     model, arguments = tiny.build(), labelled(tiny)

@@ -26,7 +26,7 @@ LAYERS = 12
 
 
 def deep(name: str) -> Tiny:
-    """With more layers than Dynamo's recompile limit."""
+    """Return a model with more layers than Dynamo's recompile limit."""
     tiny = BY_ID[name]
     assert torch._dynamo.config.recompile_limit < LAYERS
     return dataclasses.replace(tiny, config={**tiny.config, "num_hidden_layers": LAYERS})
@@ -34,7 +34,7 @@ def deep(name: str) -> Tiny:
 
 @pytest.fixture(autouse=True)
 def cuda_before_checkpoints():
-    """A checkpoint refuses a region in which CUDA starts, which compilers do where there is a GPU."""
+    """Initialize CUDA. A checkpoint rejects a region that does, and compilers initialize it if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.init()
 
@@ -49,7 +49,7 @@ def graphs():
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
 def test_regional_compilation(name, checkpointed, graphs):
-    """`layer.compile()` on every layer: one graph, and the step is that of the stock model."""
+    """With `layer.compile()` on every layer there is one graph, and the step equals that of the stock model."""
     tiny = deep(name)
     model, arguments = tiny.build(), labelled(tiny)
     stock = step(model, arguments)
@@ -65,7 +65,7 @@ def test_regional_compilation(name, checkpointed, graphs):
 
 @pytest.mark.parametrize("kind", ["input_layernorm", "mlp"])
 def test_each_kind_of_layer_compiles_once(kind, graphs):
-    """Also where only the patched layers are compiled."""
+    """This also holds if only the patched layers are compiled."""
     tiny = deep("llama")
     model, arguments = tiny.build(), labelled(tiny)
     stock = step(model, arguments)
@@ -78,7 +78,7 @@ def test_each_kind_of_layer_compiles_once(kind, graphs):
 
 
 def test_two_models_share_their_graph(graphs):
-    """The graph of a model's forward serves a second model of the class, with its own parameters."""
+    """The graph of a model's forward is reused for a second model of the class, with that model's parameters."""
     tiny = dataclasses.replace(BY_ID["llama"], config={**BY_ID["llama"].config, "num_hidden_layers": 1})
     arguments = labelled(tiny)
     for seed in (0, 1):
@@ -119,7 +119,7 @@ def leaves(outputs: Any) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_saved_tensors_are_those_of_eager_code(name):
-    """In number, shape, dtype and order."""
+    """They agree in number, shape, dtype and order."""
     kernel, make = KERNELS[name]
     inputs = make()
     torch.compiler.reset()
@@ -140,7 +140,7 @@ def test_saved_tensors_are_those_of_eager_code(name):
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
 def test_recomputation_on_the_other_path(name, compiled_first):
-    """A forward that ran compiled is recomputed by eager code, and the reverse."""
+    """A compiled forward may be recomputed by eager code, and the reverse."""
     kernel, make = KERNELS[name]
     inputs = make()
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Two processes, a sample each: gradients are those of the mean loss, whatever wraps and shards the model."""
+"""Two processes with one sample each: the gradients are those of the mean loss, for all wrappers and shardings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLD = 2
 
 
 def token_loss(head: Any, input: Any) -> Tensor:
-    """A `head_fn` whose backward reads the weight of the head again: its budget holds two rows of logits."""
+    """A `head_fn` whose backward reads the head's weight again, because its budget holds two rows of logits."""
     stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=2 * 4 * VOCAB)
     return -stats.logps.sum() / (input.target != -100).sum()
 
@@ -42,7 +42,7 @@ def sharded(model: Any, head_apart: bool) -> nn.Module:
 
 
 def sharded_by_wrapper(model: Any) -> nn.Module:
-    """FSDP of the first kind, with each layer and `lm_head` in a wrapper of its own."""
+    """Wrap the model in FSDP 1, with a separate wrapper for each layer and `lm_head`."""
     policy = ModuleWrapPolicy({type(model.model.layers[0]), type(model.lm_head)})
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
@@ -93,10 +93,10 @@ def worker(rank: int, folder: str) -> None:
             assert gradients.keys() == exact.keys()
             for name, g in gradients.items():
                 error = (g - exact[name]).norm() / exact[name].norm()
-                # The gradient of a key's bias is zero but for rounding.
+                # The gradient of a key's bias is zero except for rounding.
                 assert error < 2e-4 or "k_proj.bias" in name, (wrapper, way, name, error)
 
-    # Tensor parallelism: each rank has all of the sample, and a slice of the vocabulary.
+    # Tensor parallelism: each rank has the whole sample, and a slice of the vocabulary.
     one = tiny.build().train()
     one(**samples[0]).loss.backward()
     mesh = init_device_mesh("cpu", (WORLD,))

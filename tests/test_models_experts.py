@@ -1,4 +1,4 @@
-"""The load-balancing loss of every mixture of experts in transformers: that of the model's own forward, or none."""
+"""The load-balancing loss of all mixtures of experts in transformers equals that of the model's own forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from liger_chunked.integrations.transformers.experts import balance_of
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
 
 VOCAB = 131
-# Under all of the names that configurations have for them.
+# The sizes under all names that configs use for them.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -57,12 +57,12 @@ SIZES: dict[str, Any] = {
     "aux_loss_coef": 0.05,
 }
 VISION = {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "depth": 1, "num_heads": 2}
-# Stock forwards of these add nothing for the balance of experts, whatever their config says.
+# The stock forwards of these models add no load-balancing loss, regardless of their configs.
 WITHOUT = ("Glm4MoeForCausalLM", "Dots1ForCausalLM", "AfmoeForCausalLM", "Llama4ForCausalLM", "HunYuanMoEV1ForCausalLM")
 
 
 def with_a_balanced_loss() -> list[str]:
-    """Classes with a head whose file has a `load_balancing_loss_func`."""
+    """Return the classes with a head whose module has a `load_balancing_loss_func`."""
     names = []
     for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         code = file.read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def known(config_class: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(name: str) -> PreTrainedModel:
-    """A tiny model of a class, or a skipped test."""
+    """Build a tiny model of a class, or skip the test."""
     model_class = getattr(transformers, name, None)
     if model_class is None:
         pytest.skip(f"this transformers has no {name}")
@@ -95,7 +95,7 @@ def build(name: str) -> PreTrainedModel:
             pytest.skip("no tiny model by these sizes")
         torch.manual_seed(0)
         model = model_class(config)
-    except Exception as failure:  # configurations of other architectures want other sizes
+    except Exception as failure:  # configs of other architectures need other sizes
         pytest.skip(f"no tiny model by these sizes: {failure}")
     return model.train()
 
@@ -104,7 +104,7 @@ def call(model: PreTrainedModel, **more: Any) -> tuple[Any, dict[str, Any]]:
     ids = torch.randint(10, VOCAB - 10, (2, 9), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[-1, -2:] = 0
-    torch.manual_seed(4)  # some routers draw numbers
+    torch.manual_seed(4)  # some routers use random numbers
     output = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, **more)
     output.loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -113,7 +113,7 @@ def call(model: PreTrainedModel, **more: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def loss_of(head: Any, input: Any) -> Any:
-    """The causal loss and what a user adds to it."""
+    """Return the causal loss plus the weighted load-balancing loss, as a user would."""
     options = {"softcap": input.options.softcap, "logit_scale": input.options.logit_scale}
     logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, **options).logps
     loss = -logps.sum() / (input.target != -100).sum()
@@ -147,7 +147,7 @@ def test_loss_and_gradients_are_those_of_stock(name):
     balance = balance_of(model)
     assert balance is not None and balance.refusal is None
     ours, stock, without = assert_as_stock(model)
-    if stock.aux_loss is None:  # Doge's, without experts
+    if stock.aux_loss is None:  # Doge without experts
         assert ours.aux_loss is None
     else:
         torch.testing.assert_close(ours.aux_loss, stock.aux_loss)
@@ -155,7 +155,7 @@ def test_loss_and_gradients_are_those_of_stock(name):
 
 
 def test_nearly_all_of_them_are_compared():
-    """Those with the names of an encoder and a decoder, or a config of their own, are the rest."""
+    """Every `ForCausalLM` class is compared. The others have nested or encoder-decoder configs."""
     names = with_a_balanced_loss()
     assert len(names) > 20
     assert all(balance_of_class(name) for name in names if name.endswith("ForCausalLM"))
@@ -177,7 +177,7 @@ def test_families_whose_loss_adds_none(name):
 
 
 def test_by_the_config():
-    """As stock reads it, where the call says nothing."""
+    """The config decides if the call does not, as in stock."""
     model = build("MixtralForCausalLM")
     model.config.output_router_logits = True
     stock, _ = call(model)
@@ -194,7 +194,7 @@ class Doubled(transformers.MixtralForCausalLM):
 
 
 def load_balancing_loss_func(*_: Any) -> None:
-    """So that the forwards below can be read."""
+    """Makes the forwards below readable for `balance_of`."""
 
 
 class Unusual(transformers.MixtralForCausalLM):

@@ -1,4 +1,4 @@
-"""Patched layers and models are of a subclass of their class: copies, pickles, wrappers, shards and reverts of them."""
+"""Patched layers and models have a subclass as their class: copies, pickles, wrappers, shards and reverts of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_classes_keep_their_names_and_come_back(name):
         assert all(getattr(type(m), a) == getattr(before, a) for a in ("__name__", "__qualname__", "__module__"))
     assert changed > 4
     assert list(model.state_dict()) == names and str(model) == printed
-    # One class for all layers of a kind, here and in another model.
+    # All layers of a kind share one class, also with another model.
     twin = patched(name)
     attach_head(twin)
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
@@ -66,7 +66,7 @@ def test_classes_keep_their_names_and_come_back(name):
 
 
 def with_own_parameters(module: nn.Module) -> nn.Module:
-    """A shallow copy whose parameters are scaled: nothing of the original may show."""
+    """Make a shallow copy with scaled parameters, which shows whether the copy uses the original's parameters."""
     twin = copy.copy(module)
     vars(twin).update(_parameters=dict(module._parameters), _modules=dict(module._modules))
     for name, child in module._modules.items():
@@ -77,7 +77,7 @@ def with_own_parameters(module: nn.Module) -> nn.Module:
 
 
 def replica(module: nn.Module) -> nn.Module:
-    """A replica as `DataParallel` makes it, on a CPU."""
+    """Make a replica as `DataParallel` does, on a CPU."""
     twin = module._replicate_for_data_parallel()
     for name, child in module._modules.items():
         twin._modules[name] = replica(child)
@@ -95,7 +95,7 @@ COPIES = {"copy": with_own_parameters, "replica": replica}
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_run_their_own_parameters(name, way):
-    """Layers, and the model with its loss."""
+    """Tests layers, and the model with its loss."""
     model, arguments = BY_ID[name].build().train(), labelled(BY_ID[name])
     arguments["output_router_logits"] = False
     if name != "qwen3_moe":
@@ -120,7 +120,7 @@ def test_gradients_of_a_replica_reach_the_original():
         model.zero_grad()
     stock, ours = found
     for name, g in stock.items():
-        # The gradient of a key's bias is zero but for rounding.
+        # The gradient of a key's bias is zero except for rounding.
         torch.testing.assert_close(ours[name], g, rtol=2e-4, atol=2e-6)
 
 
@@ -140,7 +140,7 @@ def test_functional_call():
 
 
 def test_a_shallow_copy_is_reverted_alone():
-    """What belongs to the copy: the fused loss. Its layers are those of the original."""
+    """Only the fused loss belongs to the copy. It shares its layers with the original."""
     model, arguments = patched().train(), labelled(BY_ID["llama"])
     attach_head(model)
     twin = copy.copy(model)
@@ -164,7 +164,7 @@ def test_pickles_of_each_protocol(module, protocol):
 
 
 def test_torch_save_of_a_whole_model(tmp_path):
-    """Read by another process, it is patched there and can be reverted."""
+    """A model loaded by another process is patched there and can be reverted."""
     model, arguments = patched("gemma2").train(), labelled(BY_ID["gemma2"])
     torch.save(model, tmp_path / "model.pt")
     torch.save({"arguments": arguments, "loss": model(**arguments).loss.detach()}, tmp_path / "expected.pt")
@@ -196,7 +196,7 @@ def test_state_dict_of_stock_and_patched_are_one():
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of this process."""
+    """Start a process group with only this process."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("no gloo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
@@ -219,7 +219,7 @@ def full(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("first", ["patch", "shard"])
 def test_fully_shard(first, alone):
-    """FSDP 2 swaps classes too, of norms, MLPs and the model: in either order, and back."""
+    """FSDP 2 also changes the classes of norms, MLPs and the model. Both orders work, and the patch can be reverted."""
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     stock = step(model, arguments)
     classes = {name: type(m) for name, m in model.named_modules()}
@@ -285,7 +285,7 @@ def test_forward_hooks_run():
 
 
 def test_peft_wraps_what_is_patched():
-    """A norm in `modules_to_save`, adapters on the projections of the MLP."""
+    """Uses a norm in `modules_to_save` and adapters on the projections of the MLP."""
     peft = pytest.importorskip("peft")
     config = {
         "r": 2,
@@ -321,7 +321,7 @@ def test_a_forward_that_somebody_set_on_a_layer_is_left_alone():
 
 
 class Scaled(transformers.LlamaForCausalLM):
-    """Of a user, with the forward of its base."""
+    """A user's class that inherits the forward of its base."""
 
 
 def test_a_subclass_of_a_model_is_patched_twice():

@@ -1,4 +1,4 @@
-"""Patched models in the hands of those who train them: PEFT, Trainer, DDP, FSDP, torch.compile."""
+"""Patched models in training frameworks: PEFT, Trainer, DDP, FSDP, torch.compile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from liger_chunked.integrations.transformers import apply_liger_kernel, attach_h
 
 pytestmark = [
     pytest.mark.ordinary_memory,
-    # What PEFT, Trainer and transformers have to say to one another.
+    # Warnings of PEFT, Trainer and transformers about each other.
     *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation", "Runtime")),
 ]
 
 
 def negative_logps(head, input):
-    """A `head_fn`: the mean negative log-likelihood."""
+    """A `head_fn` that returns the mean negative log-likelihood."""
     options = input.options
     stats = linear_token_stats(
         head.weight,
@@ -47,7 +47,7 @@ def peft():
 
 
 def adapted(peft: Any, name: str, **lora: Any) -> Any:
-    """The tiny model under a LoRA adapter that is not zero."""
+    """Return the tiny model with a nonzero LoRA adapter."""
     model = BY_ID[name].build()
     config = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **lora)
     torch.manual_seed(1)
@@ -57,7 +57,7 @@ def adapted(peft: Any, name: str, **lora: Any) -> Any:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(peft, name, when):
-    """Frozen head, trained adapters in attention and MLP; patched before or after the adapter comes."""
+    """A frozen head, and adapters in attention and MLP. The model is patched before or after the adapter is added."""
     targets = "all-linear" if when == "after" else r".*(self_attn|mlp)\.(q_proj|qkv_proj|down_proj)"
     stock_model = adapted(peft, name, target_modules=targets)
     stock = step(stock_model, labelled(BY_ID[name]))
@@ -85,7 +85,7 @@ def test_lora(peft, name, when):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_head_that_peft_trains_in_full(peft, name):
-    """`modules_to_save` keeps a copy of the head: the copy is the one that is read and trained."""
+    """`modules_to_save` copies the head; the loss reads and trains the copy."""
     model = adapted(peft, name, target_modules=["q_proj"], modules_to_save=["lm_head"])
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
@@ -103,7 +103,7 @@ def test_a_head_that_peft_trains_in_full(peft, name):
 
 
 def test_a_head_with_an_adapter_is_refused(peft):
-    """When it is patched, or when it is run, if the adapter came later."""
+    """Raises when the model is patched, or when it runs, if the adapter was added later."""
     refusal = r"lm_head is computed by peft\.tuners\.lora\.layer\.Linear.*low-rank term"
     model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"])
     for patch in (apply_liger_kernel, attach_head):
@@ -118,12 +118,12 @@ def test_a_head_with_an_adapter_is_refused(peft):
     model = peft.get_peft_model(model, config)
     with pytest.raises(ValueError, match=refusal):
         step(model, labelled(BY_ID["llama"]))
-    # Evaluation goes through the adapter, as ever.
+    # Evaluation still uses the adapter.
     assert model.eval()(**labelled(BY_ID["llama"])).logits is not None
 
 
 def test_prompt_learning(peft):
-    """Virtual tokens come before the prompt; PEFT pads the labels that a head_fn gets."""
+    """Virtual tokens precede the prompt; PEFT pads the labels that a head_fn gets."""
     model = BY_ID["llama"].build()
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=HIDDEN)
     torch.manual_seed(1)
@@ -141,7 +141,7 @@ def test_prompt_learning(peft):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences of one length with labels of uneven counts."""
+    """Sequences of one length with different numbers of labels."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -158,7 +158,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def trained(model: Any, path: Any, **arguments: Any) -> tuple[list[float], float]:
-    """Losses that Trainer logs step by step, and that of its evaluation."""
+    """Return the losses that Trainer logs for each step, and its evaluation loss."""
     settings = transformers.TrainingArguments(
         output_dir=str(path),
         per_device_train_batch_size=2,
@@ -191,7 +191,7 @@ def test_trainer_with_gradient_accumulation(name, tmp_path):
 
 
 def test_trainer_in_bfloat16(tmp_path):
-    """Trainer leaves its autocast around `model.forward`, and what was patched under it can go and come back."""
+    """Trainer keeps its autocast around `model.forward`. A patch below it can be reverted and applied again."""
     stock, _ = trained(BY_ID["llama"].build(), tmp_path, bf16=True)
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     exact, _ = trained(BY_ID["llama"].build(), tmp_path)
@@ -219,7 +219,7 @@ def test_gradient_checkpointing(name, reentrant):
 
 
 def test_accelerate_hooks_stay():
-    """`device_map` puts its own forward on every module, which moves inputs and calls the one it has put aside."""
+    """`device_map` sets a forward on every module. It moves inputs and calls the forward that it replaced."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     stock = step(model, arguments)
@@ -239,14 +239,14 @@ def test_accelerate_hooks_stay():
     ours = step(model, arguments)
     assert_same_step(ours, stock)
     assert ours[0].logits is None
-    # The activation is fused into the MLP; everything else is called as ever.
+    # The activation is fused into the MLP; all other modules are still called.
     assert sorted(calls) == [name for name in expected if name != "SiLUActivation"]
     revert_liger_kernel(model)
     assert step(model, arguments)[0].loss.equal(stock[0].loss)
 
 
 def test_accelerate_hooks_come_and_go():
-    """Whatever they did to the forwards in between, reverting is bitwise."""
+    """After any change of the forwards by hooks, a reverted model has bitwise the same results."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     stock = step(model, arguments)
@@ -271,7 +271,7 @@ def test_accelerate_hooks_come_and_go():
 
 
 def test_cpu_offload():
-    """Weights are on the meta device but for the call of their module."""
+    """The weights are on the meta device, except during the call of their module."""
     accelerate = pytest.importorskip("accelerate")
     model, arguments = BY_ID["qwen2"].build(), labelled(BY_ID["qwen2"])
     loss = step(model, arguments)[0].loss
@@ -285,7 +285,7 @@ def test_cpu_offload():
 
 
 def shallow(name: str) -> Tiny:
-    """With one layer, which compiles in half the time."""
+    """Return a model with one layer, which halves the compile time."""
     tiny = BY_ID[name]
     return dataclasses.replace(tiny, config={**tiny.config, "num_hidden_layers": 1})
 
@@ -293,7 +293,7 @@ def shallow(name: str) -> Tiny:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_fullgraph(name):
-    """Softcap and experts: a step with its loss is one graph, and its gradients are stock's."""
+    """With a softcap and with experts, a step including the loss is one graph, with stock's gradients."""
     tiny = shallow(name)
     model, arguments = tiny.build(), labelled(tiny, num_items_in_batch=torch.tensor(17))
     stock = step(model, arguments)
@@ -308,7 +308,7 @@ def test_fullgraph(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
-    """One graph, and a new length compiles it once more."""
+    """The step is one graph, and a new length compiles it once more."""
     model = shallow("llama").build().train()
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(10, VOCAB - 10, (2, length), generator=generator) for length in (9, 12, 17)]

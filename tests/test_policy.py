@@ -1,4 +1,4 @@
-"""Policy losses: ratios, empty completions, denominators, metrics, a loss of one's own."""
+"""Policy losses: ratios, empty completions, denominators, metrics, user-defined losses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: fl
 
 
 class Spy(LigerFusedLinearPolicyBase):
-    """Keeps what it is shown."""
+    """Keeps the batches that it gets."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -65,7 +65,7 @@ def test_ratio_is_exactly_1_on_policy(level, dtype, device):
 
 @by_surrogate
 def test_on_policy_gradient_is_reinforce(surrogate):
-    """Whatever bounds the ratio: at 1 the gradient is that of `-A log pi`, summed with the reduction's weights."""
+    """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
     batch = rollouts(SMALL, seed=1, old=False)
     settings = {"epsilon_high": 5.0} if surrogate == "cispo" else {}
     ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings), batch)
@@ -82,7 +82,7 @@ def test_on_policy_gradient_is_reinforce(surrogate):
 @pytest.mark.parametrize("level", ["sequence", "trajectory"])
 @pytest.mark.parametrize("tokens_in_budget", [200, 70, 7, 1], ids=["all", "two-packs", "tiles", "slices"])
 def test_ratio_of_a_sequence_across_chunks(level, tokens_in_budget):
-    """Sequences of up to 50 tokens, of which a budget of 7 holds no whole one."""
+    """Sequences have up to 50 tokens, so a budget of 7 tokens splits all of them."""
     sizes = Sizes(sequences=4, length=50, hidden=6, vocab=101)
     batch = rollouts(sizes, seed=2, ref="tokens")
     settings = {"importance_level": level, "beta": 0.1, "epsilon_low": 0.05, "epsilon_high": 0.05}
@@ -107,13 +107,13 @@ def test_gemms_of_sequences_over_the_budget(settings, expected):
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         grpo({**batch, **leaves}, logits_budget=8 * 97 * 4, **settings).backward()
     count = counter.get_total_flops() / (2 * n_valid(batch) * sizes.hidden * sizes.vocab)
-    # The last tile, of 4 of 40 or 80 tokens, is still there when backward begins.
+    # The last tile, of 4 of 40 or 80 tokens, is still in memory when backward begins.
     assert expected - 0.11 <= count <= expected
 
 
 @by_level
 def test_delta_bounds_what_a_negative_advantage_leaves_free(level):
-    """Ratios far above the clip: without delta they are the whole loss, with it they cost delta and teach nothing."""
+    """Ratios far above the clip dominate the loss without delta. With it, each costs delta and has no gradient."""
     batch = rollouts(SMALL, seed=3)
     batch["old_logps"] = batch["old_logps"] - 5
     batch["advantages"] = -batch["advantages"].abs() - 0.1
@@ -152,7 +152,7 @@ def test_importance_weights_multiply_the_cost_and_not_the_kl(level, weights):
 
 
 def test_vespo_takes_importance_weights_into_its_own():
-    """As a shift of the ratio of the sequence; a weight of the sequence counts once."""
+    """Importance weights shift the ratio of the sequence. The weight of a sequence counts once."""
     batch = rollouts(SMALL, seed=6)
     lengths = (batch["target"] != -100).sum(1, keepdim=True).double()
     shifted = {**batch, "old_logps": batch["old_logps"] - 0.2 / lengths}
@@ -163,12 +163,12 @@ def test_vespo_takes_importance_weights_into_its_own():
     assert_same(evaluate(partial(grpo, surrogate="vespo"), {**batch, "importance_weights": of_tokens}), expected)
 
 
-# Tokens that do not count
+# Ignored tokens
 
 
 @by_row
 def test_empty_completions_count_in_the_batch_and_add_nothing(row):
-    """Also where they are all of a pack."""
+    """This holds even if they fill a whole chunk."""
     batch = row.sample(SMALL, seed=7)
     batch["target"][[0, 1, 4]] = -100
     for budget in (None, PACKS, 8):
@@ -202,7 +202,7 @@ def test_attention_mask_joins_the_target(dtype):
 @pytest.mark.parametrize("delta", [0.9, 1.05, 1.4])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_delta_on_either_side_of_the_clip(delta, sign):
-    """One below the largest ratio of the clip bounds positive advantages too."""
+    """A delta below the largest ratio of the clip bounds positive advantages too."""
     batch = rollouts(SMALL, seed=21)
     batch["advantages"] = sign * (batch["advantages"].abs() + 0.1)
     logps = linear_token_stats(batch["weight"], batch["input"], batch["target"], batch.get("bias")).logps
@@ -218,12 +218,12 @@ def test_sides_are_constants():
     batch = rollouts(SMALL, seed=22, weights="tokens")
     expected = evaluate(grpo, batch)
     for name in ("old_logps", "advantages", "importance_weights"):
-        batch[name] = 1 * batch[name].requires_grad_()  # of a graph of its own
+        batch[name] = 1 * batch[name].requires_grad_()  # part of another autograd graph
     assert_same(evaluate(grpo, batch), expected, tolerance=1e-15)
 
 
 def test_sides_are_let_go_once_they_are_arranged(monkeypatch):
-    """A loss lives until its backward: what it was called with need not, nor is it arranged again for each pack."""
+    """The loss keeps no reference to its arguments until backward, and prepares them once, not per chunk."""
     made = []
     make = LigerFusedLinearGRPOLoss._batch
 
@@ -234,7 +234,7 @@ def test_sides_are_let_go_once_they_are_arranged(monkeypatch):
     monkeypatch.setattr(LigerFusedLinearGRPOLoss, "_batch", watch)
     batch = rollouts(SMALL, seed=23)
     node = batch["old_logps"].requires_grad_().exp().log()
-    weights = torch.ones(SMALL.sequences, SMALL.length, dtype=torch.float32)  # of another dtype: arranged as a copy
+    weights = torch.ones(SMALL.sequences, SMALL.length, dtype=torch.float32)  # of another dtype, so a copy is made
     alive = [weakref.ref(node), weakref.ref(weights)]
     batch["weight"].requires_grad_()
     loss, _ = LigerFusedLinearGRPOLoss(logits_budget=PACKS)(**{**batch, "old_logps": node}, importance_weights=weights)
@@ -304,7 +304,7 @@ METRICS = {
 @pytest.mark.parametrize("ref", [None, "tokens", "states"])
 @pytest.mark.parametrize("advantages", ["sequences", "tokens"])
 def test_metrics(settings, ref, advantages, device):
-    """Without a KL in the loss, a reference is for the metrics; an empty completion is in no mean."""
+    """Without a KL term the reference affects only the metrics. An empty completion counts in no mean."""
     batch = moved(rollouts(SMALL, seed=13, ref=ref, advantages=advantages), device=device)
     batch["target"][2] = -100
     _, ours = LigerFusedLinearGRPOLoss(**settings, logits_budget=PACKS)(**batch)
@@ -326,7 +326,7 @@ def test_metrics_of_nothing():
     assert all(value == 0 for value in metrics)
 
 
-# A loss of one's own
+# A user-defined loss
 
 
 class PPO(LigerFusedLinearPolicyBase):
@@ -338,7 +338,7 @@ class PPO(LigerFusedLinearPolicyBase):
 
 
 class GeometricMean(LigerFusedLinearPolicyBase):
-    """GMPO in a line: one cost a sequence, from its tokens."""
+    """GMPO in a line: one cost per sequence, from its tokens."""
 
     def policy_loss(self, rollouts):
         log_ratio = (rollouts.logps - rollouts.old_logps).clamp(-0.4, 0.4)
@@ -376,7 +376,7 @@ def test_subclass_of_sequences(budget):
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 @pytest.mark.parametrize("sides", ["tokens", "sequences"])
 def test_what_a_loss_is_shown(scope, sides):
-    """Tokens come as rows of one, and know of their sequence; both scopes see the same numbers."""
+    """Single tokens are rows of length 1 and have the length of their sequence; both scopes get the same values."""
     batch = rollouts(SMALL, seed=17, ref="tokens", advantages=sides, weights=sides)
     spy = Spy(logits_budget=PACKS)
     spy.scope = scope

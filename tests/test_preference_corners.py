@@ -1,4 +1,4 @@
-"""Where preference losses are easily wrong: extreme probabilities, unequal pairs, two targets."""
+"""Corner cases of preference losses: extreme probabilities, unequal pairs, two targets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: fl
 
 
 def one_pair_of(probability: float, rejected: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A pair of one token each with these probabilities, in a vocabulary of two."""
+    """Make a pair of one token each with these probabilities, in a vocabulary of two."""
     logits = torch.tensor([[math.log(p) - math.log1p(-p)] for p in (probability, rejected)], dtype=torch.float64)
     weight = torch.tensor([[1.0], [0.0]], dtype=dtype)
     return {"weight": weight, "input": logits[:, None].to(dtype), "target": torch.zeros(2, 1, dtype=torch.int64)}
@@ -44,7 +44,7 @@ def one_pair_of(probability: float, rejected: float, dtype: torch.dtype) -> dict
 
 
 def test_hard_case_12_dpo_by_settings():
-    """One long pair, unequal lengths, smoothing, the reference in three forms: all the same loss."""
+    """One long pair, unequal lengths, smoothing, and three forms of the reference give the same loss."""
     batch = pairs(Sizes(sequences=2, length=400), seed=0)
     settings = {"label_smoothing": 0.1, "beta": 0.3}
     exact = evaluate(lambda batch: reference.dpo(**batch, **settings)[0], batch)
@@ -59,7 +59,7 @@ def test_hard_case_12_dpo_by_settings():
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"])
 def test_hard_case_12_dpo_with_the_policy_as_reference(divergence):
-    """Every score is 0 where policy and reference agree, and has a derivative of 1 by the log-ratio, or 1/2 for JS."""
+    """If policy and reference agree, every score is 0. Its derivative by the log-ratio is 1, or 1/2 for JS."""
     batch = pairs(SMALL, seed=0, ref=None)
     same = {f"ref_{name}": batch[name] for name in ("weight", "input", "bias")}
     loss = LigerFusedLinearDPOLoss(f_divergence_type=divergence)
@@ -85,7 +85,7 @@ def test_hard_case_12_chosen_equal_to_rejected(loss):
 
 
 def test_reference_sums_in_float64_keep_their_digits():
-    """Of 40,000 nats float32 has steps of 0.004."""
+    """Near 40,000 nats, float32 has steps of 0.004."""
     batch = {name: x.float() if x.is_floating_point() else x for name, x in pairs(SMALL, seed=0).items()}
     batch = {name: batch[name] for name in ("weight", "input", "target")}
     n = batch["target"].shape[0]
@@ -144,7 +144,7 @@ def test_hard_case_14_orpo_nll_over_prompt_and_response():
     logits = reference.logits(batch["weight"], batch["input"], batch["bias"])[: len(chosen)]
     assert torch.isclose(metrics.nll_loss, F.cross_entropy(logits.flatten(0, 1), chosen.flatten()))
     assert metrics.nll_loss != of_response.nll_loss
-    # The prompt takes part in the NLL alone.
+    # The prompt only affects the NLL.
     for name in ("chosen_logps", "rejected_logps", "chosen_logits_mean", "chosen_rewards"):
         assert torch.allclose(getattr(metrics, name), getattr(of_response, name), rtol=1e-12), name
 
@@ -178,8 +178,8 @@ def test_hard_case_14_orpo_log_odds_near_certainty(p, side, dtype):
     loss, metrics = LigerFusedLinearORPOLoss(beta=1.0)(**batch)
     margin = math.log(p) - math.log1p(-p) - (math.log(0.3) - math.log(0.7))
     odds = float(F.softplus(torch.tensor(-margin if side == "chosen" else margin, dtype=torch.float64)))
-    # The logarithm of a sum close to 1 is off by half an ulp of 1, which is that much of 1 - p; and the logit of 16
-    # nats that it comes from is off by 16 ulps of 1.
+    # The logarithm of a sum close to 1 has an error of half an ulp of 1, and so has 1 - p. The logit behind it, about
+    # 16 nats, has an error of 16 ulps of 1.
     epsilon = torch.finfo(dtype).eps
     assert abs(float(loss - metrics.nll_loss) - odds) < epsilon / (1 - p) + 32 * epsilon
     for value in evaluate(lambda batch: LigerFusedLinearORPOLoss()(**batch)[0], batch).values():
@@ -188,7 +188,7 @@ def test_hard_case_14_orpo_log_odds_near_certainty(p, side, dtype):
 
 @pytest.mark.parametrize("certain", ["chosen", "rejected", "both"])
 def test_hard_case_14_orpo_at_certainty(certain):
-    """Log-probabilities of exactly 0, where odds are infinite: finite loss, finite gradients."""
+    """At log-probabilities of exactly 0 the odds are infinite, but loss and gradients are finite."""
     batch = one_pair_of(0.5, 0.5, torch.float32)
     batch["input"][0 if certain == "chosen" else 1] = 200.0
     if certain == "both":
@@ -238,7 +238,7 @@ def test_alphapo_tends_to_the_plain_reward():
     assert torch.allclose(plain[1].chosen_rewards, shaped[1].chosen_rewards, rtol=1e-5)
 
 
-# Kin of the cross entropy
+# Variants of the cross entropy
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
@@ -287,7 +287,7 @@ def test_accuracies_and_margins():
     assert torch.allclose(metrics.reward_margins, exact[0] - exact[1])
     assert torch.equal(metrics.reward_accuracies, (exact[0] > exact[1]).to(exact.dtype))
     assert 0 < metrics.reward_accuracies.mean() < 1
-    # A tie is no success.
+    # A tie counts as a failure.
     half = SMALL.sequences // 2
     for name in ("input", "target", "ref_input"):
         batch[name][half:] = batch[name][:half]
@@ -296,7 +296,7 @@ def test_accuracies_and_margins():
 
 
 def reference_logratios(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of the chosen and of the rejected sequences, from full logits."""
+    """Return the log-ratios of the chosen and of the rejected sequences, from full logits."""
     sums = [
         reference.token_stats(batch[f"{p}weight"], batch[f"{p}input"], batch["target"], batch[f"{p}bias"])["logps"]
         for p in ("", "ref_")
@@ -326,7 +326,7 @@ def test_the_order_of_the_metrics_is_liger_kernels_first():
     ids=["dpo", "ipo", "orpo", "cpo", "simpo"],
 )
 def test_an_empty_sequence_counts_as_certain(loss, side):
-    """As the log-probability of no token, 0, says; the other one is trained, and no number is NaN."""
+    """An empty sequence has a log-probability of 0. The other sequence is trained, and no value is NaN."""
     batch = pairs(SMALL, seed=0, ref=None)
     half = SMALL.sequences // 2
     batch["target"][0 if side == "chosen" else half] = -100

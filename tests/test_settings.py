@@ -1,4 +1,4 @@
-"""Settings of the losses: changed after construction, left unread, or no finite numbers."""
+"""Settings of the losses: changed after construction, ignored, or not finite."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ WITH_ALPHA = [
 
 
 def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
-    """In loss, gradients, metrics and what `repr` says."""
+    """Compare loss, gradients, metrics and `repr`."""
     one, other = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (changed, fresh))
     assert all(torch.equal(one[name], other[name]) for name in other)
     for metric, expected in zip(changed(**batch)[1], fresh(**batch)[1], strict=True):
@@ -85,7 +85,7 @@ def test_beta_set_after_construction(case):
     before = loss(**batch)[0]
     loss.beta = 0.7
     assert_equal(loss, make(beta=0.7), batch)
-    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # which reads none
+    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # which uses no reference
 
 
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)
@@ -112,7 +112,7 @@ def test_the_nll_term_of_cpo_follows_alpha():
     assert not loss.compute_nll_loss and loss(**batch)[1].nll_loss == 0
 
 
-# Left unread
+# Ignored settings
 
 SCORED = r"\['discopop', 'exo_pair', 'hinge', 'ipo', 'robust', 'sigmoid', 'sigmoid_norm'\]"
 UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
@@ -173,7 +173,7 @@ def test_a_setting_that_nothing_reads(case):
 def test_a_setting_that_one_of_several_loss_types_reads():
     LigerFusedLinearDPOLoss(loss_type=["sft", "discopop"], discopop_tau=0.3, f_divergence_type="js_divergence")
     LigerFusedLinearDPOLoss(loss_type=[first_logp, "robust"], label_smoothing=0.1)
-    LigerFusedLinearSimPOLoss(alpha=0.0)  # no NLL, as asked
+    LigerFusedLinearSimPOLoss(alpha=0.0)  # requested without NLL
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_setting_that_one_of_several_loss_types_reads():
     ],
 )
 def test_defaults_are_those_of_the_constructor(loss, settings):
-    """By which a setting counts as given."""
+    """The defaults decide whether a setting counts as given."""
     parameters = inspect.signature(loss).parameters
     assert {field.name: field.default for field in fields(settings)} == {
         field.name: parameters[field.name].default for field in fields(settings)
@@ -195,7 +195,7 @@ def test_defaults_are_those_of_the_constructor(loss, settings):
 # Numbers
 
 NAN, INF = float("nan"), float("inf")
-# Every numeric setting of a loss, what else it reads, and what it must be.
+# Every numeric setting of a loss, the other settings that it needs, and its allowed range.
 NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
     (LigerFusedLinearDPOLoss, "beta", {}, "finite and not negative"),
     (LigerFusedLinearDPOLoss, "alpha", {"compute_nll_loss": True}, "finite"),
@@ -256,7 +256,7 @@ def test_a_setting_is_a_finite_number(loss, name, settings, expected):
 
 
 def test_every_number_is_checked():
-    """A float among the arguments of a constructor that the list does not know is one that nobody checks."""
+    """Every float argument of a constructor must be in `NUMBERS`."""
     checked = {(loss, name) for loss, name, *_ in NUMBERS}
     for loss in {loss for loss, _ in checked}:
         for name, parameter in inspect.signature(loss).parameters.items():
@@ -335,7 +335,7 @@ def test_a_budget_with_a_unit_under_compile():
         assert torch.allclose(compiled().logps, plain.logps)
 
 
-# A vocabulary as large as a model's, and states as small as they can be.
+# A vocabulary of a model's size, with minimal hidden states.
 LARGE = {"weight": torch.ones(32768, 1), "input": torch.ones(300, 1), "target": torch.zeros(300, dtype=torch.int64)}
 ROW = 32768 * 4
 
@@ -356,7 +356,7 @@ def test_a_budget_of_a_few_rows(call):
     message = r"holds only 2 rows of logits: a row takes (131072|262144) bytes for a vocabulary of 32768, .* '256MiB'"
     with pytest.warns(UserWarning, match=message):
         call(2 * ROW)
-    call(2 * ROW)  # once, and warnings are errors here
+    call(2 * ROW)  # the warning appears once; warnings are errors here
     call(16 * ROW)
 
 
@@ -365,5 +365,5 @@ def test_a_budget_of_less_than_a_row():
     sizes = {"vocab_size": 8192, "hidden_size": 8, "shape": (40,)}
     with pytest.warns(UserWarning, match=r"logits_budget=16000 bytes holds less than one row of logits"):
         estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16000), **sizes)
-    # Few tokens ask for no more than a few rows.
+    # Few tokens need only a few rows.
     estimate_memory(LigerFusedLinearCrossEntropyLoss(logits_budget=16001), **{**sizes, "shape": (8,)})

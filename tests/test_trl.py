@@ -1,4 +1,4 @@
-"""The DPO losses against TRL's own code, every loss type."""
+"""The DPO losses against TRL's code, for every loss type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("trl")
 
 
 class Model(torch.nn.Module):
-    """What TRL's loss asks of a model: the statistics of hidden states that are already there."""
+    """The interface that TRL's loss needs from a model: statistics of given hidden states."""
 
     is_gradient_checkpointing = False
 
@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
 
 
 def trl_loss(batch: Batch, loss_types: list[str], loss_weights: list[float], **settings: Any) -> Tensor:
-    """`DPOTrainer._compute_loss` on a trainer that has only what it reads."""
+    """Run `DPOTrainer._compute_loss` on a trainer with only the attributes that it reads."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
     policy = Model(batch["weight"], batch["input"], batch["bias"])
@@ -55,7 +55,7 @@ def trl_loss(batch: Batch, loss_types: list[str], loss_weights: list[float], **s
         _tp_size=1,
     )
     vars(trainer).update(settings)
-    # TRL shifts: the token at t is predicted by the hidden state at t - 1.
+    # TRL shifts: the hidden state at t - 1 predicts the token at t.
     before = torch.full_like(batch["target"][:, :1], -100)
     labels = torch.cat([before, batch["target"]], dim=1)
     inputs = {
@@ -66,7 +66,7 @@ def trl_loss(batch: Batch, loss_types: list[str], loss_weights: list[float], **s
     return DPOTrainer._compute_loss(trainer, policy, inputs, False)
 
 
-# TRL reads label_smoothing in these; in "sigmoid" it ignores it.
+# TRL uses label_smoothing in these; in "sigmoid" it ignores it.
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
@@ -92,7 +92,7 @@ def test_equal_to_trl(loss_type, budget):
         return trl_loss(batch, loss_types, weights, beta=beta, label_smoothing=smoothing)
 
     result, exact = evaluate(ours, batch), evaluate(theirs, batch)
-    # TRL makes a float32 tensor of its label smoothing, whose logarithm is off by 1e-8.
+    # TRL converts its label smoothing to float32, so its logarithm has an error of 1e-8.
     tolerance = 1e-6 if loss_type == "exo_pair" else 1e-12
     for name in exact:
         assert relative_error(result[name], exact[name]) < tolerance, name

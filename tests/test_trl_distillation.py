@@ -1,4 +1,4 @@
-"""The generalized JSD against TRL's own, on full logits."""
+"""The generalized JSD against TRL's, on full logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two processes: under DDP the logs are those of TRL's trainers, and under FSDP the gradients those of whole models."""
+"""Two processes: under DDP the logs equal those of TRL's trainers; under FSDP the gradients equal those of whole
+models.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from liger_chunked.integrations.trl.preference import preference_step
 from liger_chunked.integrations.trl.teacher import distillation_step
 
 WORLD = 2
-# A head that is swapped, one where TRL has logits, two models one in the other; then gradients in forward.
+# A replaced head, a trainer whose TRL version builds logits, two nested models; then gradients in forward.
 CASES = [
     ("SFT", None),
     ("ORPO", None),
@@ -43,7 +45,7 @@ CASES = [
     ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
     ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
 ]
-# ORPO's mean logit counts prompts and padding in TRL. Its DPO counts the samples that fill up a last batch twice.
+# TRL's ORPO includes prompts and padding in its mean logit. Its DPO counts the samples that fill up a last batch twice.
 NOT_TRLS = {"ORPO": "logits/", "DPO": "eval_"}
 
 
@@ -56,7 +58,7 @@ def train(folder: Path) -> None:
                 for name in [name for name in entry if NOT_TRLS[kind] in name and name != "eval_loss"]:
                     entry.pop(name)
         assert_same(ours, stock, common=loss is not None)
-    # The same on both: the optimizer saw the same gradients.
+    # Both ranks log the same norms, so the optimizer saw the same gradients.
     norms = torch.tensor([entry["grad_norm"] for entry in ours if "grad_norm" in entry])
     gathered = [torch.empty_like(norms) for _ in range(WORLD)]
     dist.all_gather(gathered, norms)
@@ -64,7 +66,7 @@ def train(folder: Path) -> None:
 
 
 def models(sharded: bool) -> tuple[nn.Module, nn.Module]:
-    """A policy, or student, and a teacher."""
+    """Return a policy (or student) and a teacher."""
     pair = tiny.model(), tiny.model("wide", seed=1)
     for model in pair:
         add_chunked_lm_head(model, logits_budget=2 * 4 * 300)
@@ -76,7 +78,7 @@ def models(sharded: bool) -> tuple[nn.Module, nn.Module]:
 
 
 def losses(model: nn.Module, teacher: nn.Module, ids: Tensor) -> Iterator[Tensor]:
-    """One of each way through a head."""
+    """Yield one loss for each way through a head."""
     inputs = {"input_ids": ids}
     yield model(**inputs, labels=ids, fused_lm_head=True).loss
     yield preference_step(model, LigerFusedLinearDPOLoss(logits_budget=2 * 4 * 300), inputs, ids).loss

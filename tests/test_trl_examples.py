@@ -1,4 +1,4 @@
-"""The TRL examples run as they stand, on the CPU, with the tiny model that they build."""
+"""The TRL examples run unchanged, on the CPU, with their tiny model."""
 
 from __future__ import annotations
 

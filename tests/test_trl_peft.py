@@ -1,4 +1,4 @@
-"""Adapters under our trainers: stock's logs, a frozen head without a gradient, and no adapter that goes unread."""
+"""Adapters under our trainers: logs as in stock, a frozen head gets no gradient, and no adapter is ignored."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from liger_chunked import LigerFusedLinearDPOLoss
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",
-    # PEFT, of modules_to_save in a model that ties its embeddings.
+    # PEFT, about modules_to_save in a model with tied embeddings.
     "ignore:Model has `tie_word_embeddings=True`:UserWarning",
 )
 
 
 def lora(kind: str, target_modules: tuple[str, ...] = ("q_proj", "v_proj"), **config: Any) -> dict[str, Any]:
-    """The arguments of a trainer with an adapter that does something; its reference is the model without it."""
+    """Return the arguments of a trainer with a nonzero adapter. The reference is the model without it."""
     adapter = LoraConfig(r=4, target_modules=list(target_modules), init_lora_weights=False, **config)
     return {"peft_config": adapter, **({"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {})}
 
@@ -74,7 +74,7 @@ def test_lora(assert_logs_what_trl_logs, kind, config):
     ("kind", "family"), [("SFT", "llama"), ("KTO", "llama"), ("DPO", "softcap"), ("ORPO", "softcap"), ("GKD", "llama")]
 )
 def test_a_head_and_embeddings_trained_in_full(assert_logs_what_trl_logs, kind, family):
-    """Where the model ties them too."""
+    """This includes models that tie them."""
 
     def own() -> dict[str, Any]:
         return {**lora(kind, modules_to_save=["lm_head", "embed_tokens"]), "model": tiny.model(family)}
@@ -84,7 +84,7 @@ def test_a_head_and_embeddings_trained_in_full(assert_logs_what_trl_logs, kind, 
 
 @pytest.mark.parametrize("loss", [None, LigerFusedLinearDPOLoss(beta=0.1)], ids=["swap", "loss"])
 def test_prompt_tuning(assert_logs_what_trl_logs, loss):
-    """Virtual tokens stand before the others, in the policy and not in the reference."""
+    """Virtual tokens precede the others in the policy, but not in the reference."""
 
     def own() -> dict[str, Any]:
         peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -104,7 +104,7 @@ VOCABULARY = 1500
 
 @pytest.mark.parametrize(("kind", "trained"), [*((kind, False) for kind in KINDS), ("SFT", True)])
 def test_a_frozen_head_has_no_gradient(tmp_path, kind, trained):
-    """Not even one that is thrown away: nothing of its size is made, as it is where the head is trained."""
+    """No tensor of the size of its gradient is allocated, unlike for a trained head."""
     own = lora(kind, modules_to_save=["lm_head"] if trained else None)
     models = {"model": tiny.model(vocab_size=VOCABULARY)}
     if "teacher_model" in KINDS[kind].arguments():

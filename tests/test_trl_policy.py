@@ -1,4 +1,4 @@
-"""The policy losses against TRL's own code, every loss type."""
+"""The policy losses against TRL's code, for every loss type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_chunked.losses.grpo import LOSS_TYPES
 
 pytest.importorskip("trl")
 
-LENGTH = 11  # Dr. GRPO's
+LENGTH = 11  # for Dr. GRPO
 DEFAULTS = {
     "beta": 0.0,
     "epsilon_low": 0.2,
@@ -41,7 +41,7 @@ def statistics(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _trainer(batch: Batch, **attributes: Any) -> SimpleNamespace:
-    """Only what the loss reads of a trainer; statistics are those of hidden states that are already there."""
+    """Return a trainer with only the attributes that the loss reads, and the statistics of given hidden states."""
     stats = statistics(batch)
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (stats["logps"], stats["entropy"], None),
@@ -73,7 +73,7 @@ def _inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def trl_grpo(batch: Batch, loss_type: str, num_items: int, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
-    """`GRPOTrainer._compute_loss` on full logits, and what it logs."""
+    """Run `GRPOTrainer._compute_loss` on full logits, and return its logs too."""
     from trl import GRPOTrainer
 
     s = SimpleNamespace(**DEFAULTS | settings)
@@ -105,7 +105,7 @@ def trl_grpo(batch: Batch, loss_type: str, num_items: int, **settings: Any) -> t
         inputs["ref_per_token_logps"] = statistics(batch, "ref_")["logps"]
     if "importance_weights" in batch:
         weights = batch["importance_weights"]
-        # One at padding, as TRL's own are.
+        # 1 at padding, as in TRL.
         inputs["importance_sampling_ratio"] = (
             weights[:, None] if weights.ndim == 1 else torch.where(batch["target"] == -100, 1.0, weights)
         )
@@ -136,7 +136,7 @@ def assert_equal_to_trl(
         assert relative_error(result[name], exact[name]) < 1e-12, name
 
 
-# TRL makes float32 of SAPO's temperatures: take such as float32 has.
+# TRL converts SAPO's temperatures to float32, so use values that float32 represents exactly.
 READ_BY = {"cispo": {"epsilon_high": 1.1}, "sapo": {"sapo_temperature_pos": 0.75, "sapo_temperature_neg": 1.0625}}
 
 by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -162,7 +162,7 @@ def test_on_policy(loss_type, level):
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_kl_under_importance_weights(loss_type, level, corrected, advantages):
-    """The weights multiply the surrogate before the KL joins it; VESPO takes them into its own."""
+    """The weights multiply the surrogate, not the KL. VESPO includes them in its own weights."""
     batch = rollouts(SMALL, seed=13, ref="tokens", weights="tokens", advantages=advantages)
     options = {"importance_level": level, "beta": 0.3, "use_bias_correction_kl": corrected}
     assert_equal_to_trl(batch, loss_type, **options, **READ_BY.get(loss_type, {}))
@@ -173,7 +173,7 @@ def test_kl_under_importance_weights(loss_type, level, corrected, advantages):
 def test_top_entropy_and_bonus(loss_type, level):
     batch = rollouts(SMALL, seed=14, ref="states", weights="sequences")
     options = {"importance_level": level, "beta": 0.1, "entropy_coef": 0.3, "top_entropy_quantile": 0.35}
-    # TRL's bonus is a mean over the micro-batch; ours over `num_items`, here the same.
+    # TRL's bonus is a mean over the micro-batch; ours is over `num_items`, which is the same here.
     n_valid = int((batch["target"] != -100).sum())
     assert_equal_to_trl(batch, loss_type, n_valid, **options, **READ_BY.get(loss_type, {}))
 
@@ -196,7 +196,7 @@ def test_vespo_settings(settings):
     assert_equal_to_trl(rollouts(SMALL, seed=17, advantages="tokens"), "vespo", **settings)
 
 
-# What TRL logs, by our names.
+# TRL's logs by our names.
 LOGGED = {
     "kl": "kl",
     "entropy": "entropy",
@@ -220,7 +220,7 @@ def test_metrics(loss_type, level):
     for ours, theirs in names.items():
         value = getattr(metrics, ours)
         if theirs in logged:
-            # TRL's means are those of float32.
+            # TRL computes these means in float32.
             assert value.item() == pytest.approx(logged[theirs][0], rel=1e-6), ours
         else:
             assert value is None or loss_type == "cispo", ours

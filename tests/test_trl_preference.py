@@ -1,4 +1,4 @@
-"""ORPO, CPO, SimPO, DPO's options and DFT against TRL's own code, on full logits in float64."""
+"""ORPO, CPO, SimPO, DPO's options and DFT against TRL's code, on full logits in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
 
 
 class Logits(nn.Module):
-    """A model that has seen every batch: its logits, whatever the ids. The last position predicts nothing."""
+    """A model that returns given logits for any ids. The last position predicts nothing."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Logits(nn.Module):
 
 
 def trl_batch(batch: Batch) -> dict[str, Tensor]:
-    """As TRL's collator has it: ids of prompt and response, labels of the response. TRL shifts, we do not."""
+    """Build a batch like TRL's collator: ids of prompt and response, labels of the response. Only TRL shifts."""
     labels = nn.functional.pad(batch["target"], (1, 0), value=-100)
     nll_labels = nn.functional.pad(batch.get("nll_target", batch["target"]), (1, 0), value=-100)
     result = {}
@@ -57,7 +57,7 @@ def trl_batch(batch: Batch) -> dict[str, Tensor]:
 
 
 def trl_loss(trainer: type, batch: Batch, **settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """`get_batch_loss_metrics` of a trainer that has only what it reads."""
+    """Run `get_batch_loss_metrics` of a trainer with only the attributes that it reads."""
 
     def bound(name: str) -> Any:
         return lambda *args, **kwargs: getattr(trainer, name)(stand_in, *args, **kwargs)
@@ -79,7 +79,7 @@ def trl_loss(trainer: type, batch: Batch, **settings: Any) -> tuple[Tensor, dict
 
 
 def assert_equal_to_trl(loss: nn.Module, trainer: type, batch: Batch, exact: float = 1e-12, **settings: Any) -> None:
-    """The loss, its gradients and its metrics."""
+    """Compare the loss, its gradients and its metrics."""
     theirs = evaluate(lambda batch: trl_loss(trainer, batch, **settings)[0], batch)
     for name, value in evaluate(lambda batch: loss(**batch)[0], batch).items():
         assert relative_error(value, theirs[name]) < exact, name
@@ -93,7 +93,7 @@ def assert_equal_to_trl(loss: nn.Module, trainer: type, batch: Batch, exact: flo
 
 
 def with_prompts(batch: Batch) -> Batch:
-    """`nll_target` spans the tokens before the response too."""
+    """Extend `nll_target` to the tokens before the response."""
     target = batch["target"]
     in_prompt = (target != -100).cumsum(1) == 0
     in_prompt &= (target != -100).any(1, keepdim=True)
@@ -101,7 +101,7 @@ def with_prompts(batch: Batch) -> Batch:
     return {**batch, "nll_target": torch.where(in_prompt, prompts, target)}
 
 
-# TRL takes the log-odds in float32, whatever came.
+# TRL computes the log-odds in float32 for every dtype.
 FLOAT32 = 1e-5
 
 
@@ -181,7 +181,7 @@ def test_dpo_length_desensitized_with_every_kind_of_loss(loss_type):
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0, 1.3])
 def test_dpo_alpha_divergence(alpha):
-    """Which TRL has in float32 alone."""
+    """TRL computes it in float32 only."""
     settings = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": alpha}
     assert_dpo_equal_to_trl(settings, "sigmoid", FLOAT32, torch.float32)
 

@@ -1,4 +1,4 @@
-"""Our trainers against TRL's own: the same log, without logits."""
+"""Our trainers against TRL's: the same log, without logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from liger_chunked.integrations.trl import add_chunked_lm_head, mixin, versions
 from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
-    # transformers and TRL on themselves, and on a run of four steps without a GPU.
+    # Warnings of transformers and TRL about themselves, and about short runs without a GPU.
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning"),
 ]
@@ -60,7 +60,7 @@ def teacher() -> dict[str, Any]:
 
 
 def reference() -> dict[str, Any]:
-    # Not the policy, whose rewards would be ties that rounding decides.
+    # Differs from the policy; equal models would give tied rewards, decided by rounding.
     return {"ref_model": tiny.model(seed=2)}
 
 
@@ -70,7 +70,7 @@ def rewards() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer of TRL, what it is fed, and the arguments of every run of it."""
+    """A trainer of TRL, its data, and the arguments of all its runs."""
 
     name: str
     data: str
@@ -123,7 +123,7 @@ def run(
     evaluate: bool = False,
     **arguments: Any,
 ) -> Log:
-    """Run four steps, evaluate on five samples where asked to, and return what was logged, but for the time it took."""
+    """Run four steps, evaluate on five samples if requested, and return the log without times."""
     trainer = build(folder, name, ours, config, evaluate, **arguments)
     trainer.train()
     if evaluate:
@@ -141,7 +141,7 @@ def build(
     evaluate: bool = False,
     **arguments: Any,
 ) -> Any:
-    """A trainer of four steps, two micro-batches of two samples each; `arguments` are the trainer's own."""
+    """Build a trainer of four steps with two micro-batches of two samples; `arguments` go to the trainer."""
     kind = KINDS[name]
     settings = {
         "output_dir": str(folder),
@@ -179,7 +179,7 @@ def train(tmp_path: Path) -> Callable[..., Log]:
 
 
 def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -> None:
-    """The same keys, or with `common` at least a loss and a gradient, and the same values, of that many entries."""
+    """Compare the keys and values of at least `entries` logs. With `common`, compare only the keys in both."""
     assert len(ours) == len(stock) >= entries
     for mine, theirs in zip(ours, stock, strict=True):
         keys = mine.keys() & theirs.keys()
@@ -228,19 +228,19 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
 def test_logs_what_trl_logs(train, kind, config):
-    """In training and in evaluation, which TRL's online DPO cannot do."""
+    """In training and in evaluation, which TRL's online DPO does not support."""
     evaluate = kind != "OnlineDPO"
     stock = train(kind, ours=False, config=config, evaluate=evaluate)
     assert_same(train(kind, ours=True, config=config, evaluate=evaluate), stock)
 
 
-# Adam divides a gradient by its own size, and so turns the rounding of one that should be zero into a step.
+# Not Adam: it divides a gradient by its size, so rounding of a zero gradient would become a step.
 PLAIN = {"optim": "sgd", "learning_rate": 0.02}
 
 
 def of_family(kind: str, family: str) -> dict[str, Any]:
     model = tiny.model(family)
-    # ORPO and CPO take the auxiliary loss where the config asks for router logits, the others where it can give them.
+    # ORPO and CPO add the auxiliary loss if the config requests router logits, the others if the model has them.
     model.config.output_router_logits = family == "experts" and kind in ("ORPO", "CPO")
     return {"model": model, **({"ref_model": tiny.model(family, seed=2)} if kind in ("DPO", "KTO") else {})}
 
@@ -255,7 +255,7 @@ def of_family(kind: str, family: str) -> dict[str, Any]:
     ],
 )
 def test_families(train, kind, family):
-    """The transform of the logits, tied embeddings, and the load balancing loss of a mixture of experts."""
+    """Covers logits transforms, tied embeddings, and the load-balancing loss of a mixture of experts."""
     config = PLAIN
     if kind == "SFT-smoothed":
         kind, config = "SFT", {**PLAIN, "label_smoothing_factor": 0.1}
@@ -274,7 +274,7 @@ def test_families(train, kind, family):
     ],
 )
 def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
-    """The layers of a patched model stay as they are, and its fused cross entropy is not asked."""
+    """The layers of a patched model stay patched, and its fused cross entropy is not used."""
     model = tiny.model()
     apply_liger_kernel(model)
     norms: list[None] = []
@@ -295,7 +295,7 @@ def test_beside_the_base_kernels(train, monkeypatch, kind, loss):
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "ORPO", "GKD", "GRPO"])
 def test_gradient_checkpointing_and_autocast(train, kind):
-    """The head is projected in bfloat16, as TRL's is; what is summed up of it rounds in another order."""
+    """Both project the head in bfloat16, but sum up in another order."""
     config = {**PLAIN, "gradient_checkpointing": True, "bf16": True}
     stock, ours = (train(kind, ours=ours, config=config) for ours in (False, True))
     for mine, theirs in zip(ours[:4], stock[:4], strict=True):
@@ -333,7 +333,7 @@ OVERRIDES = {
 }
 
 
-# What these configs say of a loss in words that the loss does not have: it is refused beside the loss.
+# Config fields for which the loss has no equivalent. They raise when a loss is given.
 ONLY_STOCK = {
     "DPO-hinge": ("loss_type",),
     "GRPO-sequence": ("loss_type",),
@@ -342,7 +342,7 @@ ONLY_STOCK = {
 
 
 class Hinge(LigerFusedLinearPreferenceBase):
-    """A user's own loss, which TRL has too."""
+    """A user-defined loss that TRL has too."""
 
     def preference_loss(self, pairs):
         chosen, rejected = pairs.logratios.unbind(-1)
@@ -350,23 +350,23 @@ class Hinge(LigerFusedLinearPreferenceBase):
 
 
 class Margin(LigerFusedLinearPreferenceBase):
-    """A user's own loss, which looks at no reference."""
+    """A user-defined loss without a reference."""
 
     def preference_loss(self, pairs):
         chosen, rejected = pairs.logps.unbind(-1)
         return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected))
 
 
-# What TRL logs of the head's statistics alone, and a loss does not report.
+# Metrics that TRL computes from the head's statistics and that a loss does not report.
 NOT_REPORTED = {"entropy", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen", "nll_loss"}
 NOT_REPORTED |= {"clip_ratio/low_min", "clip_ratio/high_max"}
-# ORPO's and CPO's mean logit counts prompts and padding in TRL, the loss's own counts responses.
+# In ORPO and CPO, TRL's mean logit includes prompts and padding; ours covers responses only.
 ELSEWHERE = {"ORPO": {"logits/chosen", "logits/rejected"}, "CPO": {"logits/chosen", "logits/rejected"}}
 
 
 @pytest.mark.parametrize("case", OVERRIDES)
 def test_a_loss_in_the_place_of_the_trainers(train, case):
-    """It trains as TRL's does, and logs what it reports under TRL's names."""
+    """The loss trains like TRL's, and its metrics are logged under TRL's names."""
     kind, config, loss = OVERRIDES[case]
     stock = train(kind, ours=False, config=config)
     kept = {name: value for name, value in config.items() if name not in ONLY_STOCK.get(case, ())}
@@ -379,7 +379,7 @@ def test_a_loss_in_the_place_of_the_trainers(train, case):
 
 
 def test_a_loss_without_a_reference_needs_none(train):
-    """DPO's trainer then loads no second model; the step is the one of the same loss with a reference unread."""
+    """DPO's trainer then loads no second model. The step equals that of the same loss with an unused reference."""
     alone = train("DPO", ours=True, loss=Margin(use_ref_model=False), ref_model=None)
     unread = train("DPO", ours=True, loss=Margin())
     for entry in (*alone, *unread):
@@ -389,7 +389,7 @@ def test_a_loss_without_a_reference_needs_none(train):
 
 
 def test_kto_without_a_reference_needs_none(train):
-    """Its rewards are log-probabilities then."""
+    """Its rewards are then log-probabilities."""
     logs = train("KTO", ours=True, loss=LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=False), ref_model=None)
     for entry in logs[:4]:
         assert entry["rewards/chosen"] == pytest.approx(0.1 * entry["logps/chosen"], rel=1e-5)
@@ -436,7 +436,7 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
         build(tmp_path, kind, ours=True, loss=loss)
 
 
-# Another value than the default, for every field that a loss replaces.
+# For every field that a loss replaces, a value other than the default.
 LOSS_OF = {
     "SFT": LigerFusedLinearCrossEntropyLoss,
     "DPO": LigerFusedLinearDPOLoss,
@@ -468,7 +468,7 @@ def fields_of(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "name"), REPLACED, ids=str)
 def test_a_config_field_that_a_loss_replaces(tmp_path, kind, name):
-    """Refused before anything is loaded, where it is not at its default."""
+    """A field that is not at its default raises before anything is loaded."""
     fields = fields_of(kind)
     if name not in fields and not mixin.trl.__version__.startswith("1.16."):
         pytest.skip(f"TRL {mixin.trl.__version__} has no such field")
@@ -503,7 +503,7 @@ def test_the_refusal_names_every_field_and_what_the_loss_has(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         build(tmp_path, "DPO", ours=True, config=config, loss=LigerFusedLinearDPOLoss())
-    # Another loss may have no such attribute.
+    # Another loss may lack this attribute.
     with pytest.raises(ValueError, match=r"loss_type=\['hinge'\]\. Set"):
         build(tmp_path, "DPO", ours=True, config={"loss_type": "hinge"}, loss=Hinge())
 
@@ -515,7 +515,7 @@ def test_a_config_that_agrees_with_the_loss(tmp_path):
 
 
 def test_defaults_of_a_users_config_are_no_defaults(tmp_path):
-    """TRL would read them, so they are not what the loss may ignore."""
+    """TRL would use them, so the loss must not ignore them."""
 
     @dataclasses.dataclass
     class Ours(KINDS["DPO"].config_class()):
@@ -532,7 +532,7 @@ def test_a_budget_beside_a_loss(tmp_path, monkeypatch):
         match=r"logits_budget='1MiB' of the trainer would not be read: pass it to the loss, LigerFusedLinearDPOLoss",
     ):
         build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(), logits_budget="1MiB")
-    # Its own is also that of the heads which score the reference.
+    # The loss's budget also applies to the heads that score the reference.
     trainer = build(tmp_path, "DPO", ours=True, loss=LigerFusedLinearDPOLoss(logits_budget="1MiB"))
     assert trainer.logits_budget == 2**20
     assert build(tmp_path, "ORPO", ours=True, logits_budget="0.5MiB").logits_budget == 2**19
@@ -546,7 +546,7 @@ def test_a_loss_beside_compute_loss_func(tmp_path):
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO"])
 def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
-    """Its losses would stand before the heads, and nobody would be told."""
+    """Its losses would silently replace our heads."""
     with pytest.raises(ValueError, match=r"use_liger_kernel=True brings the package Liger-Kernel, .* leave it off"):
         build(tmp_path, kind, ours=True, config={"use_liger_kernel": True})
 
@@ -573,7 +573,7 @@ def test_a_transform_that_is_not_the_models_is_refused(train):
     ],
 )
 def test_compute_metrics_gets_what_trl_hands_it(tmp_path, kind, loss):
-    """Logits, where TRL's trainer returns them."""
+    """It gets logits if TRL's trainer returns them."""
 
     def predictions(ours: bool, **own: Any) -> tuple[float, np.ndarray, np.ndarray]:
         seen: list[Any] = []
@@ -599,9 +599,9 @@ SCALE, VOCABULARY = 4, 1500
     ("kind", "settings"), [*((kind, {}) for kind in KINDS), ("SFT", {"label_smoothing_factor": 0.1})], ids=str
 )
 def test_no_tensor_of_the_size_of_the_logits(train, kind, settings):
-    """In a run, optimizer, evaluation and all, nothing is larger than the head's gradient, or the attention's scores.
+    """During a run with evaluation, no tensor is larger than the head's gradient or the attention scores.
 
-    Stock, which builds logits or, without a GPU, a tile as large, shows that the measure can fail.
+    Stock builds logits or, without a GPU, a tile of that size. This shows that the measurement can fail.
     """
     budget = 64 * 1024
     config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1}
@@ -648,7 +648,7 @@ def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, exp
 
     monkeypatch.setattr(mixin, "add_chunked_lm_head", watch)
     build(tmp_path, "DPO", ours=True, logits_budget=given)
-    assert budgets == [expected] * 2  # of the policy, and of the reference
+    assert budgets == [expected] * 2  # for the policy and for the reference
 
 
 def test_versions(monkeypatch):
@@ -666,7 +666,7 @@ def test_versions(monkeypatch):
 
 
 def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
-    """As before 1.15, and perhaps as it will be: not a word, and logits."""
+    """Like TRL before 1.15, and perhaps like a later one, which would silently build logits."""
     for kind in KINDS.values():
         for module in {sys.modules[cls.__module__] for cls in kind.ours().__mro__}:
             monkeypatch.delattr(module, "add_fused_lm_head", raising=False)
@@ -676,7 +676,7 @@ def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
 
 
 def test_imports():
-    """The package loads no framework, and a trainer loads its own module of TRL alone."""
+    """The package imports no framework, and a trainer imports only its own module of TRL."""
     code = """
 import sys, liger_chunked
 assert not {"trl", "transformers"} & sys.modules.keys()
@@ -702,7 +702,7 @@ def test_a_copy_of_a_model_runs_on_its_own_weights():
 
 
 def test_trl_keeps_its_own_head(train):
-    """What is replaced while a trainer of ours is built is back afterwards, even where that fails."""
+    """TRL's function is restored after a trainer is built, even if that fails."""
     module = importlib.import_module("trl.trainer.dpo_trainer")
     before = module.add_fused_lm_head
     with pytest.raises(ValueError, match="cannot be the same object"):

@@ -1,4 +1,4 @@
-"""The KTO losses against TRL's own code, every loss type."""
+"""The KTO losses against TRL's code, for every loss type."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ pytest.importorskip("trl")
 
 
 class Model(torch.nn.Module):
-    """What TRL's loss asks of a model: the statistics of hidden states that are already there.
+    """The interface that TRL's loss needs from a model: statistics of given hidden states.
 
-    Mismatched completions are told from the others by their length.
+    Mismatched completions are recognized by their length.
     """
 
     is_gradient_checkpointing = False
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 
 def trl_loss(batch: Batch, precomputed: bool, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
-    """`KTOTrainer._compute_loss` on a trainer that has only what it reads, and what it logs."""
+    """Run `KTOTrainer._compute_loss` on a trainer with only the attributes that it reads, and return its logs too."""
     from trl.trainer.kto_trainer import KTOTrainer
 
     policy = Model(batch)
@@ -59,7 +59,7 @@ def trl_loss(batch: Batch, precomputed: bool, **settings: Any) -> tuple[Tensor, 
     )
     trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
 
-    # TRL shifts: the token at t is predicted by the hidden state at t - 1.
+    # TRL shifts: the hidden state at t - 1 predicts the token at t.
     def shifted(target: Tensor, prefix: str = "") -> Batch:
         labels = torch.cat([torch.full_like(target[:, :1], -100), target], dim=1)
         return {
@@ -78,7 +78,7 @@ def trl_loss(batch: Batch, precomputed: bool, **settings: Any) -> tuple[Tensor, 
 
 
 def sample(labels: str, sign: str) -> Batch:
-    """Mismatched completions are longer, and liked more, or less, than by the reference."""
+    """Make mismatched completions that are longer, and likelier or less likely under the policy than the reference."""
     batch = examples(SMALL, seed=11, labels=labels)
     others = examples(SMALL._replace(length=SMALL.length + 2), seed=12, mismatched="states")
     batch |= {name: others[name] for name in ("kl_input", "kl_target", "ref_kl_input")}

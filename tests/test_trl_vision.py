@@ -1,4 +1,4 @@
-"""Images under our trainers: pixels reach the model, and the log is stock's."""
+"""Images under our trainers: pixels reach the model, and the log equals stock's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_logs_what_trl_logs(tmp_path, kind, loss):
         for seed, name in enumerate(("model", "ref_model", "teacher_model")):
             if name == "model" or name in KINDS[kind].arguments():
                 own[name] = tiny.vision_model(seed)
-        # Images need every token of theirs.
+        # Images need all of their tokens.
         whole = {"max_length": None} if kind in ("SFT", "DPO", "KTO") else {}
         torch.manual_seed(0)
         return run(

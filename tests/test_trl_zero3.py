@@ -1,4 +1,4 @@
-"""ZeRO-3 as a model sees it: a module has its parameters in its own forward and backward, and nowhere else."""
+"""ZeRO-3 from a model's view: a module has its parameters only during its own forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be remo
 
 
 class _Gathering(torch.autograd.Function):
-    """The outputs of a module, whose backward begins with its parameters."""
+    """Marks the outputs of a module; the backward first restores the module's parameters."""
 
     @staticmethod
     def forward(ctx: Any, gather: Any, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Gathering(torch.autograd.Function):
 
 
 class Zero3(TrainerCallback):
-    """DeepSpeed's hooks on one process, whose shard of each parameter is hidden between them."""
+    """DeepSpeed's hooks on one process. Outside of them, the parameters are empty."""
 
     def __init__(self, *models: nn.Module) -> None:
         self._whole = {p: p.data for model in models for p in model.parameters()}
@@ -50,7 +50,9 @@ class Zero3(TrainerCallback):
             self._release(model)
 
     def _hook(self) -> Callable[..., Any]:
-        """`_after`, as a function of DeepSpeed's: hooks of other packages may not replace the output of `lm_head`."""
+        """Return `_after` as a function of DeepSpeed, because hooks of other packages may not replace `lm_head`'s
+        output.
+        """
 
         def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
             return self._after(module, inputs, outputs)
@@ -81,7 +83,7 @@ class Zero3(TrainerCallback):
         self._release(model)
 
 
-# So that there are two rows of logits at once, and backward has to project again.
+# Room for two rows of logits, so backward must project again.
 BUDGET = 2 * 4 * 300
 CASES = [
     ("SFT", "softcap", None),
@@ -97,13 +99,13 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "family", "loss"), CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__)
 def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
-    """The same steps; embeddings that are tied to the head, as those of `softcap`, go in between."""
+    """The steps are the same. Embeddings tied to the head (`softcap`) are released in between."""
 
     def logs(zero3: bool) -> Log:
         names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
         models = {name: tiny.model(family, seed=seed) for seed, name in enumerate(names)}
         own: dict[str, Any] = {"callbacks": [Zero3(*models.values())]} if zero3 else {}
-        if loss is None:  # a loss has a budget itself
+        if loss is None:  # a loss has its own budget
             own["logits_budget"] = BUDGET
         return run(tmp_path, kind, ours=True, config=PLAIN, loss=loss, **models, **own)
 

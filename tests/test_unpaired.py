@@ -1,4 +1,4 @@
-"""Unpaired preferences: chunks, labels of one kind, the reference point, metrics, a loss of one's own."""
+"""Unpaired preferences: chunks, labels of one kind, the reference point, metrics, user-defined losses."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_order_of_the_batch_does_not_matter():
 
 
 def mean_logratio(batch: Batch) -> Tensor:
-    """Of the mismatched completions, by full logits."""
+    """Return the mean log-ratio of the mismatched completions, from full logits."""
     names = ("weight", "input", "target", "bias")
     policy = reference.token_stats(**{name: batch[f"kl_{name}" if name in names[1:3] else name] for name in names})
     ref = reference.token_stats(batch["ref_weight"], batch["ref_kl_input"], batch["kl_target"], batch["ref_bias"])
@@ -121,7 +121,7 @@ def mean_logratio(batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("budget", [None, 8 * 5 * SMALL.vocab], ids=["one-pack", "tiles"])
 def test_estimated_kl_is_as_good_as_given(budget):
-    """No gradient flows through it, and the metrics report it."""
+    """It has no gradient, and the metrics report it."""
     batch = examples(SMALL, seed=0, mismatched="states")
     given = {name: x for name, x in batch.items() if "kl_" not in name}
     expected = mean_logratio(batch)
@@ -162,7 +162,7 @@ def test_mismatched_completions_of_another_number_and_length():
 @pytest.mark.parametrize("of", ["tokens", "sequences"])
 @pytest.mark.parametrize("average_log_prob", [False, True])
 def test_kl_of_reference_log_probs(of, average_log_prob):
-    """With the policy's hidden states and the reference's log-probabilities, in every unit."""
+    """The policy's hidden states with the reference's log-probabilities, in every unit."""
     batch = examples(SMALL, seed=0, mismatched="states")
     settings = {"average_log_prob": average_log_prob}
     exact = evaluate(partial(kto_exact, **settings), batch)
@@ -184,7 +184,7 @@ def test_mismatched_completions_without_tokens():
 
 
 def test_the_mean_over_ranks_is_the_callers():
-    """What the docstring tells a caller with several ranks to do."""
+    """Follows the docstring's advice for several ranks."""
     batch = examples(SMALL, seed=0, mismatched="states")
     head, ref_head = (batch["weight"], batch["bias"]), (batch["ref_weight"], batch["ref_bias"])
 
@@ -258,11 +258,11 @@ def test_weights_of_examples_are_no_denominator():
     assert bco(twice).item() == pytest.approx(2 * bco(batch).item(), rel=EXACT)
 
 
-# A loss of one's own
+# A user-defined loss
 
 
 class Balanced(LigerFusedLinearUnpairedPreferenceBase):
-    """Hinges whose two sides weigh the same, less entropy: reads counts, signs, tokens and another statistic."""
+    """Hinges whose two sides have equal weight, minus entropy: uses counts, signs, tokens and another statistic."""
 
     token_outputs = ("entropy",)
 

@@ -1,4 +1,4 @@
-"""What a trainer needs, built in code: a byte-level tokenizer, models of the zoo for it, data of uneven lengths."""
+"""The inputs of a trainer, built in code: a byte-level tokenizer, models for it, and data of uneven lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfo
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, 260 tokens."""
+    """Return a byte-level tokenizer with 260 tokens."""
     vocabulary = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     tok = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ SIZES = dict(
     max_position_embeddings=256,
     eos_token_id=2,
 )
-# Rows of the zoo, and how they differ.
+# Rows of `model_zoo`, and the changes to them.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "wide": ("llama", {"hidden_size": 48}),
@@ -68,7 +68,7 @@ def rows(n: int = 16, scale: int = 1) -> list[dict[str, str]]:
 
 
 def dataset(kind: str, scale: int = 1) -> Dataset:
-    """The same rows as "text", "completions", "pairs", "unpaired", "prompts" or "messages"."""
+    """Return the same rows as "text", "completions", "pairs", "unpaired", "prompts" or "messages"."""
     shapes = {
         "text": lambda i, r: {"text": r["prompt"] + r["chosen"]},
         "completions": lambda i, r: {"prompt": r["prompt"], "completion": r["chosen"]},
@@ -86,7 +86,7 @@ def dataset(kind: str, scale: int = 1) -> Dataset:
     return Dataset.from_list([shapes[kind](i, row) for i, row in enumerate(rows(scale=scale))])
 
 
-# Each image is between two tokens of its own, and four others stand for it.
+# Each image is four tokens between a start and an end token.
 IMAGE = {"boi_token": "<image>", "image_token": "<patch>", "eoi_token": "</image>"}
 IMAGE_CHAT = (
     "{% for m in messages %}{{ m['role'][0] }}:{% for part in m['content'] %}"
@@ -96,7 +96,7 @@ IMAGE_CHAT = (
 
 
 def processor() -> Gemma3Processor:
-    """Of bytes and of images of 8 x 8 pixels."""
+    """Return a processor for bytes and images of 8 x 8 pixels."""
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     tok = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer().backend_tokenizer, extra_special_tokens=IMAGE, chat_template=IMAGE_CHAT, **names
@@ -107,7 +107,7 @@ def processor() -> Gemma3Processor:
 
 def vision_model(seed: int = 0) -> PreTrainedModel:
     zoo, tok = BY_ID["gemma3"], processor().tokenizer
-    # The model itself does not cap the logits of its text model, and TRL's head does.
+    # The vision model itself does not cap the logits of its text model, but TRL's head would.
     text = {**zoo.config["text_config"], **SIZES, "final_logit_softcapping": None}
     ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in IMAGE.items()}
     special = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
@@ -115,7 +115,7 @@ def vision_model(seed: int = 0) -> PreTrainedModel:
 
 
 def vision_dataset(kind: str) -> Dataset:
-    """Conversations of one message, each about an image of one colour."""
+    """Return conversations of one message, each about an image of one colour."""
 
     def conversation(name: str, value: Any) -> Any:
         role = "user" if name == "prompt" else "assistant"

@@ -1,4 +1,4 @@
-"""The forward that every patched model gets: the original one, a `head_fn`, or the original with head and loss fused."""
+"""The forward of patched models: the original one, a `head_fn`, or the original with head and loss fused."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def projections(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _refusal_of_head(module: nn.Module) -> str:
-    """Return why a fused loss cannot use the weight of `lm_head`, and what to do, by the type of `lm_head`."""
+    """Return the error message for an `lm_head` whose weight a fused loss cannot use."""
     kind, names = type(module), _names(type(module))
     found = f"lm_head is computed by {kind.__module__}.{kind.__name__}"
     if "LoraLayer" in names:

@@ -20,8 +20,8 @@ class LigerCPOTrainer(ConcatenatedMixin, CPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: the model is an encoder-decoder, or the loss needs a reference; with a loss, a config field that the
-            loss replaces (`replaced_fields`) differs from both its default and the loss's value.
+        ValueError: the model is an encoder-decoder, the loss needs a reference, or a config field contradicts the loss
+            (`replaced_fields`).
     """
 
     replaced_fields = MappingProxyType(

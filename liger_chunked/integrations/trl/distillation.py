@@ -23,8 +23,7 @@ class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
         logits_budget: the most bytes of logits in memory at once, student and teacher together; None for 1 GiB.
 
     Raises:
-        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
-            and the loss's value.
+        ValueError: a config field contradicts the loss (`replaced_fields`).
     """
 
     replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})

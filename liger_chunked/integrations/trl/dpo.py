@@ -19,9 +19,8 @@ _NOT_OF_THE_MODEL = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"
 class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
     """TRL's `DPOTrainer` on a chunked head.
 
-    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`, `beta`,
-    `label_smoothing`, ...) must have their defaults or agree with `loss`. The trainer loads no reference model for a
-    loss that rejects one (SimPO, CPO, ORPO).
+    With `loss`, the config fields in `replaced_fields` (`loss_type`, `beta`, `label_smoothing`, ...) must have their
+    defaults or agree with it. The trainer loads no reference model for a loss that rejects one (SimPO, CPO, ORPO).
 
         LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
 
@@ -31,7 +30,7 @@ class LigerDPOTrainer(ReferenceMixin, DPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: there is a reference model and the loss rejects one; with a loss, a config field contradicts it.
+        ValueError: there is a reference model and the loss rejects one, or a config field contradicts the loss.
     """
 
     loss_kind = LigerFusedLinearPreferenceBase

@@ -20,8 +20,7 @@ class LigerGKDTrainer(GeneralizedMixin, GKDTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
-            and the loss's value.
+        ValueError: a config field contradicts the loss (`replaced_fields`).
     """
 
     replaced_fields = MappingProxyType({"beta": "beta"})

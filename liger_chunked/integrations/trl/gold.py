@@ -23,9 +23,8 @@ class LigerGOLDTrainer(GeneralizedMixin, GOLDTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: there is a loss and a teacher with another tokenizer.
-        ValueError: with a loss, a config field that the loss replaces (`replaced_fields`) differs from both its default
-            and the loss's value.
+        ValueError: there is a loss and a teacher with another tokenizer, or a config field contradicts the loss
+            (`replaced_fields`).
     """
 
     replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})

@@ -28,9 +28,9 @@ _LOGGED = {
 class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`, `epsilon`,
-    `importance_sampling_level`, ...) must have their defaults or agree with `loss`. TRL still reads `temperature`, for
-    sampling and for the loss, and `beta`: it must equal the loss's, and TRL keeps a reference if it is not 0.
+    With `loss`, the config fields in `replaced_fields` (`loss_type`, `epsilon`, `importance_sampling_level`, ...) must
+    have their defaults or agree with it. TRL still reads `temperature`, for sampling and for the loss, and `beta`: it
+    must equal the loss's, and TRL keeps a reference if it is not 0.
 
     TRL's default `loss_type` is "dapo", and this library's default reduction is "grpo". This loss divides as TRL's
     default does:
@@ -44,7 +44,7 @@ class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: the loss has a KL term and the config has none; with a loss, a config field contradicts it.
+        ValueError: the loss has a KL term and the config has none, or a config field contradicts the loss.
     """
 
     loss_kind = LigerFusedLinearPolicyBase

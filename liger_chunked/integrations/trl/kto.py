@@ -22,9 +22,9 @@ _NOT_OF_THE_MODEL = {"completion_mask", "label", "ref_logps", "ref_KL_logps"}
 class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
     """TRL's `KTOTrainer` on a chunked head.
 
-    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `beta`, `desirable_weight`,
-    `undesirable_weight`) must have their defaults or agree with `loss`. TRL still reads `loss_type`: "kto" prepares the
-    mismatched completions that a loss with the reference point "kl" needs.
+    With `loss`, the config fields in `replaced_fields` (`beta`, `desirable_weight`, `undesirable_weight`) must have
+    their defaults or agree with it. TRL still reads `loss_type`: "kto" prepares the mismatched completions that a loss
+    with the reference point "kl" needs.
 
     Args:
         *args, **kwargs: see TRL.
@@ -33,8 +33,8 @@ class LigerKTOTrainer(ReferenceMixin, KTOTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: the trainer cannot estimate the loss's reference point, or there is a reference model and the loss
-            rejects one; with a loss, a config field contradicts it.
+        ValueError: the trainer cannot estimate the loss's reference point, there is a reference model and the loss
+            rejects one, or a config field contradicts the loss.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase

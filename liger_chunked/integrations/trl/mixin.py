@@ -42,7 +42,8 @@ class LigerTrainerMixin:
     Raises:
         TypeError: the loss is of another class, or the budget of another type.
         ValueError: the loss ignores a label other than TRL's -100; the config sets `use_liger_kernel`; with a loss,
-            `logits_budget` is given, or the config sets a field of `replaced_fields`.
+            `logits_budget` is given, or a config field that the loss replaces (`replaced_fields`) differs from both its
+            default and the loss's value.
         RuntimeError: the trainer of this TRL release does not use a fused head, and would build logits.
     """
 

@@ -20,8 +20,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
 
     TRL builds logits for `label_smoothing_factor`. This trainer computes that loss from the head's statistics.
 
-    With `loss`, the config fields that TRL reads for its own loss (`replaced_fields`: `loss_type`,
-    `label_smoothing_factor`) must have their defaults or agree with `loss`.
+    With `loss`, the config fields in `replaced_fields` (`loss_type`, `label_smoothing_factor`) must have their defaults
+    or agree with it.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
 
@@ -32,8 +32,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         logits_budget: see `LigerTrainerMixin`.
 
     Raises:
-        ValueError: the loss has another reduction; both `loss` and `compute_loss_func` are given; with a loss, a config
-            field contradicts it.
+        ValueError: the loss has another reduction; both `loss` and `compute_loss_func` are given; or a config field
+            contradicts the loss.
     """
 
     loss_kind = LigerFusedLinearCrossEntropyLoss
