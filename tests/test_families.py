@@ -132,7 +132,7 @@ def test_a_model_whose_config_makes_a_difference(table):
         num_key_value_heads=2, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_state=8, mlp_multipliers=[2.0, 3.0],
     )  # fmt: skip
     model = transformers.FalconH1ForCausalLM(config)
-    with pytest.raises(ValueError, match=r"swiglu cannot serve FalconH1MLP: .*differ by up to.*swiglu=False leaves it"):
+    with pytest.raises(ValueError, match=r"swiglu cannot serve FalconH1MLP: .*differ by up to.*swiglu=False skips it"):
         apply_liger_kernel(model, fused_linear_cross_entropy=False)
     apply_liger_kernel(model, swiglu=False, fused_linear_cross_entropy=False)
     revert_liger_kernel(model)
@@ -156,7 +156,7 @@ def test_replacing_a_row(table):
     register_family(SMOLLM3)
     register_family(SMOLLM3)
     more = Family("smollm3", causal=("SmolLM3ForCausalLM",), swiglu={"SmolLM3MLP": GLU}, rope=None)
-    with pytest.raises(ValueError, match=r"another family of the name 'smollm3'; replace=True puts this one in its"):
+    with pytest.raises(ValueError, match=r"another family named 'smollm3'; replace=True replaces it"):
         register_family(more)
     tiny = Tiny(
         "smollm3", "smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", {**BY_ID["llama"].config, "mlp_bias": False}

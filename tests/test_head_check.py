@@ -178,8 +178,12 @@ def test_every_family_is_served(zoo):
     [
         ("ModernBertDecoderForCausalLM", LLAMA, r"it runs lm_head \(ModernBertDecoderPredictionHead\) beside"),
         ("BertLMHeadModel", {**LLAMA, "is_decoder": True}, r"it runs cls.predictions.transform \(BertPredictionHeadT"),
-        ("RobertaForCausalLM", {**LLAMA, "is_decoder": True}, r"it runs lm_head.dense \(Linear\) beside its backbone"),
-        ("T5Gemma2ForConditionalGeneration", None, "hands another decoder_input_ids to its backbone than it was"),
+        (
+            "RobertaForCausalLM",
+            {**LLAMA, "is_decoder": True},
+            r"it runs lm_head.dense \(Linear\) in addition to its backbone",
+        ),
+        ("T5Gemma2ForConditionalGeneration", None, "passes another decoder_input_ids to its backbone than it was"),
         ("Inkling2ForCausalLM", None, r"logits of the shape \(1, 6, 201024\), and the model \(1, 6, 200058\)"),
     ],
 )
@@ -350,7 +354,7 @@ class Penalised(transformers.LlamaForCausalLM):
 def test_a_forward_of_ones_own():
     assert_served(Tripled(transformers.LlamaConfig(**LLAMA)).eval())
     with pytest.raises(
-        ValueError, match=r"Masked.forward: its logits are no scale and softcap of what lm_head returns"
+        ValueError, match=r"Masked.forward: its logits are not a scale and softcap of the output of lm_head"
     ):
         attach_head(Masked(transformers.LlamaConfig(**LLAMA)))
     with pytest.raises(ValueError, match=r"Penalised.forward: it uses 'embed_tokens' of its backbone"):

@@ -805,7 +805,7 @@ def test_a_row_of_ones_own(table, row, prefix, layers):
 
 
 def test_rows_that_do_not_fit(table):
-    with pytest.raises(ValueError, match=r"another family of the name 'llama'; replace=True puts"):
+    with pytest.raises(ValueError, match=r"another family named 'llama'; replace=True replaces"):
         register_family(Family("llama", causal=("LlamaForCausalLM",)))
     with pytest.raises(ValueError, match=r"modeling_smollm3 has no SmolLM3MoE, SmolLMNorm"):
         register_family(Family("smollm3", causal=("SmolLM3MoE",), rms_norm={"SmolLMNorm": RMS_NORM}))
@@ -819,7 +819,7 @@ def test_rows_that_do_not_fit(table):
     with pytest.raises(ValueError, match=r"there is no module .*modeling_nobody"):
         register_family(Family("nobody", causal=("NobodyForCausalLM",)))
     starcoder = Family("starcoder2", causal=("Starcoder2ForCausalLM",), swiglu={"Starcoder2MLP": GLU})
-    with pytest.raises(ValueError, match=r"swiglu: Starcoder2MLP is not GLU: it is laid out in another way, .*act_fn"):
+    with pytest.raises(ValueError, match=r"swiglu: Starcoder2MLP is not GLU: it is laid out differently: .*act_fn"):
         register_family(starcoder)
 
 

@@ -547,7 +547,7 @@ def test_a_loss_beside_compute_loss_func(tmp_path):
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "ORPO", "GRPO"])
 def test_liger_kernels_own_switch_is_refused(tmp_path, kind):
     """Its losses would silently replace our heads."""
-    with pytest.raises(ValueError, match=r"use_liger_kernel=True brings the package Liger-Kernel, .* leave it off"):
+    with pytest.raises(ValueError, match=r"use_liger_kernel=True activates the package Liger-Kernel, .* leave it off"):
         build(tmp_path, kind, ours=True, config={"use_liger_kernel": True})
 
 

@@ -169,7 +169,7 @@ def _refusal(layer: Layer, module: nn.Module) -> str | None:
     try:
         return layer.refusal(module)
     except AttributeError as missing:
-        return f"it is laid out in another way, {missing}"
+        return f"it is laid out differently: {missing}"
 
 
 def _compare(family: Family, found: dict[str, list[tuple[nn.Module, str]]], on: tuple[str, ...]) -> None:
@@ -180,7 +180,7 @@ def _compare(family: Family, found: dict[str, list[tuple[nn.Module, str]]], on: 
             try:
                 check_layers(layer, modules, _layer_class(family, name))
             except Difference as difference:
-                raise ValueError(f"{switch} cannot serve {name}: {difference}; {switch}=False leaves it out") from None
+                raise ValueError(f"{switch} cannot serve {name}: {difference}; {switch}=False skips it") from None
 
 
 def apply_liger_kernel(
@@ -243,7 +243,7 @@ def apply_liger_kernel(
     for switch in on:
         for module, name in found.get(switch, ()):
             if reason := _refusal(family.layers[switch][name], module):
-                raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False leaves it out")
+                raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False skips it")
     if family not in FAMILIES:  # the test suite compares the built-in rows
         _compare(family, found, on)
     for switch in set(HEAD_SWITCHES) & set(on):
@@ -378,9 +378,9 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = (
-        f"Patch `model`, or without one the classes of {family.name}, before or after models are built.\n\n"
-        "See `apply_liger_kernel` for the switches: None is on where the model has it. "
-        f'`revert_liger_kernel(model)`, or `revert_liger_kernel("{name}")`, undoes it.'
+        f"Patch `model`, or the classes of {family.name} if it is None, before or after models are built.\n\n"
+        "See `apply_liger_kernel` for the switches; None turns on those that the model has. "
+        f'`revert_liger_kernel(model)` or `revert_liger_kernel("{name}")` undoes the patch.'
     )
     vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
     return apply
@@ -420,9 +420,7 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
     names = (family.name, *family.aliases)
     taken = [name for name in names if BY_NAME.get(name, family) != family]
     if taken and not replace:
-        raise ValueError(
-            f"the table has another family of the name {taken[0]!r}; replace=True puts this one in its place"
-        )
+        raise ValueError(f"the table has another family named {taken[0]!r}; replace=True replaces it")
     classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
     wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
     try:

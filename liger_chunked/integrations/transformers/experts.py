@@ -63,7 +63,7 @@ def _balance_of_class(model_class: type) -> Balance | None:
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
         except (OSError, TypeError):
-            return _refused(f"the source of {forward.__qualname__} is not there to be read")
+            return _refused(f"the source of {forward.__qualname__} is not available")
         calls = [node for node in ast.walk(tree) if _calls(node, _FUNCTION)]
         if calls:
             return _of_calls(forward, tree, calls)

@@ -305,7 +305,7 @@ def _refusal_of_head(module: nn.Module) -> str:
     if "LoraLayer" in names:
         return (
             f"{found}: a fused loss reads its weight and would ignore the low-rank term. Take lm_head out of "
-            "target_modules; to train it all the same, name it in modules_to_save"
+            "target_modules; to train it anyway, name it in modules_to_save"
         )
     if "TrainableTokensWrapper" in names:
         return (

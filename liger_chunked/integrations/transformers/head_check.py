@@ -227,7 +227,7 @@ class _Between(nn.Module):
         self.described = f"{name} ({type(real).__name__})"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Difference(f"it runs {self.described} beside its backbone and its lm_head")
+        raise _Difference(f"it runs {self.described} in addition to its backbone and its lm_head")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -427,7 +427,7 @@ def _transform(raw: Tensor, logits: Tensor, numbers: list[float], factor: float)
         return LogitOptions(softcap=softcap, logit_scale=scale * factor)
     moderate = raw.abs() < 100
     raise _Difference(
-        "its logits are no scale and softcap of what lm_head returns: for values between -100 and 100 the largest "
+        "its logits are not a scale and softcap of the output of lm_head: for values between -100 and 100 the largest "
         f"difference is {(logits - raw)[moderate].abs().max():.3g}"
     )
 
@@ -449,7 +449,7 @@ def _handed_over(observed: _Observed, options: LogitOptions) -> HeadFacts:
         elif observed.ours is None and own is None and _is_constant(theirs):
             constants[name] = theirs
         else:
-            raise _Difference(f"it hands another {name} to its backbone than it was called with")
+            raise _Difference(f"it passes another {name} to its backbone than it was called with")
     return HeadFacts(options, tuple(constants.items()), tuple(dropped), takes_labels)
 
 

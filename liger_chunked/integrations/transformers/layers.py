@@ -96,7 +96,7 @@ _GATED_EXPERTS = ("grouped_mm", "batched_mm", "deepgemm")
 def _experts_refusal(experts: Any) -> str | None:
     way = experts.config._experts_implementation
     if way not in _GATED_EXPERTS:
-        return f"{way} experts have no place for it: model.set_experts_implementation('grouped_mm') first"
+        return f"{way} experts do not call _apply_gate: call model.set_experts_implementation('grouped_mm') first"
     return _activation_refusal(experts.act_fn)
 
 

@@ -243,9 +243,7 @@ def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
         try:
             refusal = layer.refusal(module)
         except AttributeError as missing:
-            raise Difference(
-                f"{cls.__name__} is not {_name(layer)}: it is laid out in another way, {missing}"
-            ) from None
+            raise Difference(f"{cls.__name__} is not {_name(layer)}: it is laid out differently: {missing}") from None
         if refusal is None:
             return module
         reasons.append(refusal)
@@ -362,7 +360,7 @@ def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: 
         if difference is None and not probe._modules and layer.method == "forward":
             difference = _rounding(layer, probe, cls, width)
     except AttributeError as missing:
-        return f"it is laid out in another way, {missing}"
+        return f"it is laid out differently: {missing}"
     except Exception as failure:
         return f"the kernel does not run on it ({_first_line(failure)})"
     return difference
@@ -379,8 +377,8 @@ def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
             continue
         ours = layer.run(probe, x)
         if ours.dtype != expected.dtype:
-            return f"of bfloat16 and a {dtype} weight it makes {expected.dtype}, the kernel {ours.dtype}"
+            return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()
         if changed > _MOST_ROUNDED:
-            return f"in bfloat16 {changed:.0%} of the values are rounded elsewhere"
+            return f"in bfloat16 {changed:.0%} of the values are rounded differently"
     return None

@@ -73,7 +73,7 @@ class LigerTrainerMixin:
         budget = budget_bytes(logits_budget)  # raises before anything is loaded
         if any(getattr(x, "use_liger_kernel", False) for x in (*args, kwargs.get("args"))):
             raise ValueError(
-                "use_liger_kernel=True brings the package Liger-Kernel, whose losses take the place of these heads: "
+                "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: "
                 "leave it off, and call liger_chunked.apply_liger_kernel(model) for layer kernels"
             )
         if loss is not None:
@@ -158,7 +158,7 @@ class LigerTrainerMixin:
             raise TypeError(f"{cls.__name__} takes {expected}, got {got}")
         ignored = loss.options.ignore_index
         if ignored != -100:
-            raise ValueError(f"TRL's labels are -100 where there is none, but the loss has ignore_index={ignored}")
+            raise ValueError(f"TRL marks ignored tokens with the label -100, but the loss has ignore_index={ignored}")
 
     @classmethod
     def _check_config(cls, loss: Any, config: Any) -> None:
