@@ -176,7 +176,7 @@ def test_every_family_is_served(zoo):
 @pytest.mark.parametrize(
     ("name", "config", "difference"),
     [
-        ("ModernBertDecoderForCausalLM", LLAMA, r"it runs lm_head \(ModernBertDecoderPredictionHead\) beside"),
+        ("ModernBertDecoderForCausalLM", LLAMA, r"it runs lm_head \(ModernBertDecoderPredictionHead\) in addition"),
         ("BertLMHeadModel", {**LLAMA, "is_decoder": True}, r"it runs cls.predictions.transform \(BertPredictionHeadT"),
         (
             "RobertaForCausalLM",
