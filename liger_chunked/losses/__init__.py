@@ -1,8 +1,8 @@
-"""Mathematics on token statistics, and nothing of weights or chunks.
+"""Losses on an `lm_head`: formulas on token statistics, which never see weights or chunks.
 
-A loss is a module: `Loss(beta=0.2)(weight, input, target)`. With tensors, its class evaluates it at once:
-`Loss(weight, input, target, beta=0.2)`. Type checkers that do not read metaclasses, such as mypy, know only the first
-form; `liger_chunked.functional` has a typed function for each loss.
+Each loss is a module: `Loss(beta=0.2)(weight, input, target)`. Calling the class with tensors builds and evaluates the
+loss in one step: `Loss(weight, input, target, beta=0.2)`. Type checkers that do not read metaclasses, such as mypy,
+accept only the first form; `liger_chunked.functional` has a typed function for each loss.
 
 losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
            cosine.py

@@ -1,4 +1,4 @@
-"""Binary classifier optimisation: good and bad sequences told apart by their rewards."""
+"""BCO: a binary classifier separates desirable from undesirable sequences by their rewards."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from liger_chunked.types import Examples
 class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """Binary classifier optimisation (Jung et al. 2024, https://arxiv.org/abs/2404.04656), fused.
 
-    With the reward `r = beta (log pi(y|x) - log pi_ref(y|x))` of a sequence, its loss is
+    With the reward `r = beta (log pi(y|x) - log pi_ref(y|x))`, the loss of a sequence is
 
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    and the loss is the mean over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed); the paper adds the
-    means of the two sides.
+    The loss is the mean over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means
+    of the two sides instead.
 
-    The reward shift `delta` is passed to every call, in units of rewards: a running mean of earlier rewards, which the
-    caller keeps. In the paper it is half way between the mean rewards of the two sides,
-    `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`. In TRL it is the mean of all rewards so far, on all
-    ranks, those of the batch itself included; here gradients are ready before the last reward is known, and a batch
-    counts from the next one on.
+    The reward shift `delta` is an argument of every call, in units of rewards. It is a running mean of earlier rewards,
+    which the caller keeps. The paper uses the midpoint of the mean rewards of the two sides, `(metrics.chosen_rewards +
+    metrics.rejected_rewards) / 2`. TRL uses the mean of all rewards so far on all ranks, including the current batch.
+    Here gradients are computed before the last reward is known, so a batch enters the mean only from the next step on.
 
-    `example_weights` are the paper's underlying distribution matching: with `p` the probability, by a classifier of
-    prompts, that a prompt is one of a desirable sequence, an undesirable sequence weighs `p / (1 - p)` (in TRL clamped
-    to [0.5, 10]), a desirable one 1.
+    `example_weights` implement the paper's underlying distribution matching. Let `p` be a classifier's probability that
+    a prompt belongs to a desirable sequence. An undesirable sequence gets the weight `p / (1 - p)` (TRL clamps it to
+    [0.5, 10]), a desirable one the weight 1.
 
     Args:
         beta: scale of the rewards.
-        average_log_prob: log-ratios per token instead of per sequence.
-        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
-            which the loss warns of once.
+        average_log_prob: use log-ratios per token instead of per sequence.
+        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
+            reference, log-ratios are plain log-probabilities, and None warns once.
         **options: see `LogitOptions`.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""What the losses refuse, in words, among their settings."""
+"""Argument checks shared by the losses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Refuse what is no finite number, or one outside [minimum, maximum].
+    """Check that a value is a finite number in [minimum, maximum].
 
     Raises:
-        TypeError: it is no number, nor None where that is an option.
-        ValueError: it is not finite, or out of range.
+        TypeError: if it is not a number (nor None, where `optional` allows that).
+        ValueError: if it is not finite, or out of range.
     """
     check_number(name, value, optional=optional)
     if value is None:
@@ -38,11 +38,11 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse what is no finite number above 0.
+    """Check that a value is a finite number above 0.
 
     Raises:
-        TypeError: it is no number, nor None where that is an option.
-        ValueError: it is not finite, or not positive.
+        TypeError: if it is not a number (nor None, where `optional` allows that).
+        ValueError: if it is not finite, or not positive.
     """
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
@@ -54,21 +54,21 @@ class Reader(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields of the settings that it reads."""
+        """The fields of the settings that this row reads."""
         ...
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Refuse a setting that is not its default where nothing reads it: whoever gave it expects an effect.
+    """Raise if a setting differs from its default but nothing reads it, because the caller expects an effect.
 
     Args:
         settings: a dataclass whose fields have defaults.
         reads: the fields that are read.
-        by: what reads them, for the message.
-        table: what could have been chosen instead; fields that none of it reads are not looked at.
+        by: the name of the reader, for the message.
+        table: all possible readers. Fields that none of them reads are not checked.
 
     Raises:
-        ValueError: an unread one.
+        ValueError: if an unread setting is not at its default.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -78,23 +78,23 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """`scope` is a class attribute that anyone may misspell.
+    """Check the class attribute `scope`, which a subclass may have misspelled.
 
     Raises:
-        ValueError: it is none of `known`.
+        ValueError: if it is not in `known`.
     """
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """The number of tokens to divide by; as a tensor, () on the device of `like`.
+    """Return the number of tokens to divide by, as a number or as a tensor () on the device of `like`.
 
-    In a tensor, less than 1 counts as 1: to look at it would mean to wait for the device.
+    A tensor below 1 counts as 1. It is clamped, not checked, because reading its value would wait for the device.
 
     Raises:
-        TypeError: something that is neither a number nor a tensor.
-        ValueError: a number that is not finite and positive, a tensor of several or one that wants a gradient.
+        TypeError: if it is neither a number nor a tensor.
+        ValueError: if a number is not finite and positive, or a tensor has several elements or requires grad.
     """
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:

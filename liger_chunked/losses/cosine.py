@@ -1,4 +1,4 @@
-"""Cosine distance of the logits of teacher and student."""
+"""Cosine distance of the student's and the teacher's logits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, with both projections fused in.
 
-    Of logits, and not of distributions: it sees their offset, no temperature changes it, and it needs the teacher's
-    hidden states. Liger-Kernel's has a factor `beta`, of 0.5 unless told otherwise; here that is `weight_soft_loss`.
+    The distance is one of logits, not of distributions: a constant offset of the logits changes it and a temperature
+    does not. It needs the teacher's hidden states. Liger-Kernel multiplies it by `beta`, 0.5 by default; use
+    `weight_soft_loss` for that.
 
     Args:
         weight_hard_loss, weight_soft_loss, teacher_options, **options: see `LigerFusedLinearDistillationBase`.
 
     Raises:
-        ValueError: a bad option.
+        ValueError: if an option is invalid.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation, and AlphaPO, which TRL files under its name."""
+"""Contrastive preference optimisation, and AlphaPO, which TRL implements in its CPO trainer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """What loss types read beside `beta`; `LOSS_TYPES` says which reads which.
+    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
     """
 
     label_smoothing: float = 0.0
@@ -35,7 +35,7 @@ class CPOSettings:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # of the margin between rewards, and beta
+    loss: Callable[[Tensor, float, CPOSettings], Tensor]  # from the reward margin and beta
     reads: tuple[str, ...] = ()  # fields of CPOSettings
     averages: bool = False  # log-probabilities are means over tokens
 
@@ -53,7 +53,7 @@ LOSS_TYPES: Mapping[str, _LossType] = {
 
 
 def _alphapo(logps: Tensor, alpha: float) -> Tensor:
-    """`(1 - p ** -alpha) / alpha`; its limit at alpha 0 is `log p`."""
+    """Return `(1 - p ** -alpha) / alpha`, whose limit at alpha 0 is `log p`."""
     return -torch.expm1(-alpha * logps) / alpha
 
 
@@ -62,8 +62,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
-    With `l` the log-probability of a sequence in nats, `l'` the same per token, `r = beta l` its reward, `d` what the
-    chosen sequence has more of it than the rejected one, the loss of a pair is, without a reference,
+    Notation: `l` is the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the
+    chosen sequence minus that of the rejected one. No reference is used. The loss of a pair is
 
     | loss_type | loss | reward |
     |---|---|---|
@@ -72,23 +72,25 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    AlphaPO (https://arxiv.org/abs/2501.03884) shapes the reward, with any of them:
-    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`. These are TRL's; its `alphapo` is `loss_type="simpo"`,
-    `cpo_alpha=0` and an `alphapo_alpha`. Where TRL ignores `label_smoothing`, it is refused here.
+    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward, for any loss type, to
+    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`. The losses are TRL's; its `alphapo` is `loss_type="simpo"`
+    with `cpo_alpha=0` and an `alphapo_alpha`. `label_smoothing` raises an error with the loss types for which TRL
+    ignores it.
 
-    The metrics' `logps` are `l` or `l'`, and rewards are `r`, shaped.
+    In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
 
     Args:
-        beta: scale of the rewards; IPO's tau, which divides, and has to be positive.
-        cpo_alpha: weight of the NLL of the chosen tokens, as TRL calls it; with 0 there is none.
-        label_smoothing: `eps` above; refused where the loss type does not read it.
-        loss_type: a name above.
-        simpo_gamma: the margin of `simpo`; refused where the loss type does not read it.
-        alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward as it is.
+        beta: scale of the rewards. For IPO it is the divisor tau, and must be positive.
+        cpo_alpha: weight of the NLL of the chosen tokens, named as in TRL; 0 disables the term.
+        label_smoothing: `eps` above; refused if the loss type does not read it.
+        loss_type: a name from the table.
+        simpo_gamma: the margin of `simpo`; refused if the loss type does not read it.
+        alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward unchanged.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, a setting that it does not read, a bad number; in forward, a reference.
+        ValueError: if the loss type is unknown, does not read a setting, or a number is out of range; in forward, if a
+            reference is given.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -131,7 +133,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     @property
     def cpo_alpha(self) -> float:
-        """The weight of the NLL term, which the base calls `alpha`."""
+        """The weight of the NLL term; the base class calls it `alpha`."""
         return self.alpha
 
     @cpo_alpha.setter

@@ -1,4 +1,4 @@
-"""SFT cross entropy on an `lm_head`, without its logits."""
+"""Cross entropy on an `lm_head` for supervised fine-tuning, without the full logits."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """The loss of each token as a function of its statistics.
+    """Computes the loss of each token from its statistics.
 
-    `cross_entropy` and `regularizer` are kept apart because their means may have different denominators.
+    `cross_entropy` and `regularizer` are separate because their means may have different denominators.
     """
 
     label_smoothing: float = 0.0
@@ -57,7 +57,7 @@ class _CrossEntropy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is `-logps`, and nothing else."""
+        """Whether the loss is `-logps`, without any other term."""
         return self == _CrossEntropy()
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _CrossEntropy:
         return self.lse_square_scale * stats.lse.square()
 
     def regularizer(self, stats: TokenStats) -> Tensor | None:
-        """What is added to the cross entropy; None for nothing."""
+        """Return the terms that are added to the cross entropy, or None if there are none."""
         z_loss = self.z_loss(stats) if self.lse_square_scale else None
         if not self.entropy_weight:
             return z_loss
@@ -98,7 +98,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
 
 
 def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Class weights as the objective reads them."""
+    """Return class weights in the form that the objective reads, (V,), or None."""
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -114,7 +114,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """What the objective reads beside the statistics."""
+    """The objective's inputs other than the statistics."""
 
     definition: _CrossEntropy
     target: Tensor  # (N,)
@@ -143,31 +143,32 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    in nats, on flattened tokens, but for a batch without any target, whose mean is a connected zero and not NaN. The
-    gradients are computed in forward; with `reduction="none"` they are computed in backward, from whatever upstream
-    gradient each token gets.
+    on flattened tokens, in nats. The mean over a batch without any target is 0, still connected to the graph, instead
+    of NaN. `forward` also computes the gradients. With `reduction="none"`, backward computes them from the upstream
+    gradient of each token.
 
     Args:
-        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as `F.cross_entropy` does; the z-loss is not
-            weighted), "sum", or "none" for one value a token in the shape of `target`.
+        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss is not
+            weighted), "sum", or "none" for one value per token in the shape of `target`.
         label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1] (Szegedy et al. 2016,
             https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) a weight for each class.
         focal_gamma: multiplies the cross entropy of a token by `(1 - p_y) ** focal_gamma` (focal loss, Lin et al. 2017,
-            https://arxiv.org/abs/1708.02002, equation 4).
+            https://arxiv.org/abs/1708.02002, equation 4). Denominators do not change.
         dft: multiplies the cross entropy of a token by `p_y`, without its gradient (Dynamic Fine-Tuning,
-            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change, neither
-            here nor with `focal_gamma`.
-        entropy_weight: subtracts so much of the entropy of each token's distribution, in nats: a bonus that keeps
-            distributions wide (https://arxiv.org/abs/1701.06548); negative to narrow them. Averaged like the z-loss.
+            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change.
+        entropy_weight: weight of the entropy bonus, which is subtracted from the loss
+            (https://arxiv.org/abs/1701.06548). The bonus keeps distributions wide; a negative weight narrows them. It
+            is averaged like the z-loss.
         return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
             fields filled.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown reduction, a smoothing outside [0, 1], a negative scale or gamma, a number that is not
-            finite, weights of the wrong shape, more than one of smoothing, focal loss and DFT.
+        ValueError: if the reduction is unknown, the smoothing is outside [0, 1], a scale or gamma is negative, a number
+            is not finite, the class weights have a wrong shape, or more than one of smoothing, focal loss and DFT is
+            set.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -243,26 +244,26 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-        """The loss, and `CrossEntropyMetrics` where any was asked for.
+        """Compute the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
         Args:
             weight: (V, H), `lm_head.weight`.
-            input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (B, T) or (N,) token ids. Labels that are not shifted train silently to a loss near
-                0, see `shifted`.
+            input: (B, T, H) or (N, H) hidden states; `input[t]` predicts `target[t]`.
+            target: (B, T) or (N,) token ids. Labels that are not shifted raise no error, but train to a loss near 0:
+                see `shifted`.
             bias: (V,) or None.
-            num_items: with "mean", the sum over this batch is divided by this instead of by its own count of tokens:
-                under gradient accumulation, the tokens of all its steps (`num_items_in_batch` of transformers). In a
-                tensor, less than 1 counts as 1.
-            token_weights: in the shape of `target`, multiplies all that a token adds to the loss. "mean" divides by the
-                sum of these weights over the valid tokens (times `ce_weight`, where it divides by that), unless
-                `num_items` is given; a sum of 0 counts as 1.
-            ce_weight: (V,) class weights for this call, in place of the constructor's.
+            num_items: with "mean", divide the sum over this batch by this number instead of by its own number of
+                tokens. Under gradient accumulation, pass the number of tokens of all steps (`num_items_in_batch` of
+                transformers). A tensor below 1 counts as 1.
+            token_weights: in the shape of `target`; multiplies everything that a token adds to the loss. Unless
+                `num_items` is given, "mean" divides by the sum of these weights over the valid tokens (times
+                `ce_weight` for the cross entropy). A sum of 0 counts as 1.
+            ce_weight: (V,) class weights for this call, instead of the constructor's.
 
         Raises:
-            ValueError: shapes or devices that do not fit, a target out of range, `num_items` without "mean" or of 0,
-                `token_weights` that want a gradient.
-            TypeError: dtypes that do not fit.
+            ValueError: if shapes or devices do not fit, a target is out of range, `num_items` is 0 or given without
+                "mean", or `token_weights` requires grad.
+            TypeError: if dtypes do not fit.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -290,7 +291,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         return loss, self._metrics(stats, target, layout, z_loss)
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
-        """(N,), or None."""
+        """Return checked weights (N,), or None."""
         if token_weights is None:
             return None
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
@@ -311,7 +312,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that its gradient reaches."""
+        """The statistics that the gradient reaches."""
         wanted = {
             "lse": self.label_smoothing or self.lse_square_scale,
             "mean_logits": self.label_smoothing,
@@ -371,7 +372,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Of the regularizer, and of the cross entropy, which class weights change."""
+        """Return the denominators of the regularizer and of the cross entropy; class weights change only the second."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

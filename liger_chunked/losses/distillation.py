@@ -1,4 +1,4 @@
-"""The base of every loss that draws a student's `lm_head` distribution to a teacher's."""
+"""Base class of the losses that pull a student's `lm_head` distribution to a teacher's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from liger_chunked.types import (
 
 
 class DistillationOptionsDict(LogitOptionsDict, total=False):
-    """The keywords that every distillation loss takes; see `LigerFusedLinearDistillationBase`."""
+    """The keywords of every distillation loss; see `LigerFusedLinearDistillationBase`."""
 
     weight_hard_loss: float
     weight_soft_loss: float
@@ -53,38 +53,39 @@ class DistillationOptionsDict(LogitOptionsDict, total=False):
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
 
-    Equal, with both transforms applied and `n` the tokens that count, to
+    With `n` the number of tokens that count, equal to
 
         z, t = transform(input @ weight.T + bias), transform(teacher_input @ teacher_weight.T + teacher_bias)
         soft_loss = divergence(z.float(), t.float()[:, :V]).sum() / n
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
 
-    A subclass says what the divergence of a token is, and nothing else; autograd differentiates it, chunk by chunk:
+    A subclass defines the divergence of a token. Autograd differentiates it, chunk by chunk:
 
         class Logits(LigerFusedLinearDistillationBase):     # https://arxiv.org/abs/1312.6184
             def divergence(self, student_logits, teacher_logits):
                 return (student_logits - teacher_logits).square().mean(-1)
 
-    The temperature belongs to the divergence: both distributions are taken at it, and the hard loss at temperature 1.
-    The soft loss is not multiplied by `temperature ** 2`, as Hinton et al. 2015 (https://arxiv.org/abs/1503.02531)
-    propose, and neither TRL nor Liger-Kernel do; give that factor to `weight_soft_loss` where it is wanted. In 16 bits
-    both losses are of logits that are rounded to these, as in eager code.
+    The temperature applies to the divergence, for both distributions. The hard loss is taken at temperature 1. The soft
+    loss is not multiplied by `temperature ** 2`, which Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) propose
+    and neither TRL nor Liger-Kernel does; include that factor in `weight_soft_loss` if you want it. For 16-bit inputs,
+    both losses use logits that are rounded to 16 bits, as eager code does.
 
     Args:
-        weight_hard_loss: of the NLL of the targets; without a target there is no hard loss.
-        weight_soft_loss: of the divergence.
-        teacher_options: the teacher's own transform, where it is not the student's; only its `softcap`, `logit_scale`
-            and `temperature` may be set.
+        weight_hard_loss: weight of the NLL of the targets; without a target there is no hard loss.
+        weight_soft_loss: weight of the divergence.
+        teacher_options: the teacher's transform, if it differs from the student's. Only `softcap`, `logit_scale` and
+            `temperature` may be set.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            budget is for the logits of both models, at least one token of each. By autograd it covers the float32
-            copies too, and two more for what `divergence` keeps.
+            budget covers the logits of both models, with at least one token of each. If autograd differentiates the
+            divergence, the budget also covers the float32 copies, and two more copies for the tensors that `divergence`
+            saves.
 
     Raises:
-        ValueError: a bad option, a negative weight.
+        ValueError: if an option is invalid or a weight is negative.
 
     Class attributes of a subclass:
-        of_distributions: the divergence depends on the softmax of its arguments alone, so that it may be taken over the
-            bins of a teacher's top-k.
+        of_distributions: True if the divergence depends only on the softmax of its arguments. Then it may also be taken
+            over the bins of a teacher's top-k.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -113,14 +114,14 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """The divergence of each token, (n,), from logits (n, V) after the transform, in float32 (float64 for float64).
+        """Return the divergence of each token, (n,), from transformed logits (n, V) in float32 (float64 for float64).
 
-        Called on a block of the batch's tokens at a time. Of a teacher's top-k, V is k + 1: log-probabilities of the k
-        tokens and of all others together, -inf at entries that are not there.
+        The method is called on one block of the batch's tokens at a time. With a teacher's top-k, V is k + 1: the
+        arguments are the log-probabilities of the k tokens and of all other tokens together, -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
-        """The same divergence where the kernels know it; None: by autograd."""
+        """Return the same divergence for the kernels, or None to use autograd."""
         return None
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
@@ -142,31 +143,33 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
-        """The loss and its metrics.
+        """Compute the loss and its metrics.
 
-        The teacher comes as hidden states and a head, at one GEMM, or as its largest log-probabilities, at none. Of a
-        head whose vocabulary is padded beyond the student's, the padding is left out, of its softmax too.
+        The teacher is given as hidden states and a head, which costs one GEMM, or as its largest log-probabilities,
+        which costs none. If the teacher's vocabulary is padded beyond the student's, the extra rows are ignored, also
+        in the teacher's softmax.
 
         Args:
             weight: (V, H), `lm_head.weight` of the student.
             input: (B, T, H) or (N, H) hidden states of the student.
             teacher_weight: (V or more, H_teacher).
             teacher_input: (B, T, H_teacher) or (N, H_teacher).
-            target: (B, T) or (N,) token ids, `target[t]` is what `input[t]` predicts; tokens with `ignore_index` do not
-                count, in either loss. None: no hard loss. Labels that are not shifted train silently to a hard loss
-                near 0, see `shifted`.
+            target: (B, T) or (N,) token ids; `input[t]` predicts `target[t]`. Tokens with `ignore_index` count in
+                neither loss. None: no hard loss. Labels that are not shifted raise no error, but train to a hard loss
+                near 0: see `shifted`.
             bias, teacher_bias: (V,), (V or more,), or None.
-            teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss,
-                -inf for an entry that is not there. The divergence is one of k + 1 bins: these, and all other tokens.
-            teacher_ids: (B, T, k) or (N, k) these tokens, distinct.
-            mask: (B, T) or (N,) bool, True at the tokens that count; with a target, those of them that have one.
-            num_items: the sums over this batch are divided by this instead of by its own count of tokens: under
-                gradient accumulation, the tokens of all its steps. In a tensor, less than 1 counts as 1.
+            teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss;
+                -inf for a missing entry. The divergence then has k + 1 bins: these tokens, and all others together.
+            teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
+            mask: (B, T) or (N,) bool, True at the tokens that count. With a target, tokens with `ignore_index` still do
+                not count.
+            num_items: divide the sums over this batch by this number instead of by its own number of tokens. Under
+                gradient accumulation, pass the number of tokens of all steps. A tensor below 1 counts as 1.
 
         Raises:
-            ValueError: a teacher that is missing, incomplete or given twice, a teacher vocabulary smaller than the
-                student's, shapes or devices that do not fit, a token id out of range or twice among the teacher's.
-            TypeError: dtypes that do not fit.
+            ValueError: if the teacher is missing, incomplete or given twice, its vocabulary is smaller than the
+                student's, shapes or devices do not fit, or a token id is out of range or repeated in `teacher_ids`.
+            TypeError: if dtypes do not fit.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -186,7 +189,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """The tokens that count; without a target they have targets that nobody reads."""
+        """Return the layout of the tokens that count; without a target, it has placeholder targets that nothing reads.
+        """
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -217,7 +221,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         teacher_logps: Tensor | None,
         teacher_ids: Tensor | None,
     ) -> Teacher | None:
-        """The teacher over the student's vocabulary, or None where its top-k is given."""
+        """Return the teacher cut to the student's vocabulary, or None if its top-k is given."""
         states = {"teacher_weight": weight, "teacher_input": teacher_input, "teacher_bias": bias}
         top_k = {"teacher_logps": teacher_logps, "teacher_ids": teacher_ids}
         given_states = [name for name, value in states.items() if value is not None]
@@ -262,8 +266,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             assert teacher_logps is not None and teacher_ids is not None
             if not self.of_distributions:
                 raise ValueError(
-                    f"{type(self).__name__} needs the teacher's logits, got teacher_logps; a divergence that depends "
-                    "on the softmax of its arguments alone says so by of_distributions = True"
+                    f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
+                    "if the divergence depends only on the softmax of its arguments"
                 )
             if self.teacher_options is not self.options:
                 raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
@@ -281,7 +285,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
 
 def _top_k(head: Head, layout: Layout, logps: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The teacher's top-k of the tokens that count, (n_valid, k) each, checked."""
+    """Check the teacher's top-k and return it for the tokens that count, (n_valid, k) each."""
     device, vocab_size = head.weight.device, head.weight.shape[0]
     if not isinstance(logps, Tensor) or not logps.is_floating_point():
         got = logps.dtype if isinstance(logps, Tensor) else type(logps).__name__

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and the losses that TRL files under its name."""
+"""Direct preference optimisation, and the other losses of TRL's DPO trainer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """What loss types read beside `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
+    """Settings that loss types read in addition to `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
 
-    `LOSS_TYPES` says which reads which.
-    `f_divergence_type` and `f_alpha_divergence_coef` make scores of log-ratios, see `losses.f_divergence.scores`.
+    `LOSS_TYPES` lists the readers of each. `f_divergence_type` and `f_alpha_divergence_coef` turn log-ratios into
+    scores, see `losses.f_divergence.scores`.
 
     Raises:
-        ValueError: an unknown divergence, a number out of range.
+        ValueError: if the divergence is unknown or a number is out of range.
     """
 
     label_smoothing: float = 0.0
@@ -48,7 +48,7 @@ class DPOSettings:
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """(n, 2), log-ratios unless another divergence is asked for."""
+        """Return the scores (n, 2), which are the log-ratios for the reverse KL."""
         return scores(pairs.logratios, self.f_divergence_type, self.f_alpha_divergence_coef)
 
 
@@ -92,7 +92,7 @@ def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Unbiased under labels flipped with probability epsilon: the flipped term is taken away, not added.
+    # Unbiased if labels are flipped with probability epsilon: the flipped term is subtracted, not added.
     logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
@@ -136,13 +136,13 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # A mean over the tokens of the batch, said pair by pair: the mean over pairs takes batch_size back out.
+    # A mean over the tokens of the batch. The factor batch_size cancels the later mean over pairs.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
 
 def _wpo_weights(pairs: Pairs) -> Tensor:
-    """(n,) how likely the policy itself is to write either sequence, per token, as far as it can be."""
+    """Return WPO's weights (n,): how likely the policy is to generate both sequences, per token, without gradient."""
     stats = pairs.token_stats
     assert stats.log_sum_sq_probs is not None
     aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)
@@ -150,12 +150,12 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # of the pairs and beta
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # from the pairs and beta
     reads: tuple[str, ...] = ()  # fields of DPOSettings
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by the lengths itself
+    averages: bool = False  # divides by the lengths, so average_log_prob is refused
     any_divergence: bool = False  # reads scores, or no reference at all
-    weighable: bool = True  # belongs to one pair, so that a weight of the pair makes sense
+    weighable: bool = True  # each loss belongs to one pair, which can be weighted
 
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
@@ -184,9 +184,9 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    With `c`, `r` the log-ratios `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in nats,
-    `d = c - r`, `c'`, `r'`, `d'` the same per token, `L = -log sigmoid`, `S = sigmoid`, the loss of a pair is, by
-    `loss_type`:
+    Notation: `c` and `r` are the log-ratios `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in
+    nats, `d = c - r`, and `c'`, `r'`, `d'` are the same per token. `L = -log sigmoid` and `S = sigmoid`. The loss of a
+    pair is
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -206,42 +206,43 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's. One differs: TRL ignores `label_smoothing` with `sigmoid`.
+    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`.
 
-    Three options change what goes in, as in TRL:
+    Three options change the inputs of these formulas, as in TRL:
 
-    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240) puts `f'(pi / pi_ref)` of another divergence in the
-      place of `c` and `r` in `d`: "forward_kl", "js_divergence", "alpha_divergence", see `losses.f_divergence.scores`.
-      Its normaliser only cancels in a difference of the two, so that the losses that look at `c` or `r` alone are
-      refused. Rewards in the metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow to infinity.
-    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) counts the tokens of the longer sequence that
-      the shorter one has no counterpart for, `ld_alpha` times, in `pi` and in `pi_ref`; a reference must come as hidden
-      states or token by token.
-    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
-      `w(chosen) w(rejected)`, without gradient, where `log w` is the mean over the tokens of a sequence of
-      `log p_y - log(sum of p ** 2)`. Refused with `aot`, `aot_unpaired` and `sft`, whose parts belong to no pair.
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240) replaces `c` and `r` in `d` by `f'(pi / pi_ref)` of
+      another divergence: "forward_kl", "js_divergence" or "alpha_divergence", see `losses.f_divergence.scores`. The
+      normaliser cancels only in the difference `d`, so losses that use `c` or `r` alone are refused. Rewards in the
+      metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow to infinity; here it is bounded.
+    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) multiplies the log-probabilities of some tokens by
+      `ld_alpha`, in `pi` and in `pi_ref`: those that come later than the end of the pair's shorter sequence. A
+      reference must be given as hidden states or per token.
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by `w(chosen)
+      w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of `log p_y - log(sum of p **
+      2)`. The option is refused with `aot`, `aot_unpaired` and `sft`, which have no loss per pair.
 
     Args:
-        beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard", which divide by it, want
-            it positive.
-        loss_type: a name above, a callable from `Pairs` to (n,), or a list of these.
+        beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard" divide by it, so it must
+            be positive there.
+        loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: a weight for each entry of a list of loss types; None for ones.
-        label_smoothing: `eps` above; refused where no loss type reads it.
-        discopop_tau: `tau` above; refused where no loss type reads it.
+        label_smoothing: `eps` above; refused if no loss type reads it.
+        discopop_tau: `tau` above; refused if no loss type reads it.
         compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
-            an `alpha` without it is refused.
-        average_log_prob: log-ratios per token instead of per sequence.
+            an `alpha` without `compute_nll_loss` is refused.
+        average_log_prob: use log-ratios per token instead of per sequence.
         f_divergence_type: "reverse_kl", or see above.
         f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
-        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
-            which the loss warns of once.
+        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
+            reference, log-ratios are plain log-probabilities, and None warns once.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type or divergence, weights that do not match, a number out of range, an option that
-            a loss type cannot use, or that nothing reads; in forward, `ref_logps` of sequences with `ld_alpha`.
+        ValueError: if a loss type or divergence is unknown, weights do not match, a number is out of range, or an
+            option is not usable with a loss type or read by none; in forward, if `ref_logps` are per sequence with
+            `ld_alpha`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -309,7 +310,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     def _check_options(self, names: list[str]) -> None:
         s = self.settings
         if self.beta == 0 and {"ipo", "sppo_hard"} & set(names):
-            raise ValueError(f"beta must not be 0 with loss_type {names}: they divide by it")
+            raise ValueError(f"beta must not be 0 with loss_type {names}, which divide by it")
         if self.average_log_prob and any(LOSS_TYPES[name].averages for name in names):
             raise ValueError(f"loss_type {names} averages over tokens itself: average_log_prob must be False")
         if s.f_divergence_type != "reverse_kl":
@@ -322,7 +323,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
                 )
         if self.use_weighting and not all(LOSS_TYPES[name].weighable for name in names):
             unweighable = sorted(name for name, kind in LOSS_TYPES.items() if not kind.weighable)
-            raise ValueError(f"use_weighting weighs pairs, which {unweighable} have no loss of, got {names}")
+            raise ValueError(f"use_weighting needs a loss per pair, which {unweighable} do not have, got {names}")
 
     def _check_read(self, names: list[str]) -> None:
         s = self.settings

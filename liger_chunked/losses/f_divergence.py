@@ -1,4 +1,4 @@
-"""The scores that replace log-ratios in DPO under another divergence than the reverse KL."""
+"""The scores that replace log-ratios in DPO for divergences other than the reverse KL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
 def _alpha(logratios: Tensor, alpha: float) -> Tensor:
     power = alpha - 1
     if abs(power) < 1e-6:
-        return logratios  # the limit
+        return logratios  # the limit for alpha to 1
     return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
 
 
@@ -34,7 +34,7 @@ def _js(logratios: Tensor, alpha: float) -> Tensor:
 
 
 class _FDivergence(NamedTuple):
-    score: Callable[[Tensor, float], Tensor]  # of log-ratios and alpha
+    score: Callable[[Tensor, float], Tensor]  # from log-ratios and alpha
     reads: tuple[str, ...] = ()  # fields of DPOSettings
 
 
@@ -47,7 +47,7 @@ F_DIVERGENCES: Mapping[str, _FDivergence] = {
 
 
 def scores(logratios: Tensor, divergence: str, alpha: float) -> Tensor:
-    """`f'(t)` at `t = pi / pi_ref`, element by element, up to a constant that cancels in a margin.
+    """Return `f'(t)` at `t = pi / pi_ref`, element by element, up to a constant that cancels in a margin.
 
     | divergence | score | limits |
     |---|---|---|
@@ -56,12 +56,12 @@ def scores(logratios: Tensor, divergence: str, alpha: float) -> Tensor:
     | `js_divergence` | `log(2 t / (1 + t))` | |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)` | alpha 0: forward KL; alpha 1: reverse KL |
 
-    Exponents stop at 80, beyond which there is no gradient. See f-DPO, https://arxiv.org/abs/2309.16240, table 1.
+    Exponents are clamped at 80; beyond it the gradient is 0. See f-DPO, https://arxiv.org/abs/2309.16240, table 1.
 
     Args:
         logratios: `log(t)`, of any shape, in nats.
-        divergence: one of the above.
-        alpha: of the alpha-divergence.
+        divergence: a name from the table.
+        alpha: parameter of the alpha-divergence.
 
     >>> scores(torch.tensor([0.0, 2.0]).exp().log(), "forward_kl", 0.5)
     tensor([0.0000, 0.8647])

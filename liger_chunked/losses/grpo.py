@@ -1,4 +1,4 @@
-"""Group relative policy optimisation and its kin."""
+"""Group relative policy optimisation (GRPO) and its variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.surrogates import SURROGATES, SurrogateSettings
 from liger_chunked.types import LogitOptionsDict, Rollouts, shown
 
-# TRL's names, each a composition.
+# TRL's names, and the arguments that each name sets.
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
     "grpo": {"surrogate": "clip", "reduction": "grpo"},
     "bnpo": {"surrogate": "clip", "reduction": "bnpo"},
@@ -30,11 +30,11 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 
 
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
-    """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its kin, fused: a surrogate, a
-    reduction and an importance level, in any composition.
+    """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its variants, fused.
 
-    With `A` the advantage, `r = pi / pi_old` the importance ratio (of the token, or of its sequence, by
-    `importance_level`), `sg` without gradient, a token costs, by `surrogate`:
+    A variant is a surrogate, a reduction and an importance level, in any combination. Notation: `A` is the advantage,
+    `r = pi / pi_old` the importance ratio (of the token or of its sequence, see `importance_level`), and `sg` stops the
+    gradient. The cost of a token is
 
     | surrogate | cost | paper |
     |---|---|---|
@@ -44,16 +44,16 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
-    where `w` is the product over the tokens of the sequence of `pi / pi_old` and of the importance weights, which
-    `vespo` therefore does not multiply by, at whichever level. Without `delta` there is no such bound. Costs are
-    reduced, KL and entropy bonus added, as `LigerFusedLinearPolicyBase` says.
+    Here `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence. `vespo`
+    therefore does not multiply its cost by the importance weights, at any level. With `delta=None` there is no bound
+    `delta`. `LigerFusedLinearPolicyBase` describes the reductions, the KL and the entropy bonus.
 
     The default reduction is "grpo", the paper's mean over sequences. TRL's `GRPOConfig` and Liger-Kernel default to
     `loss_type="dapo"`, a mean over tokens that gives long completions more weight. For their default, write
     `LigerFusedLinearGRPOLoss(reduction="dapo")`; `liger_chunked.compat` keeps Liger-Kernel's.
 
-    On-policy, without `old_logps`, `r` is exactly 1, and its gradient that of `log pi`. All of it is TRL 1.16's, and
-    `from_loss_type` takes its names. The compositions that have one:
+    On-policy, without `old_logps`, `r` is exactly 1 and its gradient is that of `log pi`. Everything matches TRL 1.16,
+    and `from_loss_type` accepts its names. Named variants:
 
     | name | arguments |
     |---|---|
@@ -69,28 +69,29 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Token level looks at each token by itself; sequence and trajectory level, and `vespo`, at whole sequences, of which
-    one that alone outgrows the logits budget takes one GEMM more.
+    Token level treats each token independently. Sequence and trajectory level, and `vespo`, need whole sequences; a
+    sequence that is larger than the logits budget then takes one GEMM more.
 
     Args:
         beta: weight of the KL to the reference, in nats.
-        surrogate: a name above.
+        surrogate: a name from the first table.
         reduction: "grpo", "bnpo", "dapo", "dr_grpo" or "luspo", see `LigerFusedLinearPolicyBase`.
         importance_level: "token", "sequence" or "trajectory", see `LigerFusedLinearPolicyBase`.
-        epsilon_low, epsilon_high: of `clip`, how far from 1 the ratio may go; infinity is no bound. Of `cispo`,
+        epsilon_low, epsilon_high: for `clip`, how far the ratio may be from 1; infinity is no bound. For `cispo`,
             `epsilon_high` is the largest ratio itself, as in TRL: the papers use about 5.
-        delta: of `clip`, bounds the ratio where a negative advantage leaves it free, above `1 + epsilon_high`.
-        max_completion_length: in tokens, of the reduction `dr_grpo`.
+        delta: for `clip`, an upper bound of the ratio, above `1 + epsilon_high`, for negative advantages, where the
+            clip has none.
+        max_completion_length: in tokens, for the reduction `dr_grpo`.
         use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.
         entropy_coef, top_entropy_quantile: see `LigerFusedLinearPolicyBase`.
-        sapo_temperature_pos, sapo_temperature_neg: `tau` of positive, and of other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, of negative advantages
-            (`neg`) and of others.
-        **options: see `LogitOptions`; `temperature` is the one of sampling.
+        sapo_temperature_pos, sapo_temperature_neg: `tau` for positive, and for all other advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, for negative advantages
+            (`neg`) and for all others (`pos`).
+        **options: see `LogitOptions`; `temperature` is the sampling temperature.
 
     Raises:
-        ValueError: an unknown surrogate, reduction or level, a number out of range, one that the surrogate or the
-            reduction does not read.
+        ValueError: if a surrogate, reduction or level is unknown, a number is out of range, or a setting is not read by
+            the surrogate or the reduction.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -160,12 +161,12 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
-        """The loss that TRL calls `loss_type`; `settings` are arguments of the constructor, and go before.
+        """Build the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
 
-        `luspo` is at sequence level, which its paper wants, and TRL leaves to its caller.
+        `luspo` is set to sequence level, as its paper requires; TRL leaves the level to the caller.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: if the name is unknown.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

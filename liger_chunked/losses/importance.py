@@ -1,4 +1,4 @@
-"""Importance ratios: how much likelier than under the old policy a token, or a sequence, has become."""
+"""Importance ratios of the policy to the old policy, per token or per sequence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """In float64: what the tokens of a long sequence round, an exponential makes of it a factor."""
+    """Sum in float64: exp() turns the rounding error of a long sequence's sum into a relative error of the ratio."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 class _Level(NamedTuple):
-    log_ratio: Callable[[Tensor, Tensor], Tensor]  # of the tokens (n, T), zero where ignored, and lengths (n, 1)
+    log_ratio: Callable[[Tensor, Tensor], Tensor]  # from token log-ratios (n, T), 0 if ignored, and lengths (n, 1)
     mixes_tokens: bool
 
 
@@ -23,6 +23,6 @@ IMPORTANCE_LEVELS: Mapping[str, _Level] = {
     "token": _Level(lambda log_ratio, lengths: log_ratio, mixes_tokens=False),
     # GSPO (https://arxiv.org/abs/2507.18071, equation 7): the geometric mean over the tokens.
     "sequence": _Level(lambda log_ratio, lengths: _sum(log_ratio) / lengths, mixes_tokens=True),
-    # The ratio of the probabilities of whole sequences, as in REINFORCE and RLOO.
+    # The probability ratio of the whole sequence, as in REINFORCE and RLOO.
     "trajectory": _Level(lambda log_ratio, lengths: _sum(log_ratio), mixes_tokens=True),
 }

@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence of teacher and student."""
+"""Generalised Jensen-Shannon divergence of teacher and student."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from liger_chunked.types import Divergence
 
 
 class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
-    """Generalized Jensen-Shannon divergence, with both projections fused in.
+    """Generalised Jensen-Shannon divergence, with both projections fused in.
 
-    With `p` the student's distribution, `q` the teacher's, in nats per token:
+    With `p` the student's distribution and `q` the teacher's, in nats per token:
 
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-    (GKD, https://arxiv.org/abs/2306.13649, equation 1). At its ends, where that is 0, it is what TRL has there, the
-    limit of `divergence / (beta * (1 - beta))`: a beta of 0 is `KL(q || p)`, teacher first, one of 1 is `KL(p || q)`.
+    (GKD, https://arxiv.org/abs/2306.13649, equation 1). This formula is 0 at both ends of beta. There the loss is the
+    limit of `divergence / (beta * (1 - beta))` instead, as in TRL: `KL(q || p)`, teacher first, for beta 0, and `KL(p
+    || q)` for beta 1.
 
     Args:
         beta: in [0, 1].
         **options: weights, the teacher's options and `LogitOptions`, see `LigerFusedLinearDistillationBase`.
 
     Raises:
-        ValueError: a bad option, a beta outside [0, 1].
+        ValueError: if an option is invalid or beta is outside [0, 1].
 
     >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation, and the unpaired loss that TRL files under its name."""
+"""Kahneman-Tversky optimisation, and the unpaired APO loss of TRL's KTO trainer."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from liger_chunked.losses.reference_point import ReferencePoint
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 from liger_chunked.types import Examples, LogitOptionsDict, shown
 
-# What each loss type judges a sequence against.
+# The reference point of each loss type.
 LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpaired": None}
 
 
 class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), fused.
 
-    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`, its loss is, by `loss_type`:
+    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`, the loss of the sequence is
 
     | loss_type | desirable | undesirable | paper |
     |---|---|---|---|
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    The losses are TRL's, and the paper's `lambda_y - v(x, y)`. So is `kl`, an estimate of `KL(pi || pi_ref)`: the mean,
-    without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer other prompts of the batch.
-    Pass it as `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` has no default for it: with a zero in
-    its place it is `apo_zero_unpaired`, which in turn takes none. TRL averages over all ranks before it clamps; here
-    that is left to the caller, who then passes `kl`.
+    The losses are TRL's, and equal the paper's `lambda_y - v(x, y)`. `kl` estimates `KL(pi || pi_ref)` as TRL and the
+    paper do: it is the mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer
+    other prompts of the batch. Pass `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` has no default for
+    it, because with `kl=0` it would be `apo_zero_unpaired`, which in turn refuses one. TRL averages the estimate over
+    all ranks before it clamps it; to do so, compute the average yourself and pass it as `kl`.
 
     Args:
         beta: how fast a gain or a loss saturates.
-        loss_type: a name above.
+        loss_type: a name from the table.
         desirable_weight, undesirable_weight: `w_d` and `w_u` above.
-        average_log_prob: log-ratios per token instead of per sequence, those of `kl` too.
-        use_ref_model: True: required; False: refused; None: used if given, else log-ratios are plain log-probabilities,
-            which the loss warns of once.
-            An estimate of `kl` needs a reference in any case.
+        average_log_prob: use log-ratios per token instead of per sequence, also for `kl`.
+        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
+            reference, log-ratios are plain log-probabilities, and None warns once. An estimate of `kl` always needs a
+            reference.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: an unknown loss type, a weight that is negative or not finite.
+        ValueError: if the loss type is unknown, or a weight is negative or not finite.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])

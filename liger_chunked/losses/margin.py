@@ -1,4 +1,4 @@
-"""Losses of a margin: how much more reward the chosen sequence of a pair has than the rejected one."""
+"""Losses of a margin, the reward of a pair's chosen sequence minus that of its rejected one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Above it `log(1 + exp(x))` is x, to the last bit of a float64.
+# Above this, `log(1 + exp(x))` equals x to the last bit of a float64.
 _LINEAR = 40.0
 
 
 def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
-    """`-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`: Bradley-Terry, labels flipped with chance
-    `eps`.
+    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing.
+
+    This is the Bradley-Terry loss for labels that are flipped with probability `eps`.
     """
-    # -log sigmoid(m) is log(1 + exp(-m)): its sign goes into beta, both ways.
+    # -log sigmoid(m) is softplus(-m).
     loss = F.softplus(-beta * margin, threshold=_LINEAR)
     if label_smoothing == 0:
         return loss
@@ -22,10 +23,11 @@ def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) ->
 
 
 def hinge(margin: Tensor) -> Tensor:
-    """`max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
+    """Return `max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
     return torch.relu(1 - margin)
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """`(difference - 1 / (2 beta)) ** 2`, of log-ratios, not of rewards (https://arxiv.org/abs/2310.12036, eq. 17)."""
+    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios, not rewards (https://arxiv.org/abs/2310.12036, eq. 17).
+    """
     return (difference - 1 / (2 * beta)).square()

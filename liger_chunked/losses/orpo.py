@@ -19,18 +19,18 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    in nats. There is no reference. The negative log-likelihood is a mean over tokens: those of `target`, or those of
-    `nll_target` where it is given. TRL's spans prompt and response: pass an `nll_target` with the prompt in it to have
-    the same. `P` counts as at most `1 - 1e-12`, where TRL's odds become infinite.
+    in nats. There is no reference. The negative log-likelihood is a mean over the tokens of `nll_target` if it is
+    given, else of `target`. TRL's NLL includes the prompt; to match it, pass an `nll_target` that includes the prompt.
+    `P` is clamped to `1 - 1e-12`, where TRL's odds become infinite.
 
-    The metrics' `logps` are means over tokens, and rewards are `beta` times these, as in TRL.
+    In the metrics, `logps` are means over tokens and rewards are `beta` times these, as in TRL.
 
     Args:
         beta: weight of the odds ratio term, the paper's lambda.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: a bad option; in forward, a reference.
+        ValueError: if an option is invalid; in forward, if a reference is given.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

@@ -1,4 +1,4 @@
-"""The base of every loss on sampled completions and their advantages."""
+"""Base class of the losses on sampled completions and their advantages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from liger_chunked.types import (
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """(n, T): True at the `share` of the valid tokens with the highest entropy; at least one, if there are any."""
+    """Return (n, T), True at the `share` of valid tokens with the highest entropy; at least one if any is valid."""
     entropy = rollouts.entropy.detach()
     valid = entropy[rollouts.mask]
     if valid.numel() == 0:
@@ -51,40 +51,40 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the valid tokens, or over the sequences that have any where there is one value a sequence."""
+    """Return the mean over the valid tokens; values (n, 1) are averaged over the sequences that have valid tokens."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 class _Given(NamedTuple):
-    """What the objective reads beside the statistics."""
+    """The objective's inputs other than the statistics."""
 
     batch: LateBatch
     num_items: float | Tensor | None
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
-    """A policy loss: what a token costs, by a subclass, and all that surrounds it, by this base.
+    """A policy loss: a subclass defines the cost of a token, and this base computes the loss from the costs.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
-    `cost` is `policy_loss`, `weight` the importance weights of the call if any, `denominator` is up to `reduction`:
+    `cost` is the result of `policy_loss`, and `weight` is `importance_weights`, 1 by default. `reduction` selects the
+    denominator:
 
     | reduction | denominator | loss |
     |---|---|---|
     | `grpo` | `B * length` | mean over the sequences of the mean over their tokens (2402.03300) |
     | `bnpo` | valid tokens of the batch | mean over the tokens of the batch |
     | `dapo` | `num_items`, or else as `bnpo` | mean over the tokens of the accumulated batch (2503.14476) |
-    | `dr_grpo` | `B * max_completion_length` | blind to lengths (2503.20783) |
+    | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    A sequence without a single valid token adds nothing, and counts in `B` all the same. The KL to the reference is
-    Schulman's estimate of each token, in nats, `kl = exp(d) - d - 1` with `d = log pi_ref - log pi`, with
-    `use_bias_correction_kl` times the importance ratio, through which it has the gradient of the KL
-    (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+    A sequence without a valid token adds 0, but counts in `B`. The KL to the reference is Schulman's estimate for each
+    token, in nats: `kl = exp(d) - d - 1` with `d = log pi_ref - log pi`. With `use_bias_correction_kl` it is multiplied
+    by the importance ratio, which gives it the gradient of the KL (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
 
-    A subclass says what a token costs, and nothing else:
+    A subclass defines only the cost of a token:
 
         class PPO(LigerFusedLinearPolicyBase):
             scope = "token"
@@ -94,31 +94,31 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
 
     Args:
-        beta: weight of the KL term; unless it is 0, a reference is required. With 0 a reference may be given for the
-            `kl` of the metrics alone.
-        reduction: a name above.
-        importance_level: what `Rollouts.ratio` is the ratio of: "token"; "sequence", the geometric mean over the tokens
-            of a sequence (GSPO, https://arxiv.org/abs/2507.18071); "trajectory", their product.
-        max_completion_length: in tokens, of the reduction `dr_grpo` and of no other.
-        use_bias_correction_kl: see above; as TRL.
-        entropy_coef: weight of the entropy bonus, which is a mean over the tokens of the batch whatever the reduction;
-            where `num_items` is given, of the accumulated batch.
-        top_entropy_quantile: keep the cost, and the bonus, of this share of the batch's tokens alone, those with the
-            highest entropy (https://arxiv.org/abs/2506.01939); the KL stays. In [0, 1]; 0 keeps the highest one. The
-            loss then waits for all entropies of the batch: one over the logits budget takes one GEMM more. The batch is
-            this call's, where TRL takes the quantile over all ranks.
-        clipped: where a ratio is clipped, for the metrics; None if nowhere.
+        beta: weight of the KL term. A positive value requires a reference. With 0, a reference is optional and only
+            adds `kl` to the metrics.
+        reduction: a name from the table.
+        importance_level: the level of `Rollouts.ratio`: "token"; "sequence", the geometric mean over the tokens of a
+            sequence (GSPO, https://arxiv.org/abs/2507.18071); "trajectory", their product.
+        max_completion_length: in tokens, for the reduction `dr_grpo` only.
+        use_bias_correction_kl: see above; as in TRL.
+        entropy_coef: weight of the entropy bonus. The bonus is a mean over the tokens of the batch, whatever the
+            reduction; with `num_items`, over the tokens of the accumulated batch.
+        top_entropy_quantile: share of the batch's tokens that keep their cost and bonus, those with the highest entropy
+            (https://arxiv.org/abs/2506.01939). The KL of all tokens stays. In [0, 1]; 0 keeps one token. The loss needs
+            all entropies of the batch first, so a batch larger than the logits budget takes one GEMM more. The quantile
+            is over the batch of this call; TRL takes it over all ranks.
+        clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            transform applies to the policy and to the reference; `temperature` is the one of sampling.
+            transform applies to the policy and to the reference; `temperature` is the sampling temperature.
 
     Raises:
-        ValueError: an unknown reduction or level, a number out of range, a length that is missing or not read.
+        ValueError: if a reduction or level is unknown, a number is out of range, or a length is missing or not read.
 
     Attributes that a subclass, or its constructor, may set:
-        scope: "token" promises that `policy_loss` looks at each token by itself, see `Rollouts`; it then costs nothing
-            that a sequence outgrows the logits budget. "sequence": it sees whole sequences.
-        weighs: `policy_loss` reads `Rollouts.importance_weights`, and the base must not multiply by them.
-        clips_low: `clipped`, where there is one, fills `Clipped.low`; torch.compile has to know beforehand.
+        scope: "token" promises that `policy_loss` treats each token independently, see `Rollouts`. A sequence larger
+            than the logits budget then costs nothing extra. "sequence": `policy_loss` gets whole sequences.
+        weighs: True if `policy_loss` reads `Rollouts.importance_weights`; the base then does not multiply by them.
+        clips_low: whether `clipped` fills `Clipped.low`. torch.compile needs to know it before the call.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
@@ -173,9 +173,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        """The cost of each token, (n, T), or (n, 1) where all tokens of a sequence cost the same, from `Rollouts`.
+        """Return the cost of each token, (n, T), or (n, 1) if all tokens of a sequence cost the same.
 
-        Called on some of the batch's sequences, or tokens, at a time.
+        The method is called on some of the batch's sequences, or tokens, at a time.
         """
 
     @property
@@ -195,11 +195,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that its gradient reaches."""
+        """The statistics that the gradient reaches."""
         return ("logps", "entropy") if self.entropy_coef else ("logps",)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
-        """(n, T) estimate of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
+        """Return an estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
         difference = rollouts.ref_logps - rollouts.logps
         estimate = torch.expm1(difference) - difference
@@ -233,29 +233,29 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
-        """The loss and its metrics.
+        """Compute the loss and its metrics.
 
         Args:
             weight: (V, H), `lm_head.weight`.
-            input: (B, T, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (B, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
-                log-probabilities of other tokens, without an error, see `shifted`.
-            advantages: (B,) or (B, 1), one a sequence, or (B, T), one a token.
+            input: (B, T, H) hidden states; `input[t]` predicts `target[t]`.
+            target: (B, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no error,
+                but give the log-probabilities of the wrong tokens: see `shifted`.
+            advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             bias: (V,) or None.
-            attention_mask: (B, T) of 0 and 1, zero at tokens that are to be ignored beyond those of the target.
+            attention_mask: (B, T) of 0 and 1; tokens with 0 are ignored, in addition to those that `target` ignores.
             old_logps: (B, T) log-probabilities in nats under the policy that sampled; None on-policy.
             ref_logps: (B, T) log-probabilities in nats under the reference.
-            ref_input, ref_weight, ref_bias: instead of them (B, T, H_ref), (V, H_ref), (V,).
-            importance_weights: (B, T), or (B,) or (B, 1) one a sequence: multiply the cost, and not the KL.
-            num_items: what the reduction `dapo` divides by instead of this batch's valid tokens: those of all steps
-                that accumulate into one gradient. Where ranks average their gradients, the count of all ranks divided
-                by their number. With the other reductions divide the loss by the number of steps.
-                In a tensor, less than 1 counts as 1.
+            ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
+            importance_weights: (B, T), or (B,) or (B, 1), one per sequence: multiply the cost, but not the KL.
+            num_items: divisor of the reduction `dapo`, instead of this batch's number of valid tokens. Under gradient
+                accumulation, pass the number of tokens of all steps. If ranks average their gradients, pass the number
+                of all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With the other
+                reductions, divide the loss by the number of steps instead.
 
         Raises:
-            ValueError: shapes or devices that do not fit, a target out of range, `num_items` with a reduction that does
-                not read it, a reference that is missing, incomplete or given twice.
-            TypeError: dtypes that do not fit.
+            ValueError: if shapes or devices do not fit, a target is out of range, the reduction does not read
+                `num_items`, or a reference is missing, incomplete or given twice.
+            TypeError: if dtypes do not fit.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -270,7 +270,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 check_side(name, x, target)
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                # One that is added to scores has its zeros where others have ones.
+                # An additive mask has its zeros where a 0/1 mask has ones.
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
@@ -318,7 +318,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
-            # The bonus is a mean over the accumulated batch: this much of it is here.
+            # The bonus is a mean over the accumulated batch, of which this batch is one share.
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
@@ -340,7 +340,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """`ref_logps` in the dense layout, the others as they came."""
+        """Build the batch; `ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         settings = ReductionSettings(num_items, self.max_completion_length)

@@ -1,4 +1,4 @@
-"""The base of every loss on pairs of a chosen and a rejected sequence."""
+"""Base class of the losses on pairs of a chosen and a rejected sequence."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """How tokens make sequences, of the policy and of the reference; axis 0 runs over the pairs."""
+    """How tokens form the sequences of the policy and of the reference; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T) what each token counts in the sums; None for one each
-    nll_only: Tensor | None  # (n, 2, T) True at tokens that have statistics for the NLL alone; None without such
+    token_weights: Tensor | None  # (n, 2, T) weight of each token in the sums; None for ones
+    nll_only: Tensor | None  # (n, 2, T) True at tokens whose statistics only the NLL reads; None if there are none
 
     @property
     def every(self) -> slice:
@@ -56,11 +56,11 @@ class _Sequences:
         return slice(0, self.mask.shape[0])
 
     def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Statistics of the tokens of `mask`, zero elsewhere."""
+        """Return the statistics with zeros at tokens outside `mask`."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """(n, 2) log-probability of each sequence from that of its tokens."""
+        """Return the log-probability of each sequence, (n, 2), from those of its tokens."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
@@ -69,16 +69,16 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the pairs."""
+    """The objective's inputs that are known before any logits exist; axis 0 runs over all pairs of the batch."""
 
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
-    has_tokens: Tensor | None  # (n,); None where every pair has some
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None where it is theirs in `mask`
+    has_tokens: Tensor | None  # (n,); None if every pair has some
+    nll_mask: Tensor | None  # (n, T) for the chosen sequences; None if equal to their part of `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        """From the log-probabilities (n, 2) of the pairs' sequences, and from the statistics of their tokens."""
+        """Build `Pairs` from the log-probabilities (n, 2) of the sequences and the statistics of their tokens."""
         sequences = self.sequences
         return Pairs(
             logps=logps,
@@ -91,7 +91,7 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """These pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
+        """Return these pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -100,50 +100,50 @@ class _Batch:
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
-    """(n, 2, T): 1 for the first tokens of a sequence, as many as the shorter of its pair has, and `tail` beyond."""
+    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, and `tail` beyond it."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
-    """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if asked for.
+    """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if requested.
 
-    A subclass says what a pair costs, and nothing else:
+    A subclass defines only the loss of a pair:
 
         class SimPO(LigerFusedLinearPreferenceBase):
             def preference_loss(self, pairs):
                 chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
                 return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
 
-    The batch stacks the chosen sequences, then the rejected ones, on dim 0. A pair without a single valid token adds
-    nothing to the loss; the mean is over all pairs all the same. A pair with one empty sequence does count, as in TRL:
-    the empty sequence has a log-probability of 0, hence probability 1, and trains only the other one. Drop such pairs,
-    which truncation or a missing answer leaves behind, from the data.
+    The batch stacks all chosen sequences, then all rejected ones, on dim 0. A pair without a valid token adds 0 to the
+    loss, but counts in the mean. A pair with one empty sequence is a normal pair, as in TRL: the empty sequence has
+    log-probability 0, that is probability 1, so the pair trains only its other sequence. Remove such pairs, which
+    result from truncation or missing answers, from the data.
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term, finite; without that term, only the default, or 0, which says the same.
-        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch; None:
-            where `alpha` is not 0.
+        alpha: weight of the NLL term, finite. Without that term, only the default and 0 are accepted.
+        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch. None: if
+            `alpha` is not 0.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: what a token counts in these sums, in [0, 1], that comes later in its sequence than the other sequence
-            of the pair is long (LD-DPO); None for 1. Lengths stay as they are.
+        ld_alpha: weight, in [0, 1], of the tokens of the pair's longer sequence that come after the length of the
+            shorter one (LD-DPO); None for 1. Lengths do not change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
-        use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
+        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
             transform applies to the policy and to the reference.
 
     Raises:
-        ValueError: a bad option.
+        ValueError: if an option is invalid.
 
     Attributes that a subclass, or its constructor, may set:
-        scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort): then it sees
-            all of them at once, and would otherwise depend on how the budget cuts the batch.
-        token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
+        scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort). With "batch" it
+            gets all pairs at once; with "pair" such a loss would depend on how the budget cuts the batch.
+        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
+    _expects_reference: ClassVar[bool] = False  # the formula has a reference, so a call without one warns
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
@@ -177,7 +177,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the NLL is a term of the loss; None, which may be set too, asks `alpha`, whatever it is by then."""
+        """Whether the loss has an NLL term. It may be set to None, which means: if `alpha` is not 0 when the loss is
+        called.
+        """
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -196,16 +198,16 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that its gradient reaches, as far as is known."""
+        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """The implicit reward of sequences with these log-ratios, of the same shape; the metrics report it."""
+        """Return the implicit rewards for these log-ratios, in the same shape; the metrics report them."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        """The loss of each pair, (n,), from `Pairs`; called on some of the batch's pairs at a time."""
+        """Return the loss of each pair, (n,); the method is called on some of the batch's pairs at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
@@ -226,24 +228,23 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
-        """The loss and its metrics.
+        """Compute the loss and its metrics.
 
         Args:
             weight: (V, H), `lm_head.weight`.
-            input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `target[t]` is what `input[t]`
-                predicts.
-            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
-                log-probabilities of other tokens, without an error, see `shifted`.
+            input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `input[t]` predicts `target[t]`.
+            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no
+                error, but give the log-probabilities of the wrong tokens: see `shifted`.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of them, its log-probabilities in nats: (2 n, T) of each token, or (2 n,) of each
-                sequence in the units of `Pairs.logps`; of each token with `ld_alpha`.
-            nll_target: (2 n, T) targets of the NLL term where they differ from `target`: ORPO's spans the prompt too.
+            ref_logps: instead of these, the reference's log-probabilities in nats: (2 n, T), one per token, or (2 n,),
+                one per sequence in the units of `Pairs.logps`. With `ld_alpha` they must be per token.
+            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`: ORPO's include the prompt.
 
         Raises:
-            ValueError: an odd batch, shapes or devices that do not fit, a target out of range, a reference that is
+            ValueError: if the batch is odd, shapes or devices do not fit, a target is out of range, or a reference is
                 missing, incomplete, given twice, or refused.
-            TypeError: dtypes that do not fit.
+            TypeError: if dtypes do not fit.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -261,7 +262,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(weight, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
-        summed: dict[int, Tensor] = {}  # for the metrics, of the sequences of each pack, by its first pair
+        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by the first pair of each chunk
 
         def objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
@@ -269,7 +270,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             summed[index.start] = logps.detach()
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
-                # What is sorted over the batch has no place for a pair without tokens.
+                # A loss that sorts the batch must not see pairs without tokens.
                 index = batch.has_tokens.nonzero().view(-1)
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(logps, stats, index)
@@ -285,7 +286,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return loss, self._metrics(batch, logps, stats)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
-        """The tokens of either target."""
+        """Return the tokens that are in either target."""
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target")
@@ -338,7 +339,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         sequences: _Sequences,
         reference: Reference,
     ) -> Tensor:
-        """(n, 2) those of the sequences, in float64, zeros without a reference."""
+        """Return the reference's log-probability of each sequence, (n, 2), in float64; zeros without a reference."""
         ref_logps = reference_logps(
             reference,
             weight,

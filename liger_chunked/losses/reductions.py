@@ -1,4 +1,4 @@
-"""What the loss of a token is divided by, before all are summed: the denominators that the papers disagree about."""
+"""The denominators of policy losses: each token's loss is divided by one before all are summed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _dr_grpo(lengths: Tensor, s: ReductionSettings) -> int:
 
 
 class _Reduction(NamedTuple):
-    denominator: Callable[[Tensor, ReductionSettings], float | Tensor]  # from lengths (B, 1): a number, or (B, 1)
+    denominator: Callable[[Tensor, ReductionSettings], float | Tensor]  # from lengths (B, 1) to a number or (B, 1)
     counts_items: bool = False  # reads num_items
     needs_length: bool = False  # reads max_completion_length
 

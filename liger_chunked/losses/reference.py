@@ -1,4 +1,4 @@
-"""What the losses with a reference model share: its log-probabilities, in whichever form the caller has them."""
+"""Log-probabilities of a reference model, from any of the forms in which a caller may give it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """A reference model as a caller gives it: by its hidden states and head, or by log-probabilities; or not at all."""
+    """A reference model: hidden states and head, or log-probabilities, or all None for no reference."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -32,26 +32,27 @@ def reference_logps(
     required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
-    """The reference's log-probabilities, detached, or None where there is no reference.
+    """Return the reference's log-probabilities, detached, or None without a reference.
 
-    From hidden states it takes one GEMM over the valid tokens, within the logits budget.
+    Hidden states cost one GEMM over the valid tokens, within the logits budget.
 
     Args:
-        reference: as given.
+        reference: the caller's reference.
         weight: (V, H) of the policy's head, for its vocabulary and precision.
-        target: (n, T), in `layout`.
-        options: transform, budget, and which tokens are ignored.
-        loss: its name, for messages.
-        required: True: a reference is; False: one is refused; None: used if given.
+        target: (n, T) token ids.
+        layout: the layout of `target`.
+        options: transform, budget, and `ignore_index`.
+        loss: name of the loss, for messages.
+        required: True: a reference is required; False: it is refused; None: it is used if given.
         infix: messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
 
     Returns:
-        The dense layout, one value a token and zero at those without a target, or one value a sequence where
-        `ref_logps` came so.
+        The dense layout: one value per token, zero at tokens without a target, or one value per sequence if `ref_logps`
+            are per sequence.
 
     Raises:
-        ValueError: a reference that is missing, incomplete, given twice, refused, or does not fit.
-        TypeError: dtypes that do not fit.
+        ValueError: if a reference is missing, incomplete, given twice, refused, or does not fit.
+        TypeError: if dtypes do not fit.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -96,21 +97,21 @@ def reference_logps(
     per_token = ref_logps.shape == target.shape
     dtype = accumulation_dtype(weight.dtype)
     if not per_token:
-        # A sum in float64 stays that: of thousands of nats float32 has few digits for a difference.
+        # Keep float64: sums of thousands of nats leave float32 few digits for a difference.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = layout.arrange(ref_logps.detach().to(dtype))
-    # Padding may hold anything.
+    # Padding may hold any value, NaN included.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 
 
 def warn_reference_free(loss: Any) -> None:
-    """Warn once that this loss got no reference, unless `use_ref_model=False` says that it needs none."""
+    """Warn once if this loss got no reference, unless `use_ref_model=False`."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__
         warnings.warn(
             f"{name} got no reference and runs reference-free: its log-ratios are plain log-probabilities. Pass "
-            f"ref_input and ref_weight, or ref_logps; {name}(use_ref_model=False) says that this is meant.",
+            f"ref_input and ref_weight, or ref_logps; if this is intended, use {name}(use_ref_model=False).",
             UserWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""What losses on unpaired preferences judge a sequence against: a number that is given, or KTO's estimate of a KL."""
+"""The reference point of unpaired losses: a given number, or KTO's estimate of a KL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """Completions that answer other prompts, to estimate a KL on.
+    """Completions that answer other prompts, from which a KL is estimated.
 
     - `kl_input` (m, T', H): hidden states of the policy
     - `kl_target` (m, T'): token ids
@@ -32,11 +32,11 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """A float, or a tensor with one element, as a detached float64 tensor () on `device`.
+    """Convert a float, or a tensor with one element, to a detached float64 tensor () on `device`.
 
     Raises:
-        TypeError: neither of the two.
-        ValueError: a tensor with another number of elements, or a float that is not finite.
+        TypeError: if it is neither.
+        ValueError: if a tensor has another number of elements, or a float is not finite.
     """
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
@@ -58,24 +58,26 @@ def mismatched_kl(
     options: LogitOptions,
     average_log_prob: bool,
 ) -> Tensor:
-    """KTO's estimate of `KL(pi || pi_ref)`: one GEMM, and one of the reference's size for its hidden states.
+    """Compute KTO's estimate of `KL(pi || pi_ref)`.
 
         max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
 
+    It costs one GEMM, and one of the reference's size if the reference is given as hidden states.
+
     Args:
-        loss: its name, for messages.
-        head: of the policy.
-        ref_head: weight and bias of the reference, read with `ref_kl_input`.
+        loss: name of the loss, for messages.
+        head: head of the policy.
+        ref_head: weight and bias of the reference, for `ref_kl_input`.
         mismatched: the completions `y'`.
-        options: transform, budget, and which tokens are ignored.
+        options: transform, budget, and `ignore_index`.
         average_log_prob: log-probabilities are means over tokens instead of sums.
 
     Returns:
-        A tensor (), float64, without gradient; zero where there are no completions.
+        A float64 tensor (), without gradient; zero without completions.
 
     Raises:
-        ValueError: something is missing, given twice, or does not fit.
-        TypeError: dtypes that do not fit.
+        ValueError: if something is missing, given twice, or does not fit.
+        TypeError: if dtypes do not fit.
     """
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
@@ -123,14 +125,14 @@ def reference_point(
     options: LogitOptions,
     average_log_prob: bool,
 ) -> Tensor:
-    """The reference point of a loss that asks for `kind`, from what its caller has given; see `mismatched_kl`.
+    """Return the reference point of a loss that reads `kind`, from the caller's arguments; see `mismatched_kl`.
 
     Returns:
-        A tensor (), float64, without gradient: `max(0, kl)`, `delta`, or zero where the loss asks for none.
+        A float64 tensor (), without gradient: `max(0, kl)`, `delta`, or zero if the loss reads none.
 
     Raises:
-        ValueError: a reference point that is missing, given twice, not asked for, or not a scalar.
-        TypeError: dtypes that do not fit.
+        ValueError: if a reference point is missing, given twice, not read by the loss, or not a scalar.
+        TypeError: if dtypes do not fit.
     """
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}

@@ -1,4 +1,4 @@
-"""A batch of completions as a policy loss needs it: masked, and cut to any pack of the engine."""
+"""A batch of completions for a policy loss: masked, and indexable by any chunk of the engine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def rows(values: Tensor) -> Tensor:
-    """The engine's dense layout of tokens (m,) or of sequences (n, 1, T) to the (n, T) of `Rollouts`."""
+    """Reshape the engine's dense layout of tokens (m,) or of sequences (n, 1, T) to the (n, T) of `Rollouts`."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """`x` has one value a token, or where `per_sequence` allows it one a sequence, on the device of the target.
+    """Check that `x` has one value per token, or per sequence where `per_sequence` allows it, on the target's device.
 
     Raises:
-        ValueError: another shape or device.
+        ValueError: if the shape or device differs.
     """
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
@@ -38,8 +38,10 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How tensors of one value a token, or one a sequence, stand in the layout of the engine; its axis 0 is sequences,
-    or tokens where the loss looks at each by itself."""
+    """Moves tensors with one value per token, or per sequence, into the layout of the engine.
+
+    Axis 0 of the layout runs over sequences, or over tokens if the loss treats each token independently.
+    """
 
     layout: Layout
     target: Tensor  # (B, T)
@@ -51,13 +53,14 @@ class Arrangement:
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, T) or (B, 1), to (n, T) or (n, 1)."""
+        """Reshape (B, T) or (B, 1) to (n, T) or (n, 1)."""
         if self.layout.group_lengths is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """The same of an argument of the caller, detached, and `fill` where padding may hold anything."""
+        """Detach, cast and reshape an argument of the caller; ignored tokens get `fill`, as padding may hold any value.
+        """
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)
@@ -65,11 +68,11 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What the objective knows of the whole batch beside its statistics; axis 0 runs over sequences, or tokens."""
+    """The objective's inputs other than the statistics, for the whole batch; axis 0 runs over sequences, or tokens."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
-    weights: Tensor  # (n, 1) what the loss of each token counts
+    weights: Tensor  # (n, 1) weight of each token's loss
     advantages: Tensor  # (n, T) or (n, 1)
     old_logps: Tensor | None  # (n, T)
     ref_logps: Tensor | None  # (n, T)
@@ -79,7 +82,7 @@ class RolloutBatch:
     batch_tokens: int
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
-        """The part of the batch that `index` picks, with its statistics."""
+        """Return the part of the batch at `index`, with its statistics."""
         assert stats.logps is not None and stats.entropy is not None
         logps, lengths = rows(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]
@@ -100,9 +103,9 @@ class RolloutBatch:
 
 @dataclass
 class LateBatch:
-    """A batch that is made when it is first asked for: a device then has its first product to do.
+    """A batch that is built on first use, so that the device can start its first product before.
 
-    What it is made from, tensors of the caller's and whatever graph they hang on, is let go with that.
+    `make` is dropped after that, and with it the caller's tensors and their graphs.
     """
 
     make: Callable[[], RolloutBatch] | None

@@ -17,29 +17,29 @@ _LOSS_TYPES = ("sigmoid", "hinge")
 class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
 
-    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, the loss of a pair
-    is, in nats and without a reference,
+    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats and without
+    a reference, the loss of a pair is
 
     | loss_type | loss |
     |---|---|
     | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
     | `hinge` | `max(0, 1 - m)` |
 
-    as in its authors' code, and, for `sigmoid`, TRL's `CPOTrainer` with `loss_type="simpo"`. `gamma` is the margin
-    itself, TRL's `simpo_gamma`, not its ratio to beta. Metrics: `logps` are means over tokens, rewards `beta` times
-    these.
+    This is the authors' code and, for `sigmoid`, TRL's `CPOTrainer` with `loss_type="simpo"`. `gamma` is the margin
+    itself, TRL's `simpo_gamma`, not its ratio to beta. In the metrics, `logps` are means over tokens and rewards are
+    `beta` times these.
 
     Args:
         beta: scale of the rewards.
-        gamma: the margin that the chosen reward should have over the rejected one.
-        alpha: weight of the NLL term; refused without it.
+        gamma: the margin by which the chosen reward should exceed the rejected one.
+        alpha: weight of the NLL term; refused without that term.
         compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps` above; refused with "hinge".
-        loss_type: a name above.
+        loss_type: a name from the table.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: a bad option; in forward, a reference.
+        ValueError: if an option is invalid; in forward, if a reference is given.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

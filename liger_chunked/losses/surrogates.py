@@ -1,4 +1,4 @@
-"""What a token of a rollout costs: the surrogates of policy optimisation, pure functions of ratios and advantages."""
+"""Surrogates of policy optimisation: the cost of a token as a pure function of ratios and advantages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from liger_chunked.types import Rollouts, check_number
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """The numbers that surrogates read; `SURROGATES` says which reads which, `LigerFusedLinearGRPOLoss` what for.
+    """The settings of the surrogates. `SURROGATES` lists the readers of each; `LigerFusedLinearGRPOLoss` explains them.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
     """
 
     epsilon_low: float = 0.2
@@ -46,7 +46,7 @@ class SurrogateSettings:
 
 
 class Clipped(NamedTuple):
-    """Where a ratio left its bounds in the direction that its advantage pushes it; of the shape of the loss."""
+    """Where the ratio is out of bounds in the direction in which its advantage pushes it; in the shape of the loss."""
 
     low: Tensor | None
     high: Tensor
@@ -57,13 +57,12 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
-    """`torch.where` on two numbers makes float32 of them, whatever the rest is."""
+    """Select one of two numbers in the dtype of `like`; `torch.where` on two numbers always returns float32."""
     return torch.full_like(like, value).where(condition, otherwise)
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # The smaller of two products with the advantage is the product with a ratio that is bounded by its sign: from above
-    # where it is positive, from below where it is negative.
+    # min(r A, clamp(r) A) equals clamp(r) A with one bound only: the upper one if A > 0, the lower one if A < 0.
     delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
     low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
     high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
@@ -79,7 +78,7 @@ def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
 
 
 def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # The ratio only weighs: a token keeps its gradient where PPO's clip would drop it.
+    # The ratio is only a weight, so a token keeps its gradient where PPO's clip would drop it.
     return -r.ratio.detach().clamp(max=s.epsilon_high) * r.advantages * r.logps
 
 
@@ -93,13 +92,13 @@ def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -gate * r.advantages
 
 
-# VESPO bounds log-ratios, so that no weight overflows.
+# VESPO's bounds of log-ratios, which keep the weights from overflowing.
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0
 
 
 @torch.no_grad()
 def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    """`phi(w) = w^k e^(lambda (1 - w))` of the ratio `w` of a sequence, in the shape of the advantages."""
+    """Return `phi(w) = w^k e^(lambda (1 - w))` of the ratio `w` of a sequence, in the shape of the advantages."""
     log_w = (r.logps - r.old_logps).clamp(-_HIGHEST, _HIGHEST).sum(-1, keepdim=True, dtype=torch.float64)
     if r.importance_weights is not None:
         log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)
@@ -118,12 +117,12 @@ class _ClippedBy(Protocol):
 
 
 class _Surrogate(NamedTuple):
-    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1) one a sequence
+    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1) with one value per sequence
     reads: tuple[str, ...] = ()  # fields of SurrogateSettings
     clipped: _ClippedBy | None = None
-    clips_low: bool = False  # it fills Clipped.low
-    mixes_tokens: bool = False  # looks at whole sequences, at any importance level
-    weighs: bool = False  # does itself what the importance weights are for
+    clips_low: bool = False  # `clipped` fills Clipped.low
+    mixes_tokens: bool = False  # needs whole sequences, at any importance level
+    weighs: bool = False  # applies the importance weights itself
 
 
 SURROGATES: Mapping[str, _Surrogate] = {

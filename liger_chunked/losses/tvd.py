@@ -14,14 +14,14 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
     """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], with both projections fused in.
 
-    Its gradient is bounded, wherever teacher and student disagree (Wen et al. 2023, https://arxiv.org/abs/2307.15190).
-    Where they agree exactly it is taken to be 0.
+    The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190). Where teacher and student agree
+    exactly, it is defined as 0.
 
     Args:
         weight_hard_loss, weight_soft_loss, teacher_options, **options: see `LigerFusedLinearDistillationBase`.
 
     Raises:
-        ValueError: a bad option.
+        ValueError: if an option is invalid.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

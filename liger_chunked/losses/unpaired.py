@@ -1,4 +1,4 @@
-"""The base of every loss on sequences that are labelled one by one: desirable or not."""
+"""Base class of the losses on sequences that are labelled individually, desirable or not."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the objective knows of the whole batch before any logits exist; axis 0 runs over the sequences."""
+    """The objective's inputs that are known before any logits exist; axis 0 runs over all sequences of the batch."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,), 0 where there are none
+    tokens: Tensor  # (n,) number of valid tokens, may be 0
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,) what each counts in the mean; None for one each
+    weights: Tensor | None  # (n,) weight of each sequence in the mean; None for ones
     reference_point: Tensor  # ()
     average_log_prob: bool
     sides: Tensor  # (2, n): which sequences are desirable, and which are not
-    counts: Tensor  # (2,) how many are
+    counts: Tensor  # (2,) number of each
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # The dense layout has an axis for the sequences of a group, and here a group is one.
+        # Axis 1 of the dense layout runs over the sequences of a group; here a group is one sequence.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -76,32 +76,32 @@ class _Batch:
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean over the sequences of `preference_loss`.
 
-    A subclass says what a sequence costs, and nothing else:
+    A subclass defines only the loss of a sequence:
 
         class Hinge(LigerFusedLinearUnpairedPreferenceBase):
             def preference_loss(self, examples):
                 return torch.relu(1 - self.beta * examples.signs * examples.logratios)
 
-    A sequence without a single valid token adds nothing to the loss; the mean is over all sequences all the same.
+    A sequence without a valid token adds 0 to the loss, but counts in the mean.
 
     Args:
         beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
         average_log_prob: `Examples.logps` are means over tokens instead of sums.
-        use_ref_model: True: a reference is required; False: a reference is refused; None: used if given.
+        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given.
         **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
             transform applies to the policy and to the reference.
 
     Raises:
-        ValueError: a bad option.
+        ValueError: if an option is invalid.
 
     Attributes that a subclass, or its constructor, may set:
-        reference_point: what `Examples.reference_point` is: "kl" (KTO's, in nats), "delta" (BCO's, in rewards), or None
-            for a loss that reads none. It then has to be given, and no other may be.
-        token_outputs: fields of `TokenStats` beyond `logps` and `mean_logits` that it reads.
+        reference_point: the meaning of `Examples.reference_point`: "kl" (KTO's, in nats), "delta" (BCO's, in rewards),
+            or None for a loss that reads none. The caller must pass the named one, and no other.
+        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
+    _expects_reference: ClassVar[bool] = False  # the formula has a reference, so a call without one warns
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 
@@ -127,12 +127,12 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """Those that its gradient reaches, as far as is known."""
+        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
-        """The loss of each sequence, (n,), from `Examples`; called on some of the batch's sequences at a time."""
+        """Return the loss of each sequence, (n,); the method is called on some of the batch's sequences at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
@@ -161,33 +161,33 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
-        """The loss and its metrics.
+        """Compute the loss and its metrics.
 
         Args:
             weight: (V, H), `lm_head.weight`.
-            input: (n, T, H) hidden states; `target[t]` is what `input[t]` predicts.
-            target: (n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted give the
-                log-probabilities of other tokens, without an error, see `shifted`.
-            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and any
+            input: (n, T, H) hidden states; `input[t]` predicts `target[t]`.
+            target: (n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no error,
+                but give the log-probabilities of the wrong tokens: see `shifted`.
+            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and
                 proportion.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of them, its log-probabilities in nats: (n, T) of each token, or (n,) of each sequence in
-                the units of `Examples.logps`.
-            kl: the reference point of a loss on "kl", in nats, a scalar; a negative one counts as zero.
-            kl_input, kl_target: instead of it, (m, T', H) and (m, T'): hidden states and token ids of completions that
-                answer other prompts, on which it is estimated without a gradient, at one GEMM. They need a reference,
-                `ref_kl_input` or `ref_kl_logps`. On several ranks, each would have its own estimate: make it there
-                (`linear_token_stats`), take the mean over the ranks, and pass `kl`.
-            ref_kl_input: (m, T', H_ref) their hidden states under the reference, read with `ref_weight`, `ref_bias`.
-            ref_kl_logps: instead of it, its log-probabilities, (m, T') or (m,), as `ref_logps`.
-            delta: the reference point of a loss on "delta", in units of rewards, a scalar.
-            example_weights: (n,) multiply the losses of the sequences; the mean is still over their number.
+            ref_logps: instead of these, the reference's log-probabilities in nats: (n, T), one per token, or (n,), one
+                per sequence in the units of `Examples.logps`.
+            kl: the reference point of a loss that reads "kl", a scalar in nats; a negative value counts as zero.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): hidden states and token ids of completions
+                that answer other prompts. The KL is estimated from them without a gradient, at one GEMM. They need a
+                reference, `ref_kl_input` or `ref_kl_logps`. On several ranks each would use its own estimate; to share
+                one, compute it with `linear_token_stats`, average it over the ranks, and pass `kl`.
+            ref_kl_input: (m, T', H_ref) their hidden states under the reference, for `ref_weight` and `ref_bias`.
+            ref_kl_logps: instead of these, the reference's log-probabilities, (m, T') or (m,), as `ref_logps`.
+            delta: the reference point of a loss that reads "delta", a scalar in units of rewards.
+            example_weights: (n,) multiply the losses of the sequences; the mean still divides by their number.
 
         Raises:
-            ValueError: shapes or devices that do not fit, a target out of range, a reference or a reference point that
+            ValueError: if shapes or devices do not fit, a target is out of range, or a reference or a reference point
                 is missing, incomplete, given twice, or refused.
-            TypeError: dtypes that do not fit.
+            TypeError: if dtypes do not fit.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -306,11 +306,11 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """(n,) bool from labels that are bool, or integers 0 and 1.
+    """Convert labels that are bool, or integers 0 and 1, to (n,) bool.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: another shape or device, another integer.
+        TypeError: if the dtype is another.
+        ValueError: if the shape or device does not fit, or there is another integer.
     """
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
@@ -337,7 +337,7 @@ def _check_weights(weights: Tensor, input: Tensor) -> None:
 
 
 def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    """One value for each sequence of `input`, on its device."""
+    """Check that `x` has one value for each sequence of `input`, on its device."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "
