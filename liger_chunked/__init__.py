@@ -1,4 +1,4 @@
-"""The last layer of post-training: `lm_head` and loss fused, chunk by chunk, without the logits."""
+"""Losses for post-training: `lm_head` and loss fused, chunk by chunk, without the full logits."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -123,7 +123,7 @@ __all__ = [
     "shifted",
 ]
 
-# These import transformers when they are first asked for.
+# These import transformers on first use.
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "apply_liger_kernel",
@@ -133,7 +133,7 @@ _OF_TRANSFORMERS = (
     "register_family",
     "revert_liger_kernel",
 )
-# `from liger_chunked import *` asks for every name, so it may not name these where transformers is missing.
+# `from liger_chunked import *` resolves every name in `__all__`, which fails for these without transformers.
 if find_spec("transformers") is not None:
     __all__ += list(_OF_TRANSFORMERS)
 

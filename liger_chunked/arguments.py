@@ -1,7 +1,6 @@
-"""Answers to an argument that a loss does not have: the name that was meant, or the place where it belongs.
+"""Error messages for unknown arguments: they suggest the name that was meant, or where the argument belongs.
 
-Nothing here runs on the way of a call that binds: signatures are read when a name was refused, and when a class is
-called with tensors.
+Signatures are read only after a name was refused, or when a class is called with tensors, so valid calls cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Options = TypeVar("Options", bound=Mapping[str, Any])
 
 
 class _Here(NamedTuple):
-    """What a name of another library is called here: the first of `names` that a loss has, and a remark on it."""
+    """This library's names for an argument of another library; the first of `names` that a loss has is suggested."""
 
     names: tuple[str, ...] = ()
     remark: str = ""
@@ -30,14 +29,14 @@ _SOFTCAP, _LEVEL = _Here(("softcap",)), _Here(("importance_level",))
 _IMPORTANCE, _CLASS_WEIGHTS = _Here(("importance_weights",)), _Here(("ce_weight",))
 _Z_LOSS, _MASK = _Here(("lse_square_scale",)), _Here(("attention_mask", "mask"))
 _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allows"
-_NOT_COMPILED = "leave it out: a loss compiles nothing by itself, and torch.compile takes it as it is"
+_NOT_COMPILED = "leave it out: a loss does not compile itself, and torch.compile accepts it as it is"
 _COMPUTED = "leave it out: a loss computes log-probabilities itself, from weight, input and target"
-_NOT_FREE = "say use_ref_model=False for a loss without a reference"
-_SETTLED = "leave it out: this loss settles by itself whether it has a reference"
+_NOT_FREE = "set use_ref_model=False for a loss without a reference"
+_SETTLED = "leave it out: this loss offers no choice of a reference"
 
-# Names that users of TRL, Liger-Kernel, transformers and torch type.
+# Names from TRL, Liger-Kernel, transformers and torch.
 _CALLED: Mapping[str, _Here] = {
-    # Numbers of a call
+    # Token counts
     "num_items_in_batch": _Here(("num_items",)),
     "normalizer": _Here(("num_items",)),
     # Policy losses
@@ -72,7 +71,7 @@ _CALLED: Mapping[str, _Here] = {
     # Distillation
     "teacher_hidden_states": _Here(("teacher_input",)),
     "teacher_labels": _TARGET,
-    "return_soft_hard_loss": _Here(remark="leave it out: the metrics hold soft_loss and hard_loss"),
+    "return_soft_hard_loss": _Here(remark="leave it out: the metrics have soft_loss and hard_loss"),
     # Cross entropy
     "class_weight": _CLASS_WEIGHTS,
     "class_weights": _CLASS_WEIGHTS,
@@ -112,21 +111,21 @@ _CALLED: Mapping[str, _Here] = {
 
 
 class Arguments(NamedTuple):
-    """The names that may be passed by keyword, and whether a user's own `**kwargs` may take others too."""
+    """The names that may be passed by keyword, and whether a subclass's `**kwargs` accepts others."""
 
     names: tuple[str, ...]
     takes_any: bool = False
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
-    """A method of `cls`, then those of its bases, each with its parameters after `self`."""
+    """Yield a method of `cls`, then those of its bases, each with its parameters after `self`."""
     for base in cls.__mro__:
         if method in vars(base):
             function = vars(base)[method]
             yield function, list(inspect.signature(function).parameters.values())[1:]
 
 
-# A dictionary, because torch.compile warns of functools.lru_cache.
+# A dictionary, because torch.compile warns about functools.lru_cache.
 _KEYWORDS: dict[tuple[type, str], Arguments] = {}
 
 
@@ -137,7 +136,7 @@ def _keywords(cls: type, method: str) -> Arguments:
 
 
 def _read_keywords(cls: type, method: str) -> Arguments:
-    """Follow a method along its bases as far as each may pass its `**kwargs` on."""
+    """Collect keywords along the bases of `cls`, as long as each passes its `**kwargs` on."""
     names: list[str] = []
     takes_any = False
     for function, parameters in _definitions(cls, method):
@@ -154,7 +153,7 @@ def _read_keywords(cls: type, method: str) -> Arguments:
 
 
 def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """The keys of `**name: Unpack[TypedDict]`; none for a `**name` that anything may go through."""
+    """Return the keys of `**name: Unpack[TypedDict]`, or none for an untyped `**name`."""
     if "Unpack" not in str(function.__annotations__.get(name, "")):
         return ()
     try:
@@ -165,24 +164,19 @@ def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
 
 
 def of_constructor(cls: type) -> Arguments:
-    """What the constructor of a loss takes by keyword."""
+    """Return the keywords of a loss's constructor."""
     return _keywords(cls, "__init__")
 
 
 def of_call(cls: type) -> Arguments:
-    """What a call of a loss takes by keyword."""
+    """Return the keywords of a loss's call."""
     return _keywords(cls, "forward")
 
 
 def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments, place: str = "") -> TypeError:
-    """The error for arguments `given` that `owner` does not take here.
+    """Build the error for the arguments `given` that `owner` does not accept here.
 
-    Args:
-        owner: what was called.
-        given: the names.
-        here: what it takes.
-        other: what it takes in its other place.
-        place: that place, "constructor" or "call".
+    `here` is what it accepts here, and `other` what it accepts in its other `place`, the "constructor" or the "call".
     """
     return TypeError("; ".join(_answer(owner, name, here.names, other.names, place) for name in given))
 
@@ -208,12 +202,9 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """`options` that a constructor passes on to its base, each one of `known`.
+    """Return the `options` that a constructor passes on to its base; raise TypeError if one is not in `known`.
 
-    A base has arguments that a loss built on it does not offer: they must not come through.
-
-    Raises:
-        TypeError: one that the loss does not have.
+    A base may have arguments that a loss built on it does not offer.
     """
     names = [name for name in options if name not in known]
     if names:
@@ -222,11 +213,7 @@ def own_options(loss: type, options: Options, known: Collection[str]) -> Options
 
 
 def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of the constructor, and those of the call; a name that both have belongs to the constructor.
-
-    Raises:
-        TypeError: one that belongs to neither.
-    """
+    """Split keywords into the constructor's, which take precedence, and the call's; raise TypeError for others."""
     constructor, call = of_constructor(cls), of_call(cls)
     settings: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -248,10 +235,10 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def are_data(cls: type, args: tuple[Any, ...]) -> bool:
-    """Whether positional arguments are those of a call, tensors, and not those of the constructor.
+    """Return whether positional arguments are the tensors of a call, not the constructor's arguments.
 
-    They are the constructor's where it names a parameter for each of them, and those that get a tensor have no default,
-    None, or a tensor for a default.
+    They are the constructor's if it names a parameter for each, and each parameter that gets a tensor has no default,
+    or None or a tensor as default.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
         return False
@@ -269,13 +256,9 @@ def are_data(cls: type, args: tuple[Any, ...]) -> bool:
 def call_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], constructor: Arguments
 ) -> TypeError | None:
-    """Why a function, or a method whose `self` leads `args`, does not take these arguments; None where it does.
+    """Return the error of a call that does not match the signature, or None if it matches.
 
-    Args:
-        owner: what was called.
-        function: the function.
-        args, kwargs: the arguments.
-        constructor: what the constructor of its owner takes, if it has one.
+    For a method, `args` starts with `self`. `constructor` is what the constructor of `owner` accepts, if there is one.
     """
     parameters = inspect.signature(function).parameters
     names = tuple(name for name in parameters if name != "self")
@@ -290,7 +273,7 @@ def call_error(
 
 
 def constructor_error(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
-    """Why the constructor of a loss does not take these arguments; None where it does."""
+    """Return the error of a constructor call that does not match the signature, or None if it matches."""
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:

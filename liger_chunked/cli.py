@@ -1,4 +1,4 @@
-"""What a terminal may ask: what runs here, how much memory a loss will take, how fast it is.
+"""Command line: show the environment, estimate the memory of a loss, run a benchmark.
 
 python -m liger_chunked env
 python -m liger_chunked memory dpo --vocab-size 128256 --hidden-size 4096 --shape 8 2048 --ref-hidden-size 4096
@@ -34,7 +34,7 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "jsd": library.LigerFusedLinearJSDLoss,
     "tvd": library.LigerFusedLinearTVDLoss,
     "cosine": library.LigerFusedLinearCosineSimilarityLoss,
-    "token-stats": lambda: library.linear_token_stats,  # no class to make one of
+    "token-stats": lambda: library.linear_token_stats,  # a function, not a class
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
@@ -49,7 +49,7 @@ def _version(package: str) -> str:
 
 
 def _device() -> tuple[torch.device, str]:
-    """The accelerator, or the CPU, and how a person calls it."""
+    """Return the accelerator, or the CPU, and its name for display."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu"), "cpu"
@@ -60,10 +60,10 @@ def _device() -> tuple[torch.device, str]:
 
 
 def env() -> dict[str, str]:
-    """Versions, the device, which kernels run on it, and which frameworks there are to integrate with.
+    """Return versions, the device, the kernels that run on it, and the installed frameworks.
 
-    `wide_tiles` are the major compute capabilities of the GPUs that run the fused epilogue, as the environment variable
-    `LIGER_CHUNKED_WIDE_TILES` has them.
+    `wide_tiles` lists the major compute capabilities of the GPUs that use the fused epilogue, as set by the environment
+    variable `LIGER_CHUNKED_WIDE_TILES`.
     """
     device, name = _device()
     return {
@@ -127,14 +127,14 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("memory", help="peak memory of a forward and backward above its inputs")
     command.set_defaults(run=_memory)
-    command.add_argument("loss", choices=LOSSES, help="with its default options; of a teacher's losses, name a teacher")
+    command.add_argument("loss", choices=LOSSES, help="with its default options; distillation needs a teacher option")
     command.add_argument("--vocab-size", type=int, required=True)
     command.add_argument("--hidden-size", type=int, required=True)
     command.add_argument("--shape", type=int, nargs="+", required=True, help="of the target: B T, or N")
-    command.add_argument("--valid", type=int, nargs="+", help="tokens with a target: in all, or of each sequence")
+    command.add_argument("--valid", type=int, nargs="+", help="tokens with a target: in total, or per sequence")
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weight and hidden states")
     command.add_argument("--autocast", choices=DTYPES, help="the dtype of torch.autocast")
-    command.add_argument("--bias", action="store_true", help="the head has one")
+    command.add_argument("--bias", action="store_true", help="the head has a bias")
     command.add_argument("--frozen-head", action="store_true", help="as under PEFT")
     command.add_argument("--frozen-input", action="store_true", help="hidden states need no gradient")
     command.add_argument("--ref-hidden-size", type=int, help="a reference given as hidden states")
@@ -146,12 +146,12 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="run a benchmark of the repository")
     command.set_defaults(run=_bench)
     command.add_argument("family", help="cross_entropy, preference, distillation, policy, ...")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own, --help among them")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark, --help too")
     return parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; what it refuses ends the program with its message and a status of 2."""
+    """Run a command; a ValueError ends the program with its message and status 2."""
     parse = parser()
     args = parse.parse_args(arguments)
     try:

@@ -1,10 +1,10 @@
-"""Every loss as a function: the data first, then its settings by name.
+"""Every loss as a function: data first, then settings by name.
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
-same arguments and defaults. The modules, and error messages, call `hidden` `input`. A function that torch.compile
-traces may call these functions, with `fullgraph=True` too.
+is the same as `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with the same
+arguments and defaults. The argument `hidden` is called `input` in the modules and in error messages. The functions work
+inside torch.compile, also with `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def cross_entropy_loss(
     `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,), `weight` (V, H).
 
     Returns:
-        The loss, () or with `reduction="none"` in the shape of `target`; `(loss, CrossEntropyMetrics)` with a flag
-        `return_...`.
+        The loss: (), or the shape of `target` with `reduction="none"`. `(loss, CrossEntropyMetrics)` if a `return_...`
+            flag is set.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -528,7 +528,7 @@ def grpo_loss(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Compute the GRPO loss of sampled completions, or a loss of its kin, see `surrogate` and `reduction`.
+    """Compute the GRPO loss of sampled completions, or a variant of it, see `surrogate` and `reduction`.
 
     `LigerFusedLinearGRPOLoss` has the formulas, its `forward` the arguments.
     `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).
@@ -609,7 +609,7 @@ def kl_div_loss(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> tuple[Tensor, DistillationMetrics]:
-    """Compute `KL(teacher || student)`, or with `reverse` `KL(student || teacher)`, in nats per token.
+    """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
     `LigerFusedLinearKLDivLoss` has the formulas, its `forward` the arguments.
     `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).

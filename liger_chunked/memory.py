@@ -1,4 +1,4 @@
-"""How much memory a loss will take, before there is a tensor of it."""
+"""Estimates of a loss's memory, before any of its tensors exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Of Hopper, which estimates on a machine without a GPU are most often for.
+# Hopper's compute capability: the default on a machine without a GPU.
 _HOPPER = (9, 0)
 
 
@@ -49,37 +49,39 @@ def estimate_memory(
     logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
-    """The most GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
+    """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine's own schedule is rehearsed on tensors without storage; nothing is computed, and no GPU is needed. What a
-    first call leaves behind for good, such as cuBLAS's workspace, is not counted, nor what the loss itself makes of a
-    number per token, nor the completions that a KL is estimated on (`kl_input`).
+    The engine's own schedule runs on meta tensors: nothing is computed, and no GPU is needed. Three things are not
+    counted: memory that a first call allocates permanently, such as cuBLAS's workspace; tensors that the loss computes
+    from its numbers per token; and the completions from which a KL is estimated (`kl_input`).
 
     Args:
-        loss: a loss, a user's own on one of the bases too, or `linear_token_stats`.
+        loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
         vocab_size: rows of `weight` (V, H).
         hidden_size: columns of `weight`.
-        shape: of the target, (B, T) or (N,).
-        valid: tokens that have a target: of the whole batch, or of each of its B sequences. None: all of them.
-        dtype: of weight, bias and hidden states.
-        autocast: the dtype of `torch.autocast`, where the loss runs under it.
+        shape: shape of the target, (B, T) or (N,).
+        valid: number of tokens that have a target, in the whole batch or in each of its B sequences. None: all.
+        dtype: dtype of weight, bias and hidden states.
+        autocast: dtype of `torch.autocast`, if the loss runs under it.
         bias: whether the heads have one.
-        trainable_head, trainable_input: what needs a gradient; neither: a forward alone.
-        ref_hidden_size: of a reference given as hidden states. As log-probabilities it takes nothing.
-        teacher_hidden_size: of a teacher given as hidden states, or
-        teacher_top_k: the entries a token of one given as log-probabilities.
-        logits_budget: in place of the loss's own, as a number of bytes or a string such as "512MiB".
-        capability: of the NVIDIA GPU that the loss will run on, as `torch.cuda.get_device_capability` gives it. Hopper,
-            (9, 0), takes a path of its own where that serves, see `EpiloguePass`. Blackwell of data centres, (10, x),
-            takes it too if the environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10". None: that of this machine's
-            accelerator; without one, what Hopper does.
+        trainable_head, trainable_input: whether head and hidden states need a gradient; with neither, only a forward
+            runs.
+        ref_hidden_size: hidden size of a reference that is given as hidden states. One given as log-probabilities takes
+            no memory.
+        teacher_hidden_size: hidden size of a teacher that is given as hidden states.
+        teacher_top_k: entries per token of a teacher that is given as log-probabilities.
+        logits_budget: overrides the loss's budget; a number of bytes or a string such as "512MiB".
+        capability: compute capability of the target NVIDIA GPU, as `torch.cuda.get_device_capability` returns it.
+            Hopper, (9, 0), uses the fused epilogue where that is faster. Data-centre Blackwell, (10, x), does so if the
+            environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10". None: that of this machine's accelerator, or
+            Hopper's without one.
 
     Returns:
-        Bytes, as a whole and by part.
+        Bytes, in total and by part.
 
     Raises:
-        TypeError: something that is not a loss of this library, or not a dtype.
-        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs.
+        TypeError: if `loss` is not a loss of this library, or `dtype` not a dtype.
+        ValueError: if sizes make no batch for this loss, or a reference or teacher is missing or not accepted.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -160,7 +162,7 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Whether its gradients wait for a backward that hands each token its own."""
+    """Return whether gradients are computed in backward, from an upstream gradient per token."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -171,7 +173,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """What the loss cannot split, and its options; checks that it takes this reference and this teacher."""
+    """Return the loss's group and options, and check that the loss accepts this reference and teacher."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
@@ -211,7 +213,7 @@ def _route(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """As `lay_out` makes it of a target of this shape, but for what the tokens are."""
+    """Return the layout that `lay_out` would make of a target of this shape, on meta tensors."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
@@ -221,14 +223,14 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     lengths = _lengths(valid, n_sequences, length)
     per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
     n_groups = n_sequences // per_group
-    # A pair's sequences stand n_groups apart.
+    # The two sequences of a pair are n_groups rows apart.
     group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
     n, n_positions = sum(lengths), n_sequences * length
     slots = None if n == n_positions else _meta(n)
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own, where all of it is in its place
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # if no token is ignored, the caller's own target
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),
@@ -239,7 +241,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
 
 
 def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Tokens of each sequence that have a target: a count of the whole batch is spread evenly."""
+    """Return the valid tokens of each sequence; a count for the whole batch is spread evenly."""
     if valid is None:
         return [length] * n_sequences
     if isinstance(valid, int):

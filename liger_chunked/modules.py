@@ -1,4 +1,4 @@
-"""The base kernels as modules, with the parameters and names of the modules that they stand in for."""
+"""The base kernels as modules, with the parameter names of the modules that they replace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, 
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
 from liger_chunked.types import shown
 
-# Activations by the names that configurations of transformers know them by.
+# Activations by their names in configurations of transformers.
 _SILU = ("silu", "swish")
 _GELU: dict[str, Literal["tanh", "none"]] = {
     "gelu": "none",
@@ -35,9 +35,9 @@ class LigerRMSNorm(nn.Module):
     """RMSNorm with a weight; see `liger_rms_norm`.
 
     Args:
-        hidden_size: of the last dimension.
+        hidden_size: size of the last dimension.
         eps: added to the mean square.
-        offset: added to the weight, which starts at `1 - offset`: Gemma's is 1.
+        offset: added to the weight, which is initialised to `1 - offset`; Gemma uses 1.
         casting: "llama", "gemma" or "olmo2".
     """
 
@@ -49,7 +49,7 @@ class LigerRMSNorm(nn.Module):
         self.casting: Casting = casting
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm of `x`; with a residual, that of `x + residual`, and the sum."""
+        """Return the norm of `x`; with a residual, return the norm of `x + residual` and the sum."""
         return liger_rms_norm(
             x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
         )
@@ -77,14 +77,14 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Whether no forward hook, be it of a module inside, has seen and may have kept what they return."""
+    """Return whether no forward hook, global or on any submodule, may have kept the projections' outputs."""
     if global_hooks._global_forward_hooks:
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())
 
 
 class _GatedMLP(nn.Module):
-    """The projections of a gated MLP, from a configuration of transformers."""
+    """The projections of a gated MLP, built from a configuration of transformers."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _GatedMLP(nn.Module):
 
 
 def _activation_name(config: Any, known: tuple[str, ...]) -> str:
-    # Gemma's configurations have the second name.
+    # Gemma's configurations use the second name.
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if name not in known:
         raise ValueError(f"hidden_act must be one of {known}, got {shown(name)}")
@@ -111,11 +111,11 @@ class LigerSwiGLUMLP(_GatedMLP):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`, with the parameters of `LlamaMLP`.
 
     Args:
-        config: has `hidden_size`, `intermediate_size`, `hidden_act` and, it may be, `mlp_bias`.
-        intermediate_size: instead of the configuration's.
+        config: has `hidden_size`, `intermediate_size`, `hidden_act`, and optionally `mlp_bias`.
+        intermediate_size: overrides the configuration's.
 
     Raises:
-        ValueError: an activation that is not silu.
+        ValueError: if the activation is not silu.
     """
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -130,10 +130,10 @@ class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
 
     Args:
-        config: has `hidden_size`, `intermediate_size`, `hidden_act` or `hidden_activation` and, it may be, `mlp_bias`.
+        config: has `hidden_size`, `intermediate_size`, `hidden_act` or `hidden_activation`, and optionally `mlp_bias`.
 
     Raises:
-        ValueError: an activation that is no gelu.
+        ValueError: if the activation is not a gelu.
     """
 
     def __init__(self, config: Any) -> None:

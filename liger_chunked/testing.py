@@ -1,4 +1,4 @@
-"""Checks for code that meets this library: a user's own loss, a patched model.
+"""Checks for your own code around this library: your own loss, a patched model.
 
 Run them once, in a test. They find mistakes that a training run hides:
 
@@ -33,12 +33,12 @@ from liger_chunked.losses import (
 from liger_chunked.reference.token_stats import logits, token_stats
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
-__all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers when it is first asked for
+__all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
 
 Batch = dict[str, Any]
 
 _PARAMETERS = ("weight", "input", "bias")
-# The method that a subclass of each base writes.
+# The method that a subclass of each base implements.
 _METHODS: dict[type[nn.Module], str | None] = {
     LigerFusedLinearPreferenceBase: "preference_loss",
     LigerFusedLinearUnpairedPreferenceBase: "preference_loss",
@@ -55,11 +55,11 @@ def __getattr__(name: str) -> Any:
 
 
 class LossReport(NamedTuple):
-    """What `check_loss` found of a loss that passed.
+    """The result of `check_loss` for a loss that passed.
 
     - `loss`: its value on the batch
     - `error`: the largest difference from full logits, of the loss and of its gradients, relative to their size
-    - `budgets`: the budgets in bytes that gave the same as the whole batch at once
+    - `budgets`: the budgets in bytes that gave the same result as the whole batch at once
     - `tokens`: tokens of the batch that have a target
     """
 
@@ -72,13 +72,13 @@ class LossReport(NamedTuple):
 def check_loss(
     loss: nn.Module, batch: Mapping[str, Any] | None = None, *, seed: int = 0, tolerance: float = 1e-5
 ) -> LossReport:
-    """Check a loss of this library, or a user's own on one of the bases, in float64.
+    """Check a loss of this library, or your own on one of the base classes, in float64.
 
-    It compares the fused loss and its gradients with autograd over full logits, on which it evaluates the same
-    `preference_loss`, `policy_loss` or `divergence`. It also compares the whole batch with budgets that cut it, with
-    more padding, and with a second call. So it finds an objective that
+    The fused loss and its gradients are compared with autograd over full logits, with the same `preference_loss`,
+    `policy_loss` or `divergence`. The whole batch is compared with budgets that cut it, with more padding, and with a
+    second call. This finds an objective that
 
-    - compares pairs, sequences or tokens with one another without saying so in `scope`,
+    - compares pairs, sequences or tokens with one another without declaring it in `scope`,
     - depends on padding: a sum or a mean over T instead of over `mask` and `lengths`,
     - reads a statistic that `token_outputs` does not declare,
     - writes to its inputs,
@@ -88,13 +88,13 @@ def check_loss(
         loss: an instance.
         batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences. They are copied to float64.
             None: a small random batch.
-        seed: of the random batch.
-        tolerance: the largest difference, relative to the size of what is compared.
+        seed: seed of the random batch.
+        tolerance: the largest allowed difference, relative to the size of the compared tensor.
 
     Raises:
-        AssertionError: one of these mistakes; the message says what to change.
-        TypeError: not an instance of a loss.
-        ValueError: a teacher given as log-probabilities, which has no full logits.
+        AssertionError: if one of these mistakes is found; the message says what to change.
+        TypeError: if `loss` is not an instance of a loss.
+        ValueError: if a teacher is given as log-probabilities, which have no full logits.
 
     >>> from liger_chunked import LigerFusedLinearPreferenceBase
     >>> class Centred(LigerFusedLinearPreferenceBase):
@@ -123,7 +123,7 @@ def check_loss(
         raise AssertionError(f"{name} is not finite on this batch: its loss is {whole['loss'].item():g}")
     if difference_of(_evaluate(watched, given), whole):
         raise AssertionError(
-            f"{name} gives two results for the same call: {method or 'it'} must not be random, nor keep a state"
+            f"{name} gives two results for the same call: {method or 'it'} must not be random or keep state"
         )
     tokens, budgets = _budgets(loss, given)
     for budget in budgets:
@@ -144,7 +144,7 @@ def check_loss(
         )
     full = _evaluate_full(loss, given)
     if found := difference_of(whole, full):
-        raise AssertionError(f"{name} fused is not what autograd over full logits gives: {found}")
+        raise AssertionError(f"{name} differs from autograd over full logits: {found}")
     error = max(_relative(whole[key], full[key]) for key in full)
     return LossReport(loss=whole["loss"].item(), error=error, budgets=budgets, tokens=tokens)
 
@@ -158,22 +158,22 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """What to change in a loss that depends on how its batch is cut."""
+    """Return what to change in a loss that depends on how its batch is cut."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
         return 'policy_loss compares tokens with one another: set scope = "sequence" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase):
-        return "policy_loss must look at each sequence by itself: read batch_size and batch_tokens for the whole batch"
+        return "policy_loss must treat sequences independently: read batch_size and batch_tokens for the whole batch"
     if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase):
-        return "preference_loss must look at each sequence by itself: read batch_size and batch_counts for the batch"
+        return "preference_loss must treat sequences independently: read batch_size and batch_counts for the batch"
     if isinstance(loss, LigerFusedLinearDistillationBase):
-        return "divergence must look at each token by itself"
+        return "divergence must treat tokens independently"
     return "Its result must not depend on the budget"
 
 
 class _Watched:
-    """A method of a loss whose inputs and result are looked at."""
+    """Wraps a method of a loss and checks its inputs and result."""
 
     def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
         self.loss, self.name, self.method = loss, name, method
@@ -205,7 +205,7 @@ class _Watched:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """The tensors in an argument of such a method: itself, or the fields of `Pairs`, `Examples` or `Rollouts`."""
+    """Return the tensors in an argument of the method: itself, or the fields of `Pairs`, `Examples` or `Rollouts`."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, TokenStats):
@@ -216,7 +216,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 class _Comparison:
-    """Says how one result differs from another; nothing where it does not."""
+    """Describes how one result differs from another; returns an empty string if it does not."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -245,7 +245,7 @@ def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
 
 
 def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    """The batch with new leaves in the place of what is trained."""
+    """Return the batch with new leaves for the trained tensors, and these leaves."""
     leaves = {name: batch[name].detach().clone().requires_grad_() for name in _PARAMETERS if name in batch}
     return {**batch, **leaves}, leaves
 
@@ -256,7 +256,7 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss and its gradients, by name."""
+    """Return the loss and its gradients, by name."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
@@ -264,7 +264,7 @@ def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The same by autograd over full logits."""
+    """Return the same by autograd over full logits."""
     given, leaves = _leaves(batch)
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _gradients(_full_distillation(loss, **given), leaves)
@@ -283,7 +283,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         every = Pack(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
         transform = _transform(own.options)
-        # Every target counts here: none is ignore_index.
+        # The layout has dropped ignored tokens, so every target counts.
         outputs = tuple(dict.fromkeys(own._outputs))
         values = token_stats(head.weight, x, layout.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
         if class_weight is not None and "mean_logits" in values:
@@ -334,7 +334,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """The tokens that have a target, and two budgets: one group of tokens at a time, and a part of one."""
+    """Return the number of valid tokens, and two budgets: one group of tokens at a time, and a part of one."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -351,7 +351,7 @@ def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
 
 
 def _in_float64(batch: Mapping[str, Any]) -> Batch:
-    """A copy without graphs, and in float64, on the CPU."""
+    """Return a detached copy of the batch in float64 on the CPU."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -363,7 +363,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """The batch with two more ignored positions for each sequence, and other hidden states wherever it is ignored."""
+    """Return the batch with two more ignored positions per sequence, and new hidden states at all ignored positions."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -397,9 +397,9 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Twelve sequences of up to seven tokens, and what else the loss takes.
+    """Return twelve sequences of up to seven tokens, and the other arguments of the loss.
 
-    So many, that an objective which sorts them is not right by accident.
+    With so many, an objective that sorts sequences cannot pass by accident.
     """
     any_loss: Any = loss
     options: LogitOptions = any_loss.options

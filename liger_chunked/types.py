@@ -1,4 +1,4 @@
-"""The vocabulary of the library: what a loss sees, what a head is, what comes back. Knows torch alone."""
+"""Types shared by the whole library: inputs of losses, options, heads, metrics. Imports torch only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """A few numbers per token, all that a loss on an `lm_head` needs to know of a row `z` of logits.
+    """Numbers per token that a loss on an `lm_head` needs of a row `z` of logits.
 
     With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats:
 
@@ -26,12 +26,12 @@ class TokenStats(NamedTuple):
     - `is_top1`: `argmax == y`, bool
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    Every field has the shape of the tokens asked about; a field that was not asked for is None. Floating fields are
-    float32, or float64 for float64 inputs.
+    Every field has the shape of the given tokens, or is None if it was not requested. Floating fields are float32, or
+    float64 for float64 inputs.
 
-    Of hidden states in 16 bits the logits are rounded to these, as the product writes them. `logps` is the exception:
-    the target's logit is computed once more in float32 (`kernels/target_logit.py`), so that `logps + lse` is not the
-    rounded `z_y` but nearer to the exact one. All other fields are those of the rounded logits.
+    The matrix product rounds the logits of 16-bit hidden states to 16 bits, and the statistics are those of the rounded
+    logits. Only `logps` is more accurate: it computes the target's logit again in float32 (`kernels/target_logit.py`).
+    Therefore `logps + lse` is closer to the exact `z_y` than the rounded logit is.
     """
 
     logps: Tensor | None = None
@@ -44,7 +44,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` as a loss that declares what it reads sees them: a field that was not computed is an error."""
+    """`TokenStats` for a loss that declares the fields that it reads: reading one that was not computed is an error."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 
 class LogitOptionsDict(TypedDict, total=False):
-    """The keywords that every loss takes; see `LogitOptions` for their meaning and defaults."""
+    """The keywords of every loss; see `LogitOptions` for their meaning and defaults."""
 
     ignore_index: int
     softcap: float | None
@@ -74,7 +74,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Shape, dtype and device of a tensor, never its values; the type of anything else."""
+    """Return shape, dtype and device of a tensor, never its values; the type of anything else."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
@@ -91,7 +91,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """A setting for a message: a number, a short string or None as it is; other values by their type and size."""
+    """Format a setting for a message: numbers, short strings and None as they are, other values by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -100,16 +100,12 @@ def shown(value: Any) -> str:
         return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return f"a {kind} of {len(value)}"
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # of NumPy, for one
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)  # NumPy arrays have both
     return f"a {kind}" if shape is None or dtype is None else f"a {kind} {tuple(shape)} {dtype}"
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Refuse, in words, what is no number, or no whole one.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError if a value is not a number, or with `whole` not an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -117,7 +113,7 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
         raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
-# Bytes of a unit. Case does not matter.
+# Bytes per unit, in lower case.
 _UNITS = {"b": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -126,14 +122,14 @@ _UNITS = {"b": 1} | {
 
 
 def budget_bytes(budget: int | float | str | None) -> int | None:
-    """A `logits_budget` in bytes; None stays None.
+    """Convert a `logits_budget` to bytes; None stays None.
 
-    A number is bytes. A string is a number, with a unit or without: B, KB, MB, GB and TB are powers of 1000; KiB, MiB,
-    GiB and TiB are powers of 1024. Upper and lower case are the same, and a space may stand before the unit.
+    A number is bytes. A string is a number with or without a unit: B, KB, MB, GB and TB are powers of 1000; KiB, MiB,
+    GiB and TiB are powers of 1024. Case does not matter, and a space before the unit is allowed.
 
     Raises:
-        TypeError: something else.
-        ValueError: a string that is no size, a number that is not whole, less than one byte.
+        TypeError: if it is neither a number, a string nor None.
+        ValueError: if a string is no size, or the result is not whole or less than one byte.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -169,23 +165,23 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """What happens between the projection and the statistics, and how much memory it may take.
+    """The transform of the logits, the tokens to ignore, and the memory budget.
 
     The transform of a row of logits is `z = softcap * tanh(logit_scale * z / softcap) / temperature`; without a
     softcap, `z = logit_scale * z / temperature`.
 
     Args:
-        ignore_index: tokens with this target take part in nothing, and cost nothing.
+        ignore_index: tokens with this target contribute to nothing, and cost nothing.
         softcap: Gemma's `final_logit_softcapping`; None for none.
-        logit_scale: multiplied (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
-        temperature: divides last.
-        logits_budget: the most bytes of logits alive at once; None for an automatic choice. Bytes as a number (`1e9`),
+        logit_scale: factor of the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
+        temperature: divisor, applied last.
+        logits_budget: most bytes of logits in memory at once; None for an automatic choice. A number of bytes (`1e9`),
             or a string with a unit ("1GB", "512MiB"), see `budget_bytes`. The attribute is an int.
 
     Raises:
-        TypeError: one that is no number.
-        ValueError: a softcap or temperature that is not positive, a scale that is not finite, a budget under one byte
-            or in an unknown unit.
+        TypeError: if an option is not a number.
+        ValueError: if a softcap or temperature is not positive, a scale is not finite, or a budget is under one byte or
+            in an unknown unit.
     """
 
     ignore_index: int = -100
@@ -211,26 +207,26 @@ class LogitOptions:
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
-        """From the keywords that the constructor of a loss does not know itself.
+        """Build the options from the extra keywords of a loss's constructor.
 
         Raises:
-            TypeError: one that the loss does not have; the message names the one that was meant, where there is one.
-            ValueError: a bad option.
+            TypeError: if the loss does not have a keyword; the message suggests the name that was probably meant.
+            ValueError: if an option is invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """`n` preference pairs as a loss sees them. Axis 1 is (chosen, rejected); `T` is the padded length.
+    """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may be handed the batch in several parts; `batch_size` and `batch_lengths` always speak of the whole batch.
-    How tensors lie in memory depends on the part: `reshape` them, as `view` may fail.
+    A loss may get the batch in several parts; `batch_size` and `batch_lengths` always describe the whole batch. Use
+    `reshape`, not `view`: the memory layout depends on the part.
 
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
-      their mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums
-    - `ref_logps` (n, 2): the same under the reference, without gradient; zeros where the loss has no reference
-    - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that one may divide by it
+      their mean with `average_log_prob`, weighted with `ld_alpha`. In float64, to keep small differences of large sums
+    - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without a reference
+    - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that division is safe
     - `mask` (n, 2, T): True at the valid tokens
     - `token_stats`: `TokenStats` of shape (n, 2, T), zero at ignored tokens
     - `batch_size`: pairs in the whole batch
@@ -259,17 +255,17 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` sequences with a label each, as a loss on unpaired preferences sees them; `T` is the padded length.
+    """`n` labelled sequences, the input of an unpaired loss; `T` is the padded length.
 
-    A loss may be handed the batch in several parts; `batch_size` and `batch_counts` always speak of the whole batch.
+    A loss may get the batch in several parts; `batch_size` and `batch_counts` always describe the whole batch.
 
     - `logps` (n,): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or their
-      mean with `average_log_prob`; float64, as losses look at small differences of large sums
-    - `ref_logps` (n,): the same under the reference, without gradient; zeros where the loss has no reference
+      mean with `average_log_prob`. In float64, to keep small differences of large sums
+    - `ref_logps` (n,): the same under the reference, without gradient; zeros without a reference
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `lengths` (n,): valid tokens of each sequence, at least 1 so that one may divide by it
-    - `reference_point` (): what a sequence is judged against, without gradient: `kl` in nats or `delta` in rewards, as
-      the loss asks (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero where it asks for none
+    - `lengths` (n,): valid tokens of each sequence, at least 1 so that division is safe
+    - `reference_point` (): the value that a sequence is compared with, without gradient: `kl` in nats or `delta` in
+      rewards (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero if the loss reads none
     - `mask` (n, T): True at the valid tokens
     - `token_stats`: `TokenStats` of shape (n, T), zero at ignored tokens
     - `batch_size`: sequences in the whole batch
@@ -305,25 +301,25 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions as a policy loss sees them; `T` is the padded length.
+    """`n` sampled completions, the input of a policy loss; `T` is the padded length.
 
-    A loss that does not mix tokens (`scope = "token"`) sees any subset of the batch's tokens instead, each as a row of
-    its own: then `T` is 1, and what belongs to a sequence is repeated for each of its tokens. A loss may be handed the
-    batch in several parts; `batch_size` and `batch_tokens` always speak of the whole batch. At ignored tokens
-    log-probabilities, advantages and entropies are 0, and ratios and weights 1.
+    A loss that treats each token independently (`scope = "token"`) gets any subset of the batch's tokens instead, one
+    token per row. Then `T` is 1, and values of a sequence are repeated for each of its tokens. A loss may get the batch
+    in several parts; `batch_size` and `batch_tokens` always describe the whole batch. Ignored tokens have
+    log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
 
     - `logps` (n, T): log-probability of each token under the policy, in nats
-    - `old_logps` (n, T): the same under the policy that sampled it, without gradient; where it was not given, that is
-      `logps` itself, and the ratio is exactly 1
+    - `old_logps` (n, T): the same under the policy that sampled it, without gradient. If the caller gave none, it is
+      `logps`, so that the ratio is exactly 1
     - `ref_logps` (n, T): the same under the reference, without gradient; None without a reference
-    - `log_ratio`: log of the importance ratio at the level of the loss, in nats: (n, T) `logps - old_logps`, or (n, 1)
-      one a sequence, in float64
-    - `advantages` (n, T), or (n, 1) one a sequence
-    - `importance_weights` (n, T), or (n, 1) one a sequence: corrections for a sampler that is not the old policy; None
-      where not given
-    - `entropy` (n, T): of the policy's distribution at each token, in nats
+    - `log_ratio`: log of the importance ratio at the level of the loss, in nats: (n, T) `logps - old_logps`, or (n, 1),
+      one per sequence, in float64
+    - `advantages` (n, T), or (n, 1), one per sequence
+    - `importance_weights` (n, T), or (n, 1), one per sequence: corrections for a sampler that differs from the old
+      policy; None if not given
+    - `entropy` (n, T): entropy of the policy's distribution at each token, in nats
     - `mask` (n, T): True at the valid tokens
-    - `lengths` (n, 1): valid tokens of the sequence, at least 1 so that one may divide by it
+    - `lengths` (n, 1): valid tokens of the sequence, at least 1 so that division is safe
     - `batch_size`: sequences in the whole batch
     - `batch_tokens`: valid tokens in the whole batch
     """
@@ -347,12 +343,13 @@ class Rollouts:
 
 
 class PreferenceMetrics(NamedTuple):
-    """What a paired preference loss reports, detached.
+    """Metrics of a paired preference loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
     - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
-    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, unless the loss shapes its rewards
+    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape` if it has
+      one
     - `reward_accuracies` (n,): 1 where the chosen reward is greater than the rejected one, else 0; TRL logs its mean as
       `rewards/accuracies`
     - `reward_margins` (n,): chosen minus rejected reward; TRL logs its mean as `rewards/margins`
@@ -370,9 +367,9 @@ class PreferenceMetrics(NamedTuple):
 
 
 class UnpairedPreferenceMetrics(NamedTuple):
-    """What a loss on unpaired preferences reports, detached; "chosen" are the desirable sequences.
+    """Metrics of an unpaired preference loss, detached; "chosen" are the desirable sequences.
 
-    A mean times its count is a sum: so are means over ranks made. A mean over nothing is zero.
+    The counts let a caller turn per-rank means into a global mean. A mean over no sequences or tokens is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps` over the sequences, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
@@ -396,16 +393,16 @@ class UnpairedPreferenceMetrics(NamedTuple):
 
 
 class PolicyMetrics(NamedTuple):
-    """What a policy loss reports, detached; a field that was not computed is None.
+    """Metrics of a policy loss, detached; a field that was not computed is None.
 
-    Means are over the valid tokens of the batch, and over its sequences that have any where there is one value a
-    sequence; over nothing they are zero.
+    Means are over the valid tokens of the batch. Values with one entry per sequence are averaged over the sequences
+    that have valid tokens. A mean over nothing is zero.
 
     - `entropy` (): mean entropy, in nats
     - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss; None without a reference
-    - `clip_ratio_low`, `clip_ratio_high` (): share whose ratio is clipped from below, from above, and so has no
-      gradient; None where the loss does not clip so
-    - `clip_ratio` (): share whose ratio is clipped on either side
+    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios that are clipped from below, or from above; None if the
+      loss does not clip on that side. A clipped ratio has no gradient; with `cispo` its token still has one
+    - `clip_ratio` (): share of ratios that are clipped on either side
     """
 
     entropy: Tensor
@@ -416,7 +413,7 @@ class PolicyMetrics(NamedTuple):
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """What the cross entropy reports beside the loss, detached; a field that was not asked for is None.
+    """Metrics of the cross entropy, detached; a field that was not requested is None.
 
     - `z_loss`: the part of the loss that `lse_square_scale` adds, reduced like the loss
     - `token_accuracy` (): share of the valid tokens whose target is the argmax
@@ -430,7 +427,7 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of a teacher's logits `t` from a student's `z` whose gradient is known in closed form.
+    """A divergence of student logits `z` from teacher logits `t` whose gradient has a closed form.
 
     With `p = softmax(z)`, `q = softmax(t)`, `KL(a || b) = sum(a * log(a / b))`:
 
@@ -448,11 +445,11 @@ class Divergence:
 
     @classmethod
     def jensen_shannon(cls, beta: float) -> Divergence:
-        """`beta * KL(q || m) + (1 - beta) * KL(p || m)`; at its ends, where that is 0, its limit over beta (1 - beta).
+        """Return `beta * KL(q || m) + (1 - beta) * KL(p || m)`; for beta 0 and 1, its limit over `beta * (1 - beta)`.
 
         Raises:
-            TypeError: a beta that is no number.
-            ValueError: a beta outside [0, 1].
+            TypeError: if beta is not a number.
+            ValueError: if beta is outside [0, 1].
         """
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
@@ -463,7 +460,7 @@ class Divergence:
 
     @property
     def on_ratio(self) -> float:
-        """The coefficient of `q / m` in `dD/dp`, beside `on_student * log(p / m)`; none for a JSD."""
+        """The coefficient of `q / m` in `dD/dp`, in addition to `on_student * log(p / m)`; 0 for a JSD."""
         return self.on_student * self.beta - self.on_teacher * (1.0 - self.beta)
 
 
@@ -480,14 +477,14 @@ class DistillationMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a step holds above its inputs at the moment when they are most.
+    """Bytes that a step holds above its inputs, at the moment of its peak.
 
-    - `logits`: the buffer of the logits or of their exponentials, and a teacher's logits
-    - `weight_grad`: the gradients of weight and bias, and the accumulators that they are rounded from
-    - `input_grad`: that of the hidden states, and what it is put together from
+    - `logits`: the buffer of logits or their exponentials, and the teacher's logits
+    - `weight_grad`: gradients of weight and bias, and the accumulators from which they are rounded
+    - `input_grad`: gradient of the hidden states, and the parts from which it is assembled
     - `hidden`: copies of the hidden states of tokens that have a target
-    - `other`: numbers per token, copies of a head under autocast, what a divergence by autograd keeps, and what stands
-      beside exponentials (`EpiloguePass`): partial sums, or a product in float32
+    - `other`: numbers per token, copies of a head under autocast, tensors that autograd saves for a divergence, and the
+      partial sums or float32 products of the fused epilogue
     """
 
     logits: int = 0
@@ -501,12 +498,12 @@ class MemoryEstimate:
         return self.logits + self.weight_grad + self.input_grad + self.hidden + self.other
 
     def __str__(self) -> str:
-        """In MiB, without the parts that are not there."""
+        """Format in MiB, without the parts that are zero."""
         parts = {name: round(n / 2**20) for name, n in asdict(self).items()}
         listed = ", ".join(f"{name} {mib}" for name, mib in parts.items() if mib)
         return f"{self.peak / 2**20:.0f} MiB" + (f": {listed}" if listed else "")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of token statistics and accumulators for inputs of `dtype`: float32, or float64 for float64."""
+    """Return the dtype of token statistics and accumulators: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

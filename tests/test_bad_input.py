@@ -356,7 +356,7 @@ CASES = {
     ),
     "weighting-of-a-sort": (
         lambda: LigerFusedLinearDPOLoss(use_weighting=True, loss_type=["sigmoid", "aot"]),
-        "use_weighting weighs pairs, which .*'aot', 'aot_unpaired', 'sft'.* have no loss of, got .*'sigmoid', 'aot'",
+        "use_weighting needs a loss per pair, which .*'aot', 'aot_unpaired', 'sft'.* do not have, got .*'aot'",
     ),
     # ORPO, CPO, SimPO
     "orpo-reference": (

@@ -207,10 +207,10 @@ class OwnForward(LigerFusedLinearKLDivLoss):
 WRONG = {
     Centred: r"another loss where a small logits_budget cuts .*: a loss of .* instead of .* set scope = \"batch\"",
     Sorted: r"compares pairs with one another: set scope = \"batch\" on the class",
-    CentredSequences: "must look at each sequence by itself: read batch_size and batch_counts",
+    CentredSequences: "must treat sequences independently: read batch_size and batch_counts",
     CentredTokens: r"compares tokens with one another: set scope = \"sequence\" on the class",
-    CentredCompletions: "must look at each sequence by itself: read batch_size and batch_tokens",
-    CentredRows: "divergence must look at each token by itself",
+    CentredCompletions: "must treat sequences independently: read batch_size and batch_tokens",
+    CentredRows: "divergence must treat tokens independently",
     Padded: "Padded depends on padding: a loss of .* Sum over mask, and divide by lengths",
     Undeclared: r"reads an undeclared statistic: .*entropy.*token_outputs = \('entropy',\)",
     Writes: "Writes.preference_loss writes to its inputs",
@@ -220,7 +220,7 @@ WRONG = {
     Random: "Random gives two results for the same call: preference_loss must not be random",
     Stateful: "Stateful gives two results for the same call",
     Infinite: "Infinite is not finite on this batch",
-    OwnForward: "OwnForward fused is not what autograd over full logits gives: a loss of",
+    OwnForward: "OwnForward differs from autograd over full logits: a loss of",
 }
 
 

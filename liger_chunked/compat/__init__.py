@@ -1,4 +1,4 @@
-"""The names and signatures of Liger-Kernel 0.8.5, so that its user changes one import line.
+"""The names and signatures of Liger-Kernel 0.8.5, so that its users change only their imports.
 
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss           # before
     from liger_chunked.compat.chunked_loss import LigerFusedLinearDPOLoss   # after
@@ -6,10 +6,11 @@
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from liger_chunked.compat.transformers import apply_liger_kernel_to_llama
 
-Constructors, the order of arguments in calls, defaults and what is returned are Liger-Kernel's; the computation is this
-library's. Arguments that only tune Liger-Kernel's kernels are accepted and have no effect; one that would change the
-result, and cannot, raises NotImplementedError with its name. Each module says where the numbers differ.
+Constructors, the order of call arguments, defaults and return values are Liger-Kernel's; the computation is this
+library's. Arguments that only tune Liger-Kernel's kernels are accepted and have no effect. An argument that would
+change the result, but is not supported, raises NotImplementedError with its name. Each module lists where the numbers
+differ.
 
-New code is better served by the names of `liger_chunked` itself: one order of arguments, metrics by name, options that
-Liger-Kernel has not.
+New code should use the names of `liger_chunked` itself: one order of arguments, metrics by name, and options that
+Liger-Kernel lacks.
 """

@@ -1,13 +1,13 @@
 """`liger_kernel.chunked_loss`, version 0.8.5: its signatures over the losses of `liger_chunked`.
 
-Of the constructors, `compiled` and `chunk_size` have no effect: nothing is compiled per call, and chunks follow from
-memory. The losses, their gradients and what is returned beside them are Liger-Kernel's, but for this:
+The constructor arguments `compiled` and `chunk_size` have no effect: nothing is compiled per call, and chunks follow
+from memory. Losses, gradients and other return values are Liger-Kernel's, except that:
 
-- Tokens with `ignore_index`, or outside the attention mask, are never projected. A mean or a sum of logits is
-  therefore over the valid tokens; Liger-Kernel's counts padding.
-- A sequence without valid tokens adds nothing; Liger-Kernel divides by zero with `average_log_prob`.
-- Sums over tokens are taken in float32 or float64 whatever the inputs are.
-- A reference that `use_ref_model=False` leaves unread, or a second one, is an error.
+- Tokens with `ignore_index`, or outside the attention mask, are never projected. A mean or a sum of logits is therefore
+  over the valid tokens; Liger-Kernel's counts padding.
+- A sequence without valid tokens adds 0; Liger-Kernel divides by zero with `average_log_prob`.
+- Sums over tokens are in float32 or float64, whatever the dtype of the inputs.
+- A reference that `use_ref_model=False` would ignore, or a second one, is an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Arguments of a loss; Liger-Kernel takes an `alpha` that nothing reads."""
+    """Return the arguments of the NLL term; Liger-Kernel also accepts an `alpha` that nothing reads."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
 class PairMetrics(NamedTuple):
-    """The metrics that Liger-Kernel's losses on pairs return: the first fields of `PreferenceMetrics`."""
+    """The metrics of Liger-Kernel's paired losses: the first fields of `PreferenceMetrics`."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -61,15 +61,16 @@ def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, 
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """`losses.LigerFusedLinearDPOLoss`, whose loss types this takes, as Liger-Kernel calls it.
+    """`losses.LigerFusedLinearDPOLoss` with Liger-Kernel's signature; it accepts all of our loss types.
 
-    `label_smoothing` with "sigmoid" is conservative DPO by Liger-Kernel's documentation and has no effect by its code:
-    it is refused, and `liger_chunked.LigerFusedLinearDPOLoss` has the former. An `alpha` without `compute_nll_loss` and
-    a `discopop_tau` that `loss_type` does not read have no effect, as in Liger-Kernel.
+    `label_smoothing` with "sigmoid" is refused: Liger-Kernel documents it as conservative DPO, but its code ignores it.
+    `liger_chunked.LigerFusedLinearDPOLoss` implements conservative DPO. An `alpha` without `compute_nll_loss` and a
+    `discopop_tau` that `loss_type` does not read have no effect, as in Liger-Kernel.
 
     Raises:
-        NotImplementedError: `label_smoothing` with "sigmoid".
-        ValueError: an unknown loss type, a number out of range; in forward, a reference that is missing or unread.
+        NotImplementedError: if `label_smoothing` is set with "sigmoid".
+        ValueError: if the loss type is unknown or a number is out of range; in forward, if a reference is missing or
+            unread.
     """
 
     def __init__(
@@ -111,18 +112,18 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, PairMetrics]:
-        """`(loss, metrics)`, the metrics in Liger-Kernel's order."""
+        """Return `(loss, metrics)`, the metrics in Liger-Kernel's order."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias))
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
-    """`losses.LigerFusedLinearORPOLoss` as Liger-Kernel calls it.
+    """`losses.LigerFusedLinearORPOLoss` with Liger-Kernel's signature.
 
-    Of `nll_target` Liger-Kernel reads the chosen half and nothing else; here it must agree with `target` on every token
+    Liger-Kernel reads only the chosen half of `nll_target`. Here `nll_target` must agree with `target` on every token
     that neither ignores, as TRL's does, and needs `compute_nll_loss`.
 
     Raises:
-        ValueError: a bad number; in forward, an `nll_target` that disagrees.
+        ValueError: if a number is invalid; in forward, if `nll_target` disagrees with `target`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
         bias: Tensor | None = None,
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`(loss, metrics)`: those of `LigerFusedLinearDPOLoss`, then `log_odds_ratio` and `log_odds_chosen`.
+        """Return `(loss, metrics)`: those of `LigerFusedLinearDPOLoss`, then `log_odds_ratio` and `log_odds_chosen`.
 
         These are means over the pairs of `log sigmoid(d)` and of `d = log odds(chosen) - log odds(rejected)`.
         """
@@ -155,10 +156,10 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
 
 class LigerFusedLinearCPOLoss(nn.Module):
-    """`losses.LigerFusedLinearCPOLoss` as Liger-Kernel calls it; the metric `nll_loss` is 0 with an `alpha` of 0.
+    """`losses.LigerFusedLinearCPOLoss` with Liger-Kernel's signature; the metric `nll_loss` is 0 if `alpha` is 0.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        # Without its margin, "simpo" is "sigmoid" on means over tokens.
+        # With a margin of 0, "simpo" is "sigmoid" on means over tokens.
         by_token = {"loss_type": "simpo", "simpo_gamma": 0.0}
         kind: dict[str, Any] = by_token if average_log_prob else {"loss_type": "sigmoid"}
         self.loss = losses.LigerFusedLinearCPOLoss(
@@ -187,17 +188,17 @@ class LigerFusedLinearCPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """`(loss, metrics)`, as those of `LigerFusedLinearDPOLoss`."""
+        """Return `(loss, metrics)`, as `LigerFusedLinearDPOLoss` does."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """`losses.LigerFusedLinearSimPOLoss` as Liger-Kernel calls it: with the NLL term, unless told otherwise.
+    """`losses.LigerFusedLinearSimPOLoss` with Liger-Kernel's signature; the NLL term is on by default.
 
     An `alpha` without `compute_nll_loss` has no effect, as in Liger-Kernel.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -223,18 +224,18 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """`(loss, metrics)`, as those of `LigerFusedLinearDPOLoss`."""
+        """Return `(loss, metrics)`, as `LigerFusedLinearDPOLoss` does."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss` as Liger-Kernel calls it: the input before the weight.
+    """`losses.LigerFusedLinearKTOLoss` with Liger-Kernel's signature: the input before the weight.
 
-    Without `kl` it is 0. A negative one counts as 0, as in TRL, which clamps it before either sees it.
+    `kl` defaults to 0. A negative value counts as 0; TRL clamps it before it calls Liger-Kernel.
 
     Raises:
-        NotImplementedError: in forward, a `kl` of several values.
-        ValueError: in forward, a reference that is missing or unread, shapes that do not fit.
+        NotImplementedError: in forward, if `kl` has several values.
+        ValueError: in forward, if a reference is missing or unread, or shapes do not fit.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`(loss, sums)`, chosen before rejected: of log-probabilities, of logits, of rewards."""
+        """Return `(loss, sums)`: sums of log-probabilities, of logits and of rewards, each chosen before rejected."""
         if isinstance(kl, Tensor) and kl.numel() != 1:
             raise NotImplementedError(f"kl of shape {tuple(kl.shape)} is not supported: it is one value for the batch")
         loss, metrics = self.loss(
@@ -281,7 +282,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
 
 
 def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, ...]:
-    """Liger-Kernel's sums over sequences, and over tokens and vocabulary, from the means."""
+    """Compute Liger-Kernel's sums, over sequences or over tokens and vocabulary, from the means."""
     m = metrics
     return (
         m.chosen_logps * m.chosen_count,
@@ -294,17 +295,17 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss` as Liger-Kernel calls it: the input before the weight.
+    """`losses.LigerFusedLinearGRPOLoss` with Liger-Kernel's signature: the input before the weight.
 
     Settings that `loss_type` does not read have no effect, as in Liger-Kernel, whose callers pass them all. Without
-    `use_ref_model` the KL is 0: Liger-Kernel takes the policy for its own reference. Sequence and trajectory level
-    go with every loss type. `luspo` leaves padding out, which Liger-Kernel adds up.
+    `use_ref_model` the KL is 0: Liger-Kernel uses the policy as its own reference. Sequence and trajectory level work
+    with every loss type. `luspo` ignores padding, which Liger-Kernel includes in its sum.
 
-    On several ranks `dapo`, `cispo` and `vespo` divide by the tokens of all ranks over the number of ranks.
+    On several ranks, `dapo`, `cispo` and `vespo` divide by the tokens of all ranks over the number of ranks.
 
     Raises:
-        ValueError: an unknown loss type or level, a number out of range; in forward, a reference that is missing,
-            unread or given twice.
+        ValueError: if the loss type or level is unknown or a number is out of range; in forward, if a reference is
+            missing, unread or given twice.
     """
 
     def __init__(
@@ -373,10 +374,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`(loss, (kl, clip_ratio))`, without `kl` where `beta` is 0.
+        """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 of a loss that does not clip. At sequence level it is a share of the sequences, which
-        Liger-Kernel weighs by their lengths.
+        `clip_ratio` is 0 for a loss that does not clip. At sequence level it is a share of the sequences; Liger-Kernel
+        weights them by their lengths.
         """
         reference = {
             "ref_logps": ref_per_token_logps,
@@ -406,7 +407,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """The tokens of the accumulated batch, or else of all ranks' batches, over the number of ranks."""
+    """Return the tokens of the accumulated batch, or else of all ranks' batches, divided by the number of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:
@@ -416,11 +417,11 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(nn.Module):
-    """The order of arguments and the results of Liger-Kernel's distillation losses.
+    """Base of the distillation losses with Liger-Kernel's order of arguments and return values.
 
     Args:
         loss: the loss that computes.
-        scale: what Liger-Kernel's soft loss has of its divergence.
+        scale: Liger-Kernel's factor of the reported soft loss.
         return_soft_hard_loss: return `(loss, soft_loss, hard_loss)`.
     """
 
@@ -442,7 +443,7 @@ class _Distillation(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The loss, or `(loss, soft_loss, hard_loss)` before their weights."""
+        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights."""
         check_same_vocabulary(student_weight, teacher_weight)
         loss, metrics = self.loss(
             student_weight, student_input, teacher_weight, teacher_input, true_labels, student_bias, teacher_bias
@@ -451,11 +452,7 @@ class _Distillation(nn.Module):
 
 
 def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    """Refuse a teacher with a larger vocabulary.
-
-    Raises:
-        NotImplementedError: Liger-Kernel gives the student logits of 0 there, where this library sees no classes.
-    """
+    """Raise NotImplementedError for a larger teacher vocabulary; Liger-Kernel pads the student's logits with 0."""
     if teacher_weight.shape[0] > student_weight.shape[0]:
         raise NotImplementedError(
             f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
@@ -464,11 +461,11 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss` as Liger-Kernel calls it: inputs before weights, student before teacher.
+    """`losses.LigerFusedLinearJSDLoss` with Liger-Kernel's signature: inputs before weights, student before teacher.
 
     Raises:
-        NotImplementedError: in forward, a teacher with a larger vocabulary.
-        ValueError: a number out of range; in forward, shapes that do not fit.
+        NotImplementedError: in forward, if the teacher has a larger vocabulary.
+        ValueError: if a number is out of range; in forward, if shapes do not fit.
     """
 
     def __init__(
@@ -493,11 +490,11 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss` as Liger-Kernel calls it; the soft loss is `beta (1 - cos)`.
+    """`losses.LigerFusedLinearCosineSimilarityLoss` with Liger-Kernel's signature; the soft loss is `beta (1 - cos)`.
 
     Raises:
-        NotImplementedError: in forward, a teacher with a larger vocabulary.
-        ValueError: a number out of range; in forward, shapes that do not fit.
+        NotImplementedError: in forward, if the teacher has a larger vocabulary.
+        ValueError: if a number is out of range; in forward, if shapes do not fit.
     """
 
     def __init__(

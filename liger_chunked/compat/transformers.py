@@ -1,18 +1,18 @@
 """`liger_kernel.transformers`, version 0.8.5: its signatures over the kernels and models of `liger_chunked`.
 
-Offered are the norms, the gated MLPs, the losses and `liger_rotary_pos_emb`; `AutoLigerKernelForCausalLM` and
-`apply_liger_kernel_to_<family>` for the families of `liger_chunked`, which import transformers when first asked for.
-`in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never written into, and
-gradients always add up in float32. What differs from Liger-Kernel:
+The module has the norms, the gated MLPs, the losses, `liger_rotary_pos_emb`, `AutoLigerKernelForCausalLM`, and
+`apply_liger_kernel_to_<family>` for the families of `liger_chunked`. The last two import transformers on first use.
+`in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and
+gradients always accumulate in float32. Differences from Liger-Kernel:
 
-- Losses are float32 whatever their inputs, and 0 over no tokens rather than NaN.
-- `LigerGEGLUMLP` has the gelu of its config, where Liger-Kernel's is always the tanh approximation; both gated MLPs
-  have biases where the config says `mlp_bias`.
+- Losses are float32 for inputs of any dtype, and 0 instead of NaN over no tokens.
+- `LigerGEGLUMLP` uses the gelu of its config; Liger-Kernel always uses the tanh approximation. Both gated MLPs have
+  biases if the config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim` as transformers does; Liger-Kernel reads neither.
-- `AutoLigerKernelForCausalLM` patches the model that it returns and no other, and raises for one of no family.
-- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` is on;
-  Liger-Kernel leaves the rotary embedding of glm4 alone, and has `cross_entropy` rather than the fused one for granite.
-  A switch that matches nothing is an error, as is `layer_norm=True` without a model. Patches can be reverted.
+- `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
+- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` are
+  on. Liger-Kernel does not patch the rotary embedding of glm4, and uses `cross_entropy` instead of the fused one for
+  granite. A switch that matches nothing is an error, as is `layer_norm=True` without a model. Patches can be reverted.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm with a weight, or without one; see `liger_chunked.liger_rms_norm`.
+    """RMSNorm, with or without a weight; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        hidden_size: of the last dimension.
+        hidden_size: size of the last dimension.
         eps: added to the mean square.
-        offset: added to the weight: Gemma's is 1.
+        offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
-        init_fn: "ones" or "zeros", of the weight.
+        init_fn: initial weight, "ones" or "zeros".
         in_place, row_mode: no effect.
         elementwise_affine: whether there is a weight.
 
     Raises:
-        NotImplementedError: the `casting_mode` "none", which computes in the dtype of the input.
-        ValueError: an unknown name.
+        NotImplementedError: if `casting_mode` is "none", which computes in the dtype of the input.
+        ValueError: if a name is unknown.
     """
 
     weight: nn.Parameter | None
@@ -111,17 +111,17 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
 
-    It always has a bias that trains, as Liger-Kernel's: `bias` says whether it starts out normally distributed, or 0.
+    It always has a trainable bias, as in Liger-Kernel.
 
     Args:
-        hidden_size: of the last dimension.
+        hidden_size: size of the last dimension.
         eps: added to the variance.
-        bias: as above.
-        init_fn: "ones" or "zeros", of the weight.
+        bias: whether the bias is initialised from a normal distribution (True) or to 0 (False).
+        init_fn: initial weight, "ones" or "zeros".
         impl, mode, backend: no effect.
 
     Raises:
-        ValueError: an unknown `init_fn`.
+        ValueError: if `init_fn` is unknown.
     """
 
     def __init__(
@@ -155,12 +155,13 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`liger_chunked.liger_rotary_pos_emb`, of the first `rotary_dim` columns of a head, None for those of `cos`.
+    """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
-    With `rotary_dim`, the first half of it is read of `cos` and `sin`, which need no more columns than that.
+    None means as many columns as `cos` has. Otherwise only the first `rotary_dim // 2` columns of `cos` and `sin` are
+    read, and more are not needed.
 
     Raises:
-        ValueError: a `rotary_dim` that is odd or wider than the tables and their repetition, shapes that do not fit.
+        ValueError: if `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
     """
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
@@ -170,11 +171,11 @@ def liger_rotary_pos_emb(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss` as Liger-Kernel calls it. The logits are left as they are.
+    """`liger_chunked.LigerCrossEntropyLoss` with Liger-Kernel's signature. It does not overwrite the logits.
 
     Raises:
-        NotImplementedError: `return_z_loss`, `return_token_accuracy`, `return_predicted_tokens`.
-        ValueError: a bad option.
+        NotImplementedError: if `return_z_loss`, `return_token_accuracy` or `return_predicted_tokens` is set.
+        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        reason = "only LigerFusedLinearCrossEntropyLoss reports beside the loss"
+        reason = "only LigerFusedLinearCrossEntropyLoss returns more than the loss"
         refuse("return_z_loss", return_z_loss, reason)
         refuse("return_token_accuracy", return_token_accuracy, reason)
         refuse("return_predicted_tokens", return_predicted_tokens, reason)
@@ -209,7 +210,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and what was asked for beside it, see `CrossEntropyMetrics`; None for the rest."""
+    """A loss and the requested fields of `CrossEntropyMetrics`; the others are None."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -218,14 +219,14 @@ class CrossEntropyOutput:
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """`losses.LigerFusedLinearCrossEntropyLoss` as Liger-Kernel calls it.
+    """`losses.LigerFusedLinearCrossEntropyLoss` with Liger-Kernel's signature.
 
     `use_token_scaling` multiplies the loss of a token by its probability, without its gradient: `dft`.
 
     Raises:
-        NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel scales
-            too; `return_token_accuracy` of each token, with the reduction "none".
-        ValueError: a bad option.
+        NotImplementedError: if `use_token_scaling` is combined with `label_smoothing` or `lse_square_scale`, which
+            Liger-Kernel scales too, or `return_token_accuracy` with the reduction "none".
+        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             refuse("label_smoothing", label_smoothing, "use_token_scaling scales the cross entropy alone")
             refuse("lse_square_scale", lse_square_scale, "use_token_scaling scales the cross entropy alone")
         if reduction == "none":
-            refuse("return_token_accuracy", return_token_accuracy, "it is a share of all tokens")
+            refuse("return_token_accuracy", return_token_accuracy, "the accuracy is one number for all tokens")
         self.returns_output = return_z_loss or return_token_accuracy or return_predicted_tokens
         self.loss = losses.LigerFusedLinearCrossEntropyLoss(
             ce_weight=ce_weight,
@@ -265,7 +266,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """The loss, or a `CrossEntropyOutput` where more was asked for."""
+        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
@@ -274,11 +275,11 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss, as Liger-Kernel calls it.
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss, with Liger-Kernel's signature.
 
     Raises:
-        NotImplementedError: in forward, a teacher with a larger vocabulary.
-        ValueError: a number out of range; in forward, shapes that do not fit.
+        NotImplementedError: in forward, if the teacher has a larger vocabulary.
+        ValueError: if a number is out of range; in forward, if shapes do not fit.
     """
 
     def __init__(
@@ -302,7 +303,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """The mean over the tokens whose label is not `ignore_index`, or over all."""
+        """Return the mean over the tokens whose label is not `ignore_index`, or over all tokens without labels."""
         check_same_vocabulary(student_weight, teacher_weight)
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
@@ -313,11 +314,13 @@ _EPS = 1e-10
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss` as Liger-Kernel calls it.
+    """`liger_chunked.LigerKLDIVLoss` with Liger-Kernel's signature.
+
+    `eps` is Liger-Kernel's lower bound for the argument of a logarithm. It must stay 1e-10, whose only effect is that
+    `0 log 0` is 0.
 
     Raises:
-        NotImplementedError: an `eps`, the least that Liger-Kernel takes the logarithm of, other than 1e-10, which only
-            keeps `0 log 0` at 0; `size_average` and `reduce`, which torch deprecates.
+        NotImplementedError: if `eps` is another number, or `size_average` or `reduce`, which torch deprecates, is set.
     """
 
     def __init__(
@@ -345,7 +348,7 @@ _APPLY = "apply_liger_kernel_to_"
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _SWIGLU = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
 _GEGLU = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
-# The order of the arguments, where it is not that of `_SWIGLU`.
+# Argument orders that differ from `_SWIGLU`.
 _ORDERS: dict[str, tuple[str, ...]] = {
     "gemma": _GEGLU,
     "gemma2": _GEGLU,
@@ -357,7 +360,7 @@ _ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """`apply`, of keywords alone, with these of them by position as well."""
+    """Wrap `apply`, which takes keywords only, so that it also takes the names in `order` by position."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
 

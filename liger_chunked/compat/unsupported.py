@@ -1,4 +1,4 @@
-"""Arguments of Liger-Kernel that would change the result, and cannot here."""
+"""Refuses arguments of Liger-Kernel that would change the result and are not supported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from liger_chunked.types import shown
 
 
 def refuse(name: str, value: object, reason: str) -> None:
-    """Raise for an argument that is set.
-
-    Raises:
-        NotImplementedError: `value` is neither None nor False nor zero.
-    """
+    """Raise NotImplementedError if the argument is set: not None, False or zero."""
     if isinstance(value, Tensor) or value:
         raise NotImplementedError(f"{name}={shown(value)} is not supported: {reason}")

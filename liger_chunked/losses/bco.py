@@ -23,9 +23,10 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     of the two sides instead.
 
     The reward shift `delta` is an argument of every call, in units of rewards. It is a running mean of earlier rewards,
-    which the caller keeps. The paper uses the midpoint of the mean rewards of the two sides, `(metrics.chosen_rewards +
-    metrics.rejected_rewards) / 2`. TRL uses the mean of all rewards so far on all ranks, including the current batch.
-    Here gradients are computed before the last reward is known, so a batch enters the mean only from the next step on.
+    which the caller keeps. The paper uses the midpoint of the mean rewards of the two sides,
+    `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`. TRL uses the mean of all rewards so far on all ranks,
+    including the current batch. Here gradients are computed before the last reward is known, so a batch enters the mean
+    only from the next step on.
 
     `example_weights` implement the paper's underlying distribution matching. Let `p` be a classifier's probability that
     a prompt belongs to a desirable sequence. An undesirable sequence gets the weight `p / (1 - p)` (TRL clamps it to
@@ -33,9 +34,9 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
 
     Args:
         beta: scale of the rewards.
-        average_log_prob: use log-ratios per token instead of per sequence.
-        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
-            reference, log-ratios are plain log-probabilities, and None warns once.
+        average_log_prob: log-ratios per token instead of per sequence.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
+            plain log-probabilities, and None warns once.
         **options: see `LogitOptions`.
 
     >>> import torch

@@ -16,12 +16,7 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Check that a value is a finite number in [minimum, maximum].
-
-    Raises:
-        TypeError: if it is not a number (nor None, where `optional` allows that).
-        ValueError: if it is not finite, or out of range.
-    """
+    """Check that a value is a finite number in [minimum, maximum]; raise TypeError or ValueError otherwise."""
     check_number(name, value, optional=optional)
     if value is None:
         return
@@ -38,12 +33,7 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Check that a value is a finite number above 0.
-
-    Raises:
-        TypeError: if it is not a number (nor None, where `optional` allows that).
-        ValueError: if it is not finite, or not positive.
-    """
+    """Check that a value is a finite number above 0; raise TypeError or ValueError otherwise."""
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
@@ -59,16 +49,13 @@ class Reader(Protocol):
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise if a setting differs from its default but nothing reads it, because the caller expects an effect.
+    """Raise ValueError if a setting is not at its default but nothing reads it: the caller expects an effect.
 
     Args:
         settings: a dataclass whose fields have defaults.
         reads: the fields that are read.
-        by: the name of the reader, for the message.
-        table: all possible readers. Fields that none of them reads are not checked.
-
-    Raises:
-        ValueError: if an unread setting is not at its default.
+        by: name of the reader, for the message.
+        table: all possible readers; fields that none of them reads are not checked.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -78,11 +65,7 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """Check the class attribute `scope`, which a subclass may have misspelled.
-
-    Raises:
-        ValueError: if it is not in `known`.
-    """
+    """Raise ValueError if the class attribute `scope` is not in `known`; a subclass may have misspelled it."""
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 

@@ -72,10 +72,10 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward, for any loss type, to
-    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`. The losses are TRL's; its `alphapo` is `loss_type="simpo"`
-    with `cpo_alpha=0` and an `alphapo_alpha`. `label_smoothing` raises an error with the loss types for which TRL
-    ignores it.
+    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to
+    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, for any loss type. The losses are TRL's; its `alphapo` is
+    `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. `label_smoothing` raises an error with the loss types
+    for which TRL ignores it.
 
     In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
 

@@ -143,9 +143,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    on flattened tokens, in nats. The mean over a batch without any target is 0, still connected to the graph, instead
-    of NaN. `forward` also computes the gradients. With `reduction="none"`, backward computes them from the upstream
-    gradient of each token.
+    Tokens are flattened, and values are in nats. The mean over a batch without any target is 0 instead of NaN, and
+    still connected to the graph. `forward` also computes the gradients; with `reduction="none"`, backward computes them
+    from the upstream gradient of each token.
 
     Args:
         reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss is not
@@ -163,12 +163,11 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             is averaged like the z-loss.
         return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
             fields filled.
-        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`.
+        **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if the reduction is unknown, the smoothing is outside [0, 1], a scale or gamma is negative, a number
-            is not finite, the class weights have a wrong shape, or more than one of smoothing, focal loss and DFT is
-            set.
+        ValueError: if an option is out of range, `ce_weight` has a wrong shape, or more than one of smoothing, focal
+            loss and DFT is set.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -249,12 +248,11 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (B, T, H) or (N, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) or (N,) token ids. Labels that are not shifted raise no error, but train to a loss near 0:
-                see `shifted`.
+            target: (B, T) or (N,) token ids. Unshifted labels silently train to a loss near 0, see `shifted`.
             bias: (V,) or None.
-            num_items: with "mean", divide the sum over this batch by this number instead of by its own number of
-                tokens. Under gradient accumulation, pass the number of tokens of all steps (`num_items_in_batch` of
-                transformers). A tensor below 1 counts as 1.
+            num_items: with "mean", divide by this number instead of by this batch's number of tokens. For gradient
+                accumulation, pass the tokens of all steps (`num_items_in_batch` of transformers). A tensor below 1
+                counts as 1.
             token_weights: in the shape of `target`; multiplies everything that a token adds to the loss. Unless
                 `num_items` is given, "mean" divides by the sum of these weights over the valid tokens (times
                 `ce_weight` for the cross entropy). A sum of 0 counts as 1.

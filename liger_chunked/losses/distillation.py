@@ -75,10 +75,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weight_soft_loss: weight of the divergence.
         teacher_options: the teacher's transform, if it differs from the student's. Only `softcap`, `logit_scale` and
             `temperature` may be set.
-        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            budget covers the logits of both models, with at least one token of each. If autograd differentiates the
-            divergence, the budget also covers the float32 copies, and two more copies for the tensors that `divergence`
-            saves.
+        **options: see `LogitOptions`. The budget covers the logits of both models, with at least one token of each. If
+            autograd differentiates the divergence, the budget also covers the float32 copies, and two more copies for
+            the tensors that `divergence` saves.
 
     Raises:
         ValueError: if an option is invalid or a weight is negative.
@@ -116,8 +115,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the divergence of each token, (n,), from transformed logits (n, V) in float32 (float64 for float64).
 
-        The method is called on one block of the batch's tokens at a time. With a teacher's top-k, V is k + 1: the
-        arguments are the log-probabilities of the k tokens and of all other tokens together, -inf for missing entries.
+        Called on one block of the batch's tokens at a time. With a teacher's top-k, V is k + 1: the arguments are the
+        log-probabilities of the k tokens and of all other tokens together, -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
@@ -155,16 +154,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             teacher_weight: (V or more, H_teacher).
             teacher_input: (B, T, H_teacher) or (N, H_teacher).
             target: (B, T) or (N,) token ids; `input[t]` predicts `target[t]`. Tokens with `ignore_index` count in
-                neither loss. None: no hard loss. Labels that are not shifted raise no error, but train to a hard loss
-                near 0: see `shifted`.
+                neither loss. None: no hard loss. Unshifted labels silently train to a hard loss near 0, see `shifted`.
             bias, teacher_bias: (V,), (V or more,), or None.
             teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss;
                 -inf for a missing entry. The divergence then has k + 1 bins: these tokens, and all others together.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, True at the tokens that count. With a target, tokens with `ignore_index` still do
                 not count.
-            num_items: divide the sums over this batch by this number instead of by its own number of tokens. Under
-                gradient accumulation, pass the number of tokens of all steps. A tensor below 1 counts as 1.
+            num_items: divide by this number instead of by this batch's number of tokens. For gradient accumulation,
+                pass the tokens of all steps. A tensor below 1 counts as 1.
 
         Raises:
             ValueError: if the teacher is missing, incomplete or given twice, its vocabulary is smaller than the
@@ -189,8 +187,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """Return the layout of the tokens that count; without a target, it has placeholder targets that nothing reads.
-        """
+        """Return the layout of the tokens that count; without a target, it has placeholder targets."""
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:

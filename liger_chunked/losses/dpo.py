@@ -217,9 +217,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) multiplies the log-probabilities of some tokens by
       `ld_alpha`, in `pi` and in `pi_ref`: those that come later than the end of the pair's shorter sequence. A
       reference must be given as hidden states or per token.
-    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by `w(chosen)
-      w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of `log p_y - log(sum of p **
-      2)`. The option is refused with `aot`, `aot_unpaired` and `sft`, which have no loss per pair.
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
+      `w(chosen) w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of
+      `log p_y - log(sum of p ** 2)`. The option is refused with `aot`, `aot_unpaired` and `sft`, which have no loss per
+      pair.
 
     Args:
         beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard" divide by it, so it must
@@ -230,13 +231,13 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         discopop_tau: `tau` above; refused if no loss type reads it.
         compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
             an `alpha` without `compute_nll_loss` is refused.
-        average_log_prob: use log-ratios per token instead of per sequence.
+        average_log_prob: log-ratios per token instead of per sequence.
         f_divergence_type: "reverse_kl", or see above.
         f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
         ld_alpha: see above, in [0, 1]; None and 1 change nothing.
         use_weighting: see above.
-        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
-            reference, log-ratios are plain log-probabilities, and None warns once.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
+            plain log-probabilities, and None warns once.
         **options: see `LogitOptions`.
 
     Raises:

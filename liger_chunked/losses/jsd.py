@@ -22,8 +22,8 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
     (GKD, https://arxiv.org/abs/2306.13649, equation 1). This formula is 0 at both ends of beta. There the loss is the
-    limit of `divergence / (beta * (1 - beta))` instead, as in TRL: `KL(q || p)`, teacher first, for beta 0, and `KL(p
-    || q)` for beta 1.
+    limit of `divergence / (beta * (1 - beta))` instead, as in TRL: `KL(q || p)`, teacher first, for beta 0, and
+    `KL(p || q)` for beta 1.
 
     Args:
         beta: in [0, 1].

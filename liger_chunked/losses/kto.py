@@ -28,20 +28,19 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    The losses are TRL's, and equal the paper's `lambda_y - v(x, y)`. `kl` estimates `KL(pi || pi_ref)` as TRL and the
-    paper do: it is the mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer
-    other prompts of the batch. Pass `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` has no default for
-    it, because with `kl=0` it would be `apo_zero_unpaired`, which in turn refuses one. TRL averages the estimate over
-    all ranks before it clamps it; to do so, compute the average yourself and pass it as `kl`.
+    The losses are TRL's, and the paper's `lambda_y - v(x, y)`. `kl` estimates `KL(pi || pi_ref)`, also as in TRL: the
+    mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer other prompts of the
+    batch. Pass `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` requires one of them; with `kl=0` it
+    equals `apo_zero_unpaired`, which refuses both. TRL averages the estimate over all ranks before it clamps it. To do
+    so, compute the average yourself and pass it as `kl`.
 
     Args:
         beta: how fast a gain or a loss saturates.
         loss_type: a name from the table.
         desirable_weight, undesirable_weight: `w_d` and `w_u` above.
-        average_log_prob: use log-ratios per token instead of per sequence, also for `kl`.
-        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given. Without a
-            reference, log-ratios are plain log-probabilities, and None warns once. An estimate of `kl` always needs a
-            reference.
+        average_log_prob: log-ratios per token instead of per sequence, also for `kl`.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
+            plain log-probabilities, and None warns once. An estimate of `kl` always needs a reference.
         **options: see `LogitOptions`.
 
     Raises:

@@ -28,6 +28,5 @@ def hinge(margin: Tensor) -> Tensor:
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios, not rewards (https://arxiv.org/abs/2310.12036, eq. 17).
-    """
+    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios (https://arxiv.org/abs/2310.12036, equation 17)."""
     return (difference - 1 / (2 * beta)).square()

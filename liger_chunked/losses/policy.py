@@ -108,8 +108,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             all entropies of the batch first, so a batch larger than the logits budget takes one GEMM more. The quantile
             is over the batch of this call; TRL takes it over all ranks.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            transform applies to the policy and to the reference; `temperature` is the sampling temperature.
+        **options: see `LogitOptions`. The transform applies to policy and reference; `temperature` is the sampling
+            temperature.
 
     Raises:
         ValueError: if a reduction or level is unknown, a number is out of range, or a length is missing or not read.
@@ -175,7 +175,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
         """Return the cost of each token, (n, T), or (n, 1) if all tokens of a sequence cost the same.
 
-        The method is called on some of the batch's sequences, or tokens, at a time.
+        Called on some of the batch's sequences, or tokens, at a time.
         """
 
     @property
@@ -238,8 +238,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (B, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no error,
-                but give the log-probabilities of the wrong tokens: see `shifted`.
+            target: (B, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
+                results, see `shifted`.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             bias: (V,) or None.
             attention_mask: (B, T) of 0 and 1; tokens with 0 are ignored, in addition to those that `target` ignores.
@@ -247,10 +247,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             ref_logps: (B, T) log-probabilities in nats under the reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), or (B,) or (B, 1), one per sequence: multiply the cost, but not the KL.
-            num_items: divisor of the reduction `dapo`, instead of this batch's number of valid tokens. Under gradient
-                accumulation, pass the number of tokens of all steps. If ranks average their gradients, pass the number
-                of all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With the other
-                reductions, divide the loss by the number of steps instead.
+            num_items: divisor of the reduction `dapo` instead of this batch's valid tokens. For gradient accumulation,
+                pass the tokens of all steps. If ranks average their gradients, pass the number of all ranks' tokens
+                divided by the number of ranks. A tensor below 1 counts as 1. With the other reductions, divide the loss
+                by the number of steps instead.
 
         Raises:
             ValueError: if shapes or devices do not fit, a target is out of range, the reduction does not read

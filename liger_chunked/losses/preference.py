@@ -42,7 +42,7 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """How tokens form the sequences of the policy and of the reference; axis 0 runs over the pairs."""
+    """The tokens that form each sequence, for the policy and the reference; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
@@ -129,9 +129,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ld_alpha: weight, in [0, 1], of the tokens of the pair's longer sequence that come after the length of the
             shorter one (LD-DPO); None for 1. Lengths do not change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
-        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given.
-        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            transform applies to the policy and to the reference.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given.
+        **options: see `LogitOptions`. The transform applies to policy and reference.
 
     Raises:
         ValueError: if an option is invalid.
@@ -177,8 +176,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term. It may be set to None, which means: if `alpha` is not 0 when the loss is
-        called.
+        """Whether the loss has an NLL term.
+
+        It may be set to None: then there is one if `alpha` is not 0 when the loss is called.
         """
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
@@ -207,7 +207,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (n,); the method is called on some of the batch's pairs at a time."""
+        """Return the loss of each pair, (n,); called on some of the batch's pairs at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
@@ -233,8 +233,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `input[t]` predicts `target[t]`.
-            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no
-                error, but give the log-probabilities of the wrong tokens: see `shifted`.
+            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
+                results, see `shifted`.
             bias: (V,) or None.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
             ref_logps: instead of these, the reference's log-probabilities in nats: (2 n, T), one per token, or (2 n,),

@@ -39,16 +39,15 @@ def reference_logps(
     Args:
         reference: the caller's reference.
         weight: (V, H) of the policy's head, for its vocabulary and precision.
-        target: (n, T) token ids.
-        layout: the layout of `target`.
+        target: (n, T), in `layout`.
         options: transform, budget, and `ignore_index`.
         loss: name of the loss, for messages.
-        required: True: a reference is required; False: it is refused; None: it is used if given.
+        required: True requires a reference, False refuses one, None uses it if given.
         infix: messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
 
     Returns:
-        The dense layout: one value per token, zero at tokens without a target, or one value per sequence if `ref_logps`
-            are per sequence.
+        The dense layout: one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are per
+            sequence.
 
     Raises:
         ValueError: if a reference is missing, incomplete, given twice, refused, or does not fit.

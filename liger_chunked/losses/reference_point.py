@@ -32,7 +32,7 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Convert a float, or a tensor with one element, to a detached float64 tensor () on `device`.
+    """Convert a float, or a floating tensor with one element, to a detached float64 tensor () on `device`.
 
     Raises:
         TypeError: if it is neither.
@@ -58,7 +58,7 @@ def mismatched_kl(
     options: LogitOptions,
     average_log_prob: bool,
 ) -> Tensor:
-    """Compute KTO's estimate of `KL(pi || pi_ref)`.
+    """Compute KTO's estimate of `KL(pi || pi_ref)`, a float64 tensor () without gradient; zero without completions.
 
         max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
 
@@ -71,9 +71,6 @@ def mismatched_kl(
         mismatched: the completions `y'`.
         options: transform, budget, and `ignore_index`.
         average_log_prob: log-probabilities are means over tokens instead of sums.
-
-    Returns:
-        A float64 tensor (), without gradient; zero without completions.
 
     Raises:
         ValueError: if something is missing, given twice, or does not fit.
@@ -125,10 +122,7 @@ def reference_point(
     options: LogitOptions,
     average_log_prob: bool,
 ) -> Tensor:
-    """Return the reference point of a loss that reads `kind`, from the caller's arguments; see `mismatched_kl`.
-
-    Returns:
-        A float64 tensor (), without gradient: `max(0, kl)`, `delta`, or zero if the loss reads none.
+    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient; see `mismatched_kl`.
 
     Raises:
         ValueError: if a reference point is missing, given twice, not read by the loss, or not a scalar.

@@ -21,8 +21,7 @@ def rows(values: Tensor) -> Tensor:
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
     """Check that `x` has one value per token, or per sequence where `per_sequence` allows it, on the target's device.
 
-    Raises:
-        ValueError: if the shape or device differs.
+    Raises ValueError if it does not.
     """
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
@@ -59,8 +58,7 @@ class Arrangement:
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """Detach, cast and reshape an argument of the caller; ignored tokens get `fill`, as padding may hold any value.
-        """
+        """Detach, cast and reshape the caller's tensor, with `fill` at ignored tokens: padding may hold any value."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)

@@ -12,7 +12,7 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
     The sum is in float64, because losses use differences of such sums, and thousands of nats leave float32 few digits.
 
     Args:
-        token_logps: (..., T) log-probability of each token, zero at tokens that are not valid.
+        token_logps: (..., T), zero at tokens that are not valid.
         lengths: (...) number of valid tokens, at least 1.
         average: divide by `lengths`.
     """

@@ -87,9 +87,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     Args:
         beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
         average_log_prob: `Examples.logps` are means over tokens instead of sums.
-        use_ref_model: True: a reference is required; False: it is refused; None: it is used if given.
-        **options: `ignore_index`, `softcap`, `logit_scale`, `temperature`, `logits_budget`, see `LogitOptions`. The
-            transform applies to the policy and to the reference.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given.
+        **options: see `LogitOptions`. The transform applies to policy and reference.
 
     Raises:
         ValueError: if an option is invalid.
@@ -132,7 +131,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
-        """Return the loss of each sequence, (n,); the method is called on some of the batch's sequences at a time."""
+        """Return the loss of each sequence, (n,); called on some of the batch's sequences at a time."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
@@ -166,8 +165,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         Args:
             weight: (V, H), `lm_head.weight`.
             input: (n, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (n, T) token ids; `ignore_index` at prompts and padding. Labels that are not shifted raise no error,
-                but give the log-probabilities of the wrong tokens: see `shifted`.
+            target: (n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
+                results, see `shifted`.
             preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and
                 proportion.
             bias: (V,) or None.
@@ -306,12 +305,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """Convert labels that are bool, or integers 0 and 1, to (n,) bool.
-
-    Raises:
-        TypeError: if the dtype is another.
-        ValueError: if the shape or device does not fit, or there is another integer.
-    """
+    """Convert labels (n,) to bool; raise TypeError for other dtypes, ValueError for numbers other than 0 and 1."""
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
