@@ -21,7 +21,7 @@ def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
 def _alpha(logratios: Tensor, alpha: float) -> Tensor:
     power = alpha - 1
     if abs(power) < 1e-6:
-        return logratios  # the limit for alpha to 1 for alpha to 1
+        return logratios  # the limit as alpha goes to 1
     return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
 
 
