@@ -75,11 +75,11 @@ class StatsLoss(FusedLoss):
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[[Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
+        objective: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
         batch: Any = None,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """`fused_loss` of this loss; the objective is called with `batch`, see `BatchObjective`."""
+        """`fused_loss` of this loss; the objective is called with the loss and `batch`, see `BatchObjective`."""
         return fused_loss(
             head,
             input,
