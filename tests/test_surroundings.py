@@ -501,6 +501,15 @@ def test_a_count_of_items_is_refilled() -> None:
         torch.testing.assert_close(gradient, expected["weight"], rtol=1e-12, atol=1e-14)
 
 
+def test_metrics_are_no_tensors_of_the_caller() -> None:
+    """A trainer keeps its running delta, and may average metrics over ranks in place."""
+    batch = table.examples(SMALL, seed=0)
+    delta = torch.tensor(0.3, dtype=torch.float64)
+    _, metrics = lc.LigerFusedLinearBCOLoss()(**batch, delta=delta)
+    metrics.reference_point.mul_(9.0)
+    assert delta == 0.3
+
+
 # Second derivatives
 
 

@@ -294,7 +294,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point.to(dtype),
+            reference_point=batch.reference_point.to(dtype, copy=True),  # it may be the caller's tensor
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],
