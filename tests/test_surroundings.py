@@ -600,6 +600,15 @@ def test_functions_of_second_order(row: Row, function: str) -> None:
         getattr(torch.autograd.functional, function)(loss, batch["weight"], *vector)
 
 
+@some_rows
+def test_batched_backward(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    with pytest.raises(NotImplementedError, match="without is_grads_batched"):
+        torch.autograd.grad(loss, list(leaves.values()), torch.ones(3, dtype=loss.dtype), is_grads_batched=True)
+
+
 # Copies
 
 
