@@ -16,6 +16,7 @@ from table import ROWS, SMALL, Batch, evaluate, moved, n_valid, pairs, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import (
     Examples,
@@ -379,3 +380,19 @@ def test_a_loss_that_is_gone():
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="was deleted"):
         value.backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_within_a_checkpoint(backend, reduction):
+    """A checkpoint lets a backward read its saved tensors once."""
+    loss, batch = LigerFusedLinearCrossEntropyLoss(reduction=reduction), tokens(SMALL, seed=0)
+    exact = evaluate(lambda batch: loss(**batch).sum(), batch)
+    compiled = torch.compile(lambda batch: loss(**batch).sum(), backend=backend, fullgraph=True)
+
+    def region(batch: Batch) -> Tensor:
+        return checkpoint(lambda x: compiled({**batch, "input": x}), batch["input"], use_reentrant=False)
+
+    ours = evaluate(region, batch)
+    for name, value in exact.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-15, msg=name)

@@ -8,6 +8,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -327,32 +328,168 @@ def test_refilled_targets_without_ignored_tokens(row: Row) -> None:
             torch.autograd.grad(loss, list(leaves.values()))
 
 
+def _times(scale: Tensor, x: Tensor) -> Tensor:
+    return scale * x
+
+
+def _module(scale: Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("scale", scale)
+    return module
+
+
+# How a loss may hold a tensor, and what it makes of a number with that.
+HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "attribute": (lambda scale: scale, torch.mul),
+    "list": (lambda scale: [scale], lambda held, x: held[0] * x),
+    "nested": (lambda scale: {"scales": [(1, scale)]}, lambda held, x: held["scales"][0][1] * x),
+    "child": (_module, lambda held, x: held.scale * x),
+    "module in a list": (lambda scale: [_module(scale)], lambda held, x: held[0].scale * x),
+    "closure": (lambda scale: lambda x: scale * x, lambda held, x: held(x)),
+    "default": (lambda scale: lambda x, scale=scale: scale * x, lambda held, x: held(x)),
+    "partial": (lambda scale: partial(_times, scale), lambda held, x: held(x)),
+}
+
+
 class _Scaled(lc.LigerFusedLinearPreferenceBase):
     """A user's loss that holds a tensor."""
 
-    def __init__(self, owned: str) -> None:
+    def __init__(self, kind: str, scale: Tensor) -> None:
         super().__init__()
-        scale = torch.tensor(0.5, dtype=torch.float64)
-        if owned == "buffer":
-            self.register_buffer("scale", scale)
+        self.held, self.times = None, torch.mul
+        if kind == "buffer":
+            del self.held
+            self.register_buffer("held", scale)
         else:
-            self.scale = scale
+            hold, self.times = HELD[kind]
+            self.held = hold(scale)
+        self.power = 1
 
     def preference_loss(self, pairs: lc.Pairs) -> Tensor:
         chosen, rejected = pairs.logps.unbind(-1)
-        return -F.logsigmoid(self.scale * (chosen - rejected))
+        return -(F.logsigmoid(self.times(self.held, chosen - rejected)) ** self.power)
 
 
-@pytest.mark.parametrize("owned", ["buffer", "attribute"])
-def test_a_tensor_of_the_loss_is_refilled(owned: str) -> None:
+@pytest.mark.parametrize("kind", ["buffer", *HELD])
+def test_a_tensor_of_the_loss_is_refilled(kind: str) -> None:
     batch = table.pairs(SMALL, seed=0, ref=None)
     leaves = leaves_of(batch)
-    loss = _Scaled(owned)
-    value, _ = loss(**{**batch, **leaves})
-    loss.scale.fill_(2.0)
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    value, _ = _Scaled(kind, scale)(**{**batch, **leaves})
+    scale.fill_(2.0)
     torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
     with pytest.raises(RuntimeError, match=CHANGED):
         torch.autograd.grad(value, list(leaves.values()))
+
+
+@pytest.mark.parametrize("kind", ["list", "nested", "child", "module in a list"])
+def test_a_tensor_within_the_loss_is_replaced(kind: str) -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    leaves = leaves_of(batch)
+    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
+    value, _ = loss(**{**batch, **leaves})
+    other = torch.tensor(2.0, dtype=torch.float64)
+    if kind == "list":
+        loss.held[0] = other
+    elif kind == "nested":
+        loss.held["scales"][0] = (1, other)
+    else:
+        (loss.held if kind == "child" else loss.held[0]).scale = other
+    torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    with pytest.raises(RuntimeError, match="_Scaled reads was replaced"):
+        torch.autograd.grad(value, list(leaves.values()))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "closure"])
+def test_settings_that_change_after_the_forward(kind: str) -> None:
+    """A second backward has those of its forward, as numbers in eager code."""
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    leaves = leaves_of(batch)
+    loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
+    value, _ = loss(**{**batch, **leaves})
+    hold = HELD[kind][0] if kind in HELD else torch.clone
+    loss.held, loss.power = hold(torch.tensor(2.0, dtype=torch.float64)), 3
+    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(value, list(leaves.values()))
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("id", ["dpo-sigmoid", "grpo-kl", "kto"])
+def test_another_beta_after_the_forward(id: str, modules: Callable[..., list[FusedLoss]]) -> None:
+    (row,) = rows(id)
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    called = modules(lambda loss: loss)
+    value = row.ours({**batch, **leaves})
+    called[0].beta = 7.0
+    first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(value, list(leaves.values()))
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+
+
+class _Remembers(_Scaled):
+    """A user's loss that keeps its last value, with its graph, and logs every step."""
+
+    def __init__(self) -> None:
+        super().__init__("attribute", torch.tensor(0.5, dtype=torch.float64))
+        self.log: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value, metrics = super().__call__(*args, **kwargs)
+        self.last = value
+        self.log.append(value.detach())
+        return value, metrics
+
+
+@pytest.mark.ordinary_memory
+def test_a_loss_that_keeps_its_last_value_keeps_one_graph() -> None:
+    batch = table.pairs(SMALL, seed=0, ref=None)
+    loss, graphs = _Remembers(), []
+    for _ in range(4):
+        body = nn.Identity()
+        graphs.append(weakref.ref(body))
+        hidden = batch["input"].clone().requires_grad_()
+        scaled = hidden * 1.0
+        scaled.register_hook(lambda gradient, body=body: body(gradient))
+        value, _ = loss(**{**batch, "input": scaled})
+        value.backward()
+        del body, hidden, scaled, value
+    gc.collect()
+    assert [graph() is None for graph in graphs] == [True, True, True, False]
+
+
+# Tensors that were made in inference mode
+
+
+@pytest.mark.parametrize(
+    ("id", "name"),
+    [
+        ("ce", "target"),
+        ("dpo-sigmoid", "ref_input"),
+        ("dpo-sigmoid", "target"),
+        ("grpo-kl", "advantages"),
+        ("jsd", "teacher_input"),
+        ("jsd", "teacher_weight"),
+        ("kl-top-k", "teacher_logps"),
+        ("stats-all", "target"),
+    ],
+)
+def test_tensors_of_inference_mode(id: str, name: str) -> None:
+    """Autograd cannot save them, and a teacher's hidden states are often such."""
+    (row,) = rows(id)
+    batch = row.sample(SMALL._replace(ignored=False), seed=0)
+    expected = evaluate(row.ours, batch)
+    with torch.inference_mode():
+        batch[name] = batch[name].clone()
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        for key, gradient in zip(leaves, grads, strict=True):
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-12, atol=1e-14, msg=key)
 
 
 def test_a_count_of_items_is_refilled() -> None:
@@ -364,6 +501,15 @@ def test_a_count_of_items_is_refilled() -> None:
     for _ in range(2):
         (gradient,) = torch.autograd.grad(loss, [leaves["weight"]], retain_graph=True)
         torch.testing.assert_close(gradient, expected["weight"], rtol=1e-12, atol=1e-14)
+
+
+def test_metrics_are_no_tensors_of_the_caller() -> None:
+    """A trainer keeps its running delta, and may average metrics over ranks in place."""
+    batch = table.examples(SMALL, seed=0)
+    delta = torch.tensor(0.3, dtype=torch.float64)
+    _, metrics = lc.LigerFusedLinearBCOLoss()(**batch, delta=delta)
+    metrics.reference_point.mul_(9.0)
+    assert delta == 0.3
 
 
 # Second derivatives
@@ -454,6 +600,15 @@ def test_functions_of_second_order(row: Row, function: str) -> None:
     vector = () if function == "hessian" else (torch.ones_like(batch["weight"]),)
     with pytest.raises(RuntimeError, match=REFUSED):
         getattr(torch.autograd.functional, function)(loss, batch["weight"], *vector)
+
+
+@some_rows
+def test_batched_backward(row: Row) -> None:
+    batch = row.sample(SMALL, seed=0)
+    leaves = leaves_of(batch)
+    loss = row.ours({**batch, **leaves})
+    with pytest.raises(NotImplementedError, match="without is_grads_batched"):
+        torch.autograd.grad(loss, list(leaves.values()), torch.ones(3, dtype=loss.dtype), is_grads_batched=True)
 
 
 # Copies

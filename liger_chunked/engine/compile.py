@@ -287,7 +287,8 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
     call = ctx.call
     if call.brings_gradients:
         n = len(call.needs)
-        unscaled, parameters = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors  # a checkpoint lets it be read once
+        unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
         # The compiler reuses the memory of the saved gradient here, unless the graph may be retained.
         scaled = (

@@ -53,18 +53,19 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class BatchObjective:
-    """The objective `function(batch, stats, index)`.
+    """The objective `function(owner, batch, stats, index)`.
 
     All tensors that `function` reads must be in `batch`, in nested dataclasses and named tuples, or belong to `owner`.
-    A second backward then raises if one of them was changed in place.
+    A second backward then raises if one of them was changed in place. It calls `function` with a copy of `owner`, which
+    has the settings of the forward.
     """
 
     owner: nn.Module
-    function: Callable[[Any, TokenStats, slice | Tensor], Tensor]
+    function: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor]
     batch: Any
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        return self.function(self.batch, stats, index)
+        return self.function(self.owner, self.batch, stats, index)
 
 
 @dataclass(frozen=True)

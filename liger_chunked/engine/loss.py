@@ -75,11 +75,11 @@ class StatsLoss(FusedLoss):
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[[Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
+        objective: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
         batch: Any = None,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Call `fused_loss` for this loss. The objective is called with `batch`, see `BatchObjective`."""
+        """Call `fused_loss` for this loss. The objective is called with the loss and `batch`, see `BatchObjective`."""
         return fused_loss(
             head,
             input,

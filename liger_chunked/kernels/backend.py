@@ -169,6 +169,10 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+# Private, and the only way to ask. Without it torch raises in its own words.
+_is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
+
+
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a backward raise on second derivatives, that is, with `create_graph=True`.
 
@@ -180,6 +184,12 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
         upstream = plain(("an upstream gradient",) * len(upstream), upstream)
+        for g in upstream:
+            if g is not None and _is_batched(g):
+                raise NotImplementedError(
+                    "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
+                    "torch.autograd.functional without vectorize"
+                )
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         saved = ctx.saved_tensors

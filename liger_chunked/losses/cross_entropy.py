@@ -123,7 +123,7 @@ class _Batch(NamedTuple):
     per_class: float | Tensor  # divides the cross entropy
 
 
-def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+def _objective(_: Any, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
     weights = None if batch.weights is None else batch.weights[index]
     of_tokens = batch.definition.cross_entropy(stats, batch.target[index])
     loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / batch.per_class

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -290,7 +290,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             functools.partial(self._batch, arrange, advantages, old_logps, reference, importance_weights, items)
         )
 
-        def objective(given: _Given, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(self: Self, given: _Given, stats: TokenStats, index: slice | Tensor) -> Tensor:
             batch = given.batch()
             return self._objective(batch, batch.rollouts(stats, index), index, given.num_items)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -226,7 +226,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
 
-        def objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(self: Self, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
             losses = self.preference_loss(examples)
             check_values("preference_loss", losses, examples.logps.shape, "sequences")
@@ -293,7 +293,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point.to(dtype),
+            reference_point=batch.reference_point.to(dtype, copy=True),  # it may be the caller's tensor
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],
