@@ -33,6 +33,9 @@ _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allow
 _NOT_COMPILED = "leave it out: a loss compiles nothing by itself, and torch.compile takes it as it is"
 _COMPUTED = "leave it out: a loss computes log-probabilities itself, from weight, input and target"
 _NOT_FREE = "say use_ref_model=False for a loss without a reference"
+_NO_LOGITS = "a loss takes no logits: pass hidden states and the head's weight, or log-probabilities"
+_REWARDS = "leave it out: weigh the rewards before they become advantages"
+_COMPOSED = "from_loss_type(loss_type, ...) takes TRL's names, and sets 'reduction' and 'importance_level' too"
 _SETTLED = "leave it out: this loss settles by itself whether it has a reference"
 
 # Names that users of TRL, Liger-Kernel, transformers and torch type.
@@ -45,6 +48,8 @@ _CALLED: Mapping[str, _Here] = {
     "cliprange": _Here(("epsilon_low",), "set 'epsilon_high' too"),
     "importance_sampling_level": _LEVEL,
     "kl_coef": _Here(("beta",)),
+    "loss_type": _Here(("surrogate",), _COMPOSED),
+    "reward_weights": _Here(remark=_REWARDS),
     "ref_per_token_logps": _REF,
     "reference_logps": _REF,
     "ref_log_probs": _REF,
@@ -69,7 +74,10 @@ _CALLED: Mapping[str, _Here] = {
     "label_smoothing_factor": _Here(("label_smoothing",)),
     "length_normalization": _Here(("average_log_prob",)),
     "label": _Here(("preference_labels", "target")),
+    "pos_weight": _Here(("desirable_weight", "ce_weight")),
+    "ref_logits": _Here(remark=_NO_LOGITS),
     # Distillation
+    "teacher_logits": _Here(remark=_NO_LOGITS),
     "teacher_hidden_states": _Here(("teacher_input",)),
     "teacher_labels": _TARGET,
     "return_soft_hard_loss": _Here(remark="leave it out: the metrics hold soft_loss and hard_loss"),
@@ -189,7 +197,8 @@ def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments,
 
 def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...], place: str) -> str:
     if name in other:
-        where = f"{owner}({name}=...)" if place == "constructor" else f"{owner}(...)(weight, ..., {name}=...)"
+        data = "" if name in ("weight", "input", "target") else f", {name}=..."
+        where = f"{owner}({name}=...)" if place == "constructor" else f"{owner}(...)(weight, input, target{data})"
         return f"{owner} takes {name!r} in its {place}: {where}"
     refused = f"{owner} has no argument {name!r}"
     known = _CALLED.get(name, _Here())

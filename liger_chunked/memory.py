@@ -27,6 +27,8 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
+# Pieces of a step that an estimate goes through at most: each takes one or two milliseconds.
+_MOST_PIECES = 1 << 16
 # Of Hopper, which estimates on a machine without a GPU are most often for.
 _HOPPER = (9, 0)
 
@@ -79,7 +81,8 @@ def estimate_memory(
 
     Raises:
         TypeError: something that is not a loss of this library, or not a dtype.
-        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs.
+        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs; a
+            budget that cuts the step into too many pieces to go through.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -115,6 +118,7 @@ def estimate_memory(
     ledger = Ledger()
     with ledger:
         layout = _layout(group, tuple(shape), valid)
+    _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
 
     def projection(hidden: int, needs: Needs) -> Projection:
         head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
@@ -150,6 +154,25 @@ def estimate_memory(
         else:
             rehearse_stats(ledger, own, layout, options)
     return ledger.most
+
+
+def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Refuse a budget under which the estimate would take minutes to hours, and the step itself longer.
+
+    Raises:
+        ValueError: it is that small.
+    """
+    budget = options.logits_budget
+    if budget is None:
+        return
+    assert isinstance(budget, int)
+    pieces = n_valid * vocab_size * dtype.itemsize // budget
+    if pieces > _MOST_PIECES:
+        raise ValueError(
+            f"logits_budget={budget} bytes cuts this step into about {pieces} pieces, and an estimate goes through at "
+            f"most {_MOST_PIECES}: one row of logits takes {vocab_size * dtype.itemsize} bytes. Pass a larger budget, "
+            "such as '256MiB'"
+        )
 
 
 def _wide_tiles(capability: tuple[int, int] | None) -> bool:
