@@ -1,6 +1,7 @@
 """Error messages for unknown arguments: they suggest the name that was meant, or where the argument belongs.
 
-Signatures are read only after a name was refused, or when a class is called with tensors, so valid calls cost nothing.
+Nothing here runs in a call of a loss whose arguments fit. Signatures are read when a name was refused, and when a class
+is called with tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ _Z_LOSS, _MASK = _Here(("lse_square_scale",)), _Here(("attention_mask", "mask"))
 _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allows"
 _NOT_COMPILED = "leave it out: a loss does not compile itself, and torch.compile accepts it as it is"
 _COMPUTED = "leave it out: a loss computes log-probabilities itself, from weight, input and target"
-_NOT_FREE = "set use_ref_model=False for a loss without a reference"
-_SETTLED = "leave it out: this loss offers no choice of a reference"
+_NOT_FREE = "say use_ref_model=False for a loss without a reference"
+_NO_LOGITS = "a loss takes no logits: pass hidden states and the head's weight, or log-probabilities"
+_REWARDS = "leave it out: weigh the rewards before they become advantages"
+_COMPOSED = "from_loss_type(loss_type, ...) takes TRL's names, and sets 'reduction' and 'importance_level' too"
+_SETTLED = "leave it out: this loss decides by itself whether it uses a reference"
 
 # Names from TRL, Liger-Kernel, transformers and torch.
 _CALLED: Mapping[str, _Here] = {
@@ -44,6 +48,8 @@ _CALLED: Mapping[str, _Here] = {
     "cliprange": _Here(("epsilon_low",), "set 'epsilon_high' too"),
     "importance_sampling_level": _LEVEL,
     "kl_coef": _Here(("beta",)),
+    "loss_type": _Here(("surrogate",), _COMPOSED),
+    "reward_weights": _Here(remark=_REWARDS),
     "ref_per_token_logps": _REF,
     "reference_logps": _REF,
     "ref_log_probs": _REF,
@@ -68,7 +74,10 @@ _CALLED: Mapping[str, _Here] = {
     "label_smoothing_factor": _Here(("label_smoothing",)),
     "length_normalization": _Here(("average_log_prob",)),
     "label": _Here(("preference_labels", "target")),
+    "pos_weight": _Here(("desirable_weight", "ce_weight")),
+    "ref_logits": _Here(remark=_NO_LOGITS),
     # Distillation
+    "teacher_logits": _Here(remark=_NO_LOGITS),
     "teacher_hidden_states": _Here(("teacher_input",)),
     "teacher_labels": _TARGET,
     "return_soft_hard_loss": _Here(remark="leave it out: the metrics have soft_loss and hard_loss"),
@@ -183,7 +192,8 @@ def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments,
 
 def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...], place: str) -> str:
     if name in other:
-        where = f"{owner}({name}=...)" if place == "constructor" else f"{owner}(...)(weight, ..., {name}=...)"
+        data = "" if name in ("weight", "input", "target") else f", {name}=..."
+        where = f"{owner}({name}=...)" if place == "constructor" else f"{owner}(...)(weight, input, target{data})"
         return f"{owner} takes {name!r} in its {place}: {where}"
     refused = f"{owner} has no argument {name!r}"
     known = _CALLED.get(name, _Here())
@@ -237,8 +247,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...]) -> bool:
     """Return whether positional arguments are the tensors of a call, not the constructor's arguments.
 
-    They are the constructor's if it names a parameter for each, and each parameter that gets a tensor has no default,
-    or None or a tensor as default.
+    They belong to the constructor if it has a parameter for each of them, and if each parameter that gets a tensor has
+    no default, or None or a tensor as default.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
         return False

@@ -2,9 +2,9 @@
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is the same as `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with the same
-arguments and defaults. The argument `hidden` is called `input` in the modules and in error messages. The functions work
-inside torch.compile, also with `fullgraph=True`.
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
+same arguments and defaults. Modules and error messages use the name `input` for `hidden`. A function that torch.compile
+traces may call these functions, with `fullgraph=True` too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_chunked import losses
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.engine.calls import once
+from liger_chunked.engine.calls import answering, once
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 
+@answering
 def cross_entropy_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -103,6 +104,7 @@ def cross_entropy_loss(
     return loss(weight, hidden, target, bias, num_items=num_items, token_weights=token_weights, ce_weight=ce_weight)
 
 
+@answering
 def dpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -175,6 +177,7 @@ def dpo_loss(
     )
 
 
+@answering
 def orpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -222,6 +225,7 @@ def orpo_loss(
     )
 
 
+@answering
 def cpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -280,6 +284,7 @@ def cpo_loss(
     )
 
 
+@answering
 def simpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -338,6 +343,7 @@ def simpo_loss(
     )
 
 
+@answering
 def kto_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -417,6 +423,7 @@ def kto_loss(
     )
 
 
+@answering
 def bco_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -490,6 +497,7 @@ def bco_loss(
     )
 
 
+@answering
 def grpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -585,6 +593,7 @@ def grpo_loss(
     )
 
 
+@answering
 def kl_div_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -652,6 +661,7 @@ def kl_div_loss(
     )
 
 
+@answering
 def jsd_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -717,6 +727,7 @@ def jsd_loss(
     )
 
 
+@answering
 def tvd_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -780,6 +791,7 @@ def tvd_loss(
     )
 
 
+@answering
 def cosine_similarity_loss(
     weight: Tensor,
     hidden: Tensor,

@@ -27,7 +27,9 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Hopper's compute capability: the default on a machine without a GPU.
+# Pieces of a step that an estimate goes through at most: each takes one or two milliseconds.
+_MOST_PIECES = 1 << 16
+# Of Hopper, which estimates on a machine without a GPU are most often for.
 _HOPPER = (9, 0)
 
 
@@ -80,8 +82,9 @@ def estimate_memory(
         Bytes, in total and by part.
 
     Raises:
-        TypeError: if `loss` is not a loss of this library, or `dtype` not a dtype.
-        ValueError: if sizes make no batch for this loss, or a reference or teacher is missing or not accepted.
+        TypeError: something that is not a loss of this library, or not a dtype.
+        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs; a
+            budget that cuts the step into too many pieces to go through.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -117,6 +120,7 @@ def estimate_memory(
     ledger = Ledger()
     with ledger:
         layout = _layout(group, tuple(shape), valid)
+    _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
 
     def projection(hidden: int, needs: Needs) -> Projection:
         head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
@@ -152,6 +156,25 @@ def estimate_memory(
         else:
             rehearse_stats(ledger, own, layout, options)
     return ledger.most
+
+
+def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Refuse a budget under which the estimate would take minutes to hours, and the step itself longer.
+
+    Raises:
+        ValueError: it is that small.
+    """
+    budget = options.logits_budget
+    if budget is None:
+        return
+    assert isinstance(budget, int)
+    pieces = n_valid * vocab_size * dtype.itemsize // budget
+    if pieces > _MOST_PIECES:
+        raise ValueError(
+            f"logits_budget={budget} bytes cuts this step into about {pieces} pieces, and an estimate goes through at "
+            f"most {_MOST_PIECES}: one row of logits takes {vocab_size * dtype.itemsize} bytes. Pass a larger budget, "
+            "such as '256MiB'"
+        )
 
 
 def _wide_tiles(capability: tuple[int, int] | None) -> bool:
@@ -213,7 +236,7 @@ def _route(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """Return the layout that `lay_out` would make of a target of this shape, on meta tensors."""
+    """Return the layout that `lay_out` makes of a target of this shape, without token ids."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"

@@ -399,7 +399,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
     """Return twelve sequences of up to seven tokens, and the other arguments of the loss.
 
-    With so many, an objective that sorts sequences cannot pass by accident.
+    With so many, an objective that sorts them cannot pass by chance.
     """
     any_loss: Any = loss
     options: LogitOptions = any_loss.options

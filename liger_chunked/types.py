@@ -369,7 +369,7 @@ class PreferenceMetrics(NamedTuple):
 class UnpairedPreferenceMetrics(NamedTuple):
     """Metrics of an unpaired preference loss, detached; "chosen" are the desirable sequences.
 
-    The counts let a caller turn per-rank means into a global mean. A mean over no sequences or tokens is zero.
+    To average over ranks, multiply each mean by its count and add. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps` over the sequences, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens

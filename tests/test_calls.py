@@ -254,6 +254,25 @@ def test_every_loss_has_a_function():
     assert functional.linear_token_stats is lc.linear_token_stats
 
 
+@pytest.mark.parametrize(
+    ("case", "given", "message"),
+    [
+        ("dpo", {"input": 1}, "dpo_loss has no argument 'input': it is called 'hidden' here"),
+        ("dpo", {"bta": 0.1}, "dpo_loss has no argument 'bta': did you mean 'beta'"),
+        ("grpo", {"epsilon": 0.2}, "it is called 'epsilon_low' here"),
+        ("grpo", {"loss_type": "dapo"}, r"it is called 'surrogate' here \(from_loss_type"),
+        ("cross_entropy", {"num_items_in_batch": 3}, "it is called 'num_items' here"),
+        ("simpo", {"use_ref_model": True}, "leave it out"),
+        ("jsd", {"teacher_logits": 1}, "a loss takes no logits"),
+    ],
+)
+def test_a_function_answers_a_wrong_name(case, given, message):
+    _, function, sample, _ = LOSSES[case]
+    batch = sample()
+    with pytest.raises(TypeError, match=message):
+        function(batch["weight"], batch["input"], batch["target"], **given)
+
+
 def test_a_callable_is_not_kept():
     """It may hold on to a batch."""
     batch = pairs(SMALL, seed=0)
@@ -309,6 +328,9 @@ NAMES = [
     ("CPO", "init", "alpha_param", ": it is called 'alphapo_alpha' here"),
     ("CPO", "init", "gamma", ": it is called 'simpo_gamma' here"),
     ("CPO", "init", "compute_nll_loss", ""),
+    ("KTO", "init", "pos_weight", ": it is called 'desirable_weight' here"),
+    ("GRPO", "init", "reward_weights", ": leave it out: weigh the rewards"),
+    ("DPO", "init", "ref_logits", ": a loss takes no logits"),
     ("SimPO", "init", "simpo_gamma", ": it is called 'gamma' here"),
     ("SimPO", "init", "cpo_alpha", ": it is called 'alpha' here"),
     ("SimPO", "init", "reward_shape", ""),
@@ -322,7 +344,7 @@ NAMES = [
     ("GRPO", "init", "epsilon", ": it is called 'epsilon_low' here (set 'epsilon_high' too)"),
     ("GRPO", "init", "importance_sampling_level", ": it is called 'importance_level' here"),
     ("GRPO", "init", "num_items_in_batch", ": it is called 'num_items' here, an argument of its call"),
-    ("GRPO", "init", "use_ref_model", ": leave it out: this loss offers no choice of a reference"),
+    ("GRPO", "init", "use_ref_model", ": leave it out: this loss decides by itself"),
     ("GRPO", "init", "clipped", ""),
     ("CrossEntropy", "init", "class_weight", ": it is called 'ce_weight' here"),
     ("CrossEntropy", "init", "z_loss_scale", ": it is called 'lse_square_scale' here"),

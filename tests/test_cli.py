@@ -68,6 +68,11 @@ def test_a_budget_is_bytes_or_has_a_unit(capsys):
     assert "a number of bytes, or one with a unit" in refusal(capsys, *settings, "32 apples")
 
 
+def test_a_budget_that_is_meant_as_mib_is_refused_at_once(capsys):
+    message = refusal(capsys, "memory", "cross-entropy", *SIZES, "--logits-budget", "256")
+    assert "logits_budget=256 bytes cuts this step into about 256000 pieces" in message and "'256MiB'" in message
+
+
 def test_memory_of_a_gpu_that_is_not_here(capsys):
     # Large enough for Hopper's separate code path.
     sizes = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 512), "trainable_head": False}

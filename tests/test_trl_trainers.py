@@ -514,6 +514,17 @@ def test_a_config_that_agrees_with_the_loss(tmp_path):
     assert build(tmp_path, "DPO", ours=True, config=config, loss=loss).loss_override is loss
 
 
+def test_a_cpo_config_that_agrees_with_the_loss(tmp_path):
+    config = {"cpo_alpha": 0.5, "beta": 0.2}
+    assert build(tmp_path, "CPO", ours=True, config=config, loss=LigerFusedLinearCPOLoss(**config))
+
+
+def test_a_run_without_a_reference_warns_once(train):
+    with pytest.warns(UserWarning, match="got no reference") as warned:
+        train("ORPO", ours=True, loss=LigerFusedLinearDPOLoss())
+    assert len([w for w in warned if "got no reference" in str(w.message)]) == 1
+
+
 def test_defaults_of_a_users_config_are_no_defaults(tmp_path):
     """TRL would use them, so the loss must not ignore them."""
 

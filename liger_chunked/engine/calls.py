@@ -3,16 +3,16 @@
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-In a function that torch.compile traces, the second line breaks the graph. The functions of `liger_chunked.functional`,
-which use `once`, do not.
+`once` and `answering` serve `liger_chunked.functional`. In a function that torch.compile traces, the second line breaks
+the graph; the functions of that module do not.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABCMeta
-from collections.abc import Hashable
-from functools import lru_cache
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -22,6 +22,7 @@ from liger_chunked import arguments
 from liger_chunked.types import LogitOptions
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
@@ -70,7 +71,7 @@ class LossType(ABCMeta):
 Settings = tuple[tuple[str, Any], ...]
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _kept(cls: Any, settings: Settings) -> nn.Module:
     return cls(**dict(settings))
 
@@ -104,15 +105,32 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss for one call, from a cache if possible. In a compiled function the loss outlives its graph.
+    """Return a loss with these settings, from a cache where it has one.
 
-    A loss with a callable setting is not cached, because the callable may hold a batch.
+    A loss with a callable is not cached: the callable may hold on to a batch. In a compiled function the loss is made
+    when the graph is traced, and outlives it.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():
         name = _for_graph(cls, tuple((name, _traceable(x)) for name, x in key))
         return getattr(_OF_GRAPHS, name)
     return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
+
+
+def answering(function: Function) -> Function:
+    """Answer an argument that `function` does not take as the losses do, with the name that was meant."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if not failed_to_bind(error):
+                raise
+            none = arguments.Arguments(())
+            raise arguments.call_error(function.__name__, function, args, kwargs, none) or error from None
+
+    return cast(Function, call)
 
 
 def _may_be_kept(x: Any) -> bool:

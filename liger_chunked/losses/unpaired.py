@@ -100,7 +100,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False  # the formula has a reference, so a call without one warns
+    _expects_reference: ClassVar[bool] = False  # the formula has a reference: warn if a call gives none
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 

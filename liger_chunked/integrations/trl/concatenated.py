@@ -14,6 +14,7 @@ from liger_chunked.integrations.trl.fused_output import head_stats
 from liger_chunked.integrations.trl.mixin import LigerTrainerMixin
 from liger_chunked.integrations.trl.preference import preference_logs, preference_step
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.reference import warn_reference_free
 from liger_chunked.types import Head
 
 
@@ -70,6 +71,8 @@ class ConcatenatedMixin(LigerTrainerMixin):
             raise ValueError(
                 f"{type(loss).__name__} needs a reference, and {cls.__name__} keeps none: see LigerDPOTrainer"
             )
+        if loss._expects_reference:
+            warn_reference_free(loss)  # here, as every step runs on a copy of the loss, and each copy would warn
 
     def _concatenated(self, batch: dict[str, Any], padding_value: int) -> tuple[dict[str, Any], Tensor]:
         """Return the model's arguments, and the labels of the completions, (2 n, T)."""

@@ -29,7 +29,7 @@ class LigerCPOTrainer(ConcatenatedMixin, CPOTrainer):
             "beta": "beta",
             "loss_type": "loss_type",
             "label_smoothing": "settings.label_smoothing",
-            "cpo_alpha": None,
+            "cpo_alpha": "cpo_alpha",
             "simpo_gamma": "settings.simpo_gamma",
             "alpha": None,
         }

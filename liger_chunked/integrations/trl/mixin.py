@@ -220,8 +220,8 @@ def _alone(value: Any) -> Any:
 def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
-    TRL calls it with the temperature, precision and statistics that it needs. It may score a reference during
-    construction, so replacing the head afterwards would be too late.
+    They call it with the temperature, precision and statistics that they need, and may score a reference before they
+    are done. A head that is added afterwards would not know these settings, and would miss that scoring.
 
     Raises:
         RuntimeError: TRL does not call it, and the model gets no head from this library.
