@@ -1,7 +1,7 @@
 """Answers to an argument that a loss does not have: the name that was meant, or the place where it belongs.
 
-Nothing here runs on the way of a call that binds: signatures are read when a name was refused, and when a class is
-called with tensors.
+Nothing here runs in a call of a loss whose arguments fit. Signatures are read when a name was refused, and when a class
+is called with tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOT_FREE = "say use_ref_model=False for a loss without a reference"
 _NO_LOGITS = "a loss takes no logits: pass hidden states and the head's weight, or log-probabilities"
 _REWARDS = "leave it out: weigh the rewards before they become advantages"
 _COMPOSED = "from_loss_type(loss_type, ...) takes TRL's names, and sets 'reduction' and 'importance_level' too"
-_SETTLED = "leave it out: this loss settles by itself whether it has a reference"
+_SETTLED = "leave it out: this loss decides by itself whether it uses a reference"
 
 # Names that users of TRL, Liger-Kernel, transformers and torch type.
 _CALLED: Mapping[str, _Here] = {
@@ -259,8 +259,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...]) -> bool:
     """Whether positional arguments are those of a call, tensors, and not those of the constructor.
 
-    They are the constructor's where it names a parameter for each of them, and those that get a tensor have no default,
-    None, or a tensor for a default.
+    They belong to the constructor if it has a parameter for each of them, and if each parameter that gets a tensor has
+    no default, or None or a tensor as default.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
         return False

@@ -1,4 +1,4 @@
-"""What a terminal may ask: what runs here, how much memory a loss will take, how fast it is.
+"""Shell commands: what runs here, how much memory a loss takes, how fast it is.
 
 python -m liger_chunked env
 python -m liger_chunked memory dpo --vocab-size 128256 --hidden-size 4096 --shape 8 2048 --ref-hidden-size 4096
@@ -127,7 +127,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("memory", help="peak memory of a forward and backward above its inputs")
     command.set_defaults(run=_memory)
-    command.add_argument("loss", choices=LOSSES, help="with its default options; of a teacher's losses, name a teacher")
+    command.add_argument(
+        "loss", choices=LOSSES, help="with its default options; a distillation loss also needs a teacher option"
+    )
     command.add_argument("--vocab-size", type=int, required=True)
     command.add_argument("--hidden-size", type=int, required=True)
     command.add_argument("--shape", type=int, nargs="+", required=True, help="of the target: B T, or N")

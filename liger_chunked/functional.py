@@ -3,7 +3,7 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
-same arguments and defaults. The modules, and error messages, call `hidden` `input`. A function that torch.compile
+same arguments and defaults. Modules and error messages use the name `input` for `hidden`. A function that torch.compile
 traces may call these functions, with `fullgraph=True` too.
 """
 

@@ -234,7 +234,7 @@ def _route(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """As `lay_out` makes it of a target of this shape, but for what the tokens are."""
+    """Return the layout that `lay_out` makes of a target of this shape, without token ids."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"

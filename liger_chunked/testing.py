@@ -399,7 +399,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
     """Twelve sequences of up to seven tokens, and what else the loss takes.
 
-    So many, that an objective which sorts them is not right by accident.
+    With so many, an objective that sorts them cannot pass by chance.
     """
     any_loss: Any = loss
     options: LogitOptions = any_loss.options

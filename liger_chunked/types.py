@@ -372,7 +372,7 @@ class PreferenceMetrics(NamedTuple):
 class UnpairedPreferenceMetrics(NamedTuple):
     """What a loss on unpaired preferences reports, detached; "chosen" are the desirable sequences.
 
-    A mean times its count is a sum: so are means over ranks made. A mean over nothing is zero.
+    To average over ranks, multiply each mean by its count and add. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps` over the sequences, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens

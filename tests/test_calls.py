@@ -344,7 +344,7 @@ NAMES = [
     ("GRPO", "init", "epsilon", ": it is called 'epsilon_low' here (set 'epsilon_high' too)"),
     ("GRPO", "init", "importance_sampling_level", ": it is called 'importance_level' here"),
     ("GRPO", "init", "num_items_in_batch", ": it is called 'num_items' here, an argument of its call"),
-    ("GRPO", "init", "use_ref_model", ": leave it out: this loss settles by itself"),
+    ("GRPO", "init", "use_ref_model", ": leave it out: this loss decides by itself"),
     ("GRPO", "init", "clipped", ""),
     ("CrossEntropy", "init", "class_weight", ": it is called 'ce_weight' here"),
     ("CrossEntropy", "init", "z_loss_scale", ": it is called 'lse_square_scale' here"),

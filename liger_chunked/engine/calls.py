@@ -102,9 +102,10 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """A loss for one call, which may be one that was made before; in a compiled function, one that outlives its graph.
+    """Return a loss with these settings, from a cache where it has one.
 
-    A callable, which may hold on to a batch, is not kept.
+    A loss with a callable is not cached: the callable may hold on to a batch. In a compiled function the loss is made
+    when the graph is traced, and outlives it.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():

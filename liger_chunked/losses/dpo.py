@@ -136,7 +136,7 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # A mean over the tokens of the batch, said pair by pair: the mean over pairs takes batch_size back out.
+    # The base divides by batch_size: multiply by it here, so that the loss is a mean over the batch's tokens.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 

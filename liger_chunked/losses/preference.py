@@ -143,7 +143,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
+    _expects_reference: ClassVar[bool] = False  # the formula has a reference: warn if a call gives none
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")

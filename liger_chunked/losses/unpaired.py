@@ -101,7 +101,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False  # its formula has one, so that a call without one is worth a warning
+    _expects_reference: ClassVar[bool] = False  # the formula has a reference: warn if a call gives none
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 

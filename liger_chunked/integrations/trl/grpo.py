@@ -28,9 +28,10 @@ _LOGGED = {
 class LigerGRPOTrainer(LigerTrainerMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`, `epsilon`,
-    `importance_sampling_level`, ...) must be at their defaults, or agree with `loss`. `temperature` is still read, for
-    sampling and for the loss. `beta` is too: it must be the loss's, and keeps the reference where it is not 0.
+    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `epsilon_high`, `delta`,
+    `importance_sampling_level`, ...) must be at their defaults, or agree with `loss`; `loss_type`, `epsilon` and others
+    that no attribute of a loss equals must be at their defaults. `temperature` is still read, for sampling and for the
+    loss. `beta` is too: it must be the loss's, and keeps the reference where it is not 0.
 
     TRL's default `loss_type` is "dapo", and this library's default reduction is "grpo": as given here, the loss divides
     as TRL's default does.

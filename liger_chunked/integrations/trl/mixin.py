@@ -220,7 +220,7 @@ def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) 
     """While a trainer is built, the function that its TRL modules call to add fused heads is ours.
 
     They call it with the temperature, precision and statistics that they need, and may score a reference before they
-    are done: whoever came later would have to guess the one and be late for the other.
+    are done. A head that is added afterwards would not know these settings, and would miss that scoring.
 
     Raises:
         RuntimeError: nothing calls it, for a model that gets its head from nowhere else.

@@ -20,8 +20,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
 
     With `label_smoothing_factor`, for which TRL builds logits, the loss is computed from the head's statistics.
 
-    With `loss`, the fields of the config that TRL reads for its own loss (`replaced_fields`: `loss_type`,
-    `label_smoothing_factor`) must be at their defaults, or agree with `loss`.
+    With `loss`, the `loss_type` of the config must be at its default, and `label_smoothing_factor` at its default or
+    equal to that of `loss`.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
 

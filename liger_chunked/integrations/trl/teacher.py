@@ -35,7 +35,7 @@ def distillation_step(
 ) -> DistillationStep:
     """Apply `loss` inside the forward of `model`, inside the forward of `teacher`.
 
-    The one in the other, as each head is whole only there.
+    The student's forward runs inside the teacher's, because each head is complete only inside its own forward.
 
     Args:
         model: the student, wrapped or not.
