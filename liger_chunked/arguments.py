@@ -32,7 +32,7 @@ _Z_LOSS, _MASK = _Here(("lse_square_scale",)), _Here(("attention_mask", "mask"))
 _NO_CHUNKS = "the size of a chunk follows from the bytes of logits that it allows"
 _NOT_COMPILED = "leave it out: a loss does not compile itself, and torch.compile accepts it as it is"
 _COMPUTED = "leave it out: a loss computes log-probabilities itself, from weight, input and target"
-_NOT_FREE = "say use_ref_model=False for a loss without a reference"
+_NOT_FREE = "set use_ref_model=False for a loss without a reference"
 _NO_LOGITS = "a loss takes no logits: pass hidden states and the head's weight, or log-probabilities"
 _REWARDS = "leave it out: weigh the rewards before they become advantages"
 _COMPOSED = "from_loss_type(loss_type, ...) takes TRL's names, and sets 'reduction' and 'importance_level' too"

@@ -20,8 +20,8 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
 
     TRL builds logits for `label_smoothing_factor`. This trainer computes that loss from the head's statistics.
 
-    With `loss`, the `loss_type` of the config must be at its default, and `label_smoothing_factor` at its default or that
-    of `loss`.
+    With `loss`, the `loss_type` of the config must be at its default, and `label_smoothing_factor` at its default or
+    equal to that of `loss`.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
 
