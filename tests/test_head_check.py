@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import random
+import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -274,6 +277,22 @@ def test_a_check_leaves_no_trace():
     assert set(vars(model)) == attributes
     assert torch.get_rng_state().equal(state)
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
+def test_a_model_is_freed_at_once(patch):
+    """Its memory does not wait for Python to collect garbage."""
+    model = tiny("LlamaForCausalLM", **LLAMA).train()
+    gc.collect()
+    gc.disable()
+    try:
+        patch(model)
+        model(**batch()).loss.backward()
+        freed = weakref.ref(model)
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_config_that_changes_is_checked_again():
