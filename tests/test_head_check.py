@@ -626,3 +626,16 @@ def test_family_wide_and_compiled_before_any_step():
         )
     finally:
         revert_liger_kernel("gemma2")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_attribute_of_the_model_that_changes_after_compilation():
+    """Cohere reads its scale from the model."""
+    model, arguments = tiny("CohereForCausalLM", **LLAMA), batch()
+    attach_head(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    for scale in (0.25, 0.75):
+        model.logit_scale = scale
+        stock = model(**arguments).loss
+        torch.testing.assert_close(compiled(**arguments, head_fn=fused), stock, rtol=1e-5, atol=0)

@@ -73,10 +73,11 @@ class HeadInput:
 
 HeadFn = Callable[[Head, HeadInput], Any]
 
-# Fields of a config that transform logits in some models. They guard a compiled graph.
-_CONFIG_NAMES = (
+# Fields of a config, or of a model, that transform logits in some models. They guard a compiled graph.
+_LOGIT_NAMES = (
     "final_logit_softcapping",
     "logits_soft_cap",
+    "output_logit_soft_cap",
     "logit_scale",
     "logits_scaling",
     "output_multiplier",
@@ -94,8 +95,8 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(model: PreTrainedModel) -> tuple[Any, ...]:
-    configs = (model.config, model.config.get_text_config())
-    return tuple(getattr(config, name, None) for config in configs for name in _CONFIG_NAMES)
+    owners = (model, model.config, model.config.get_text_config())
+    return tuple(getattr(owner, name, None) for owner in owners for name in _LOGIT_NAMES)
 
 
 class _CheckedHead:
