@@ -516,6 +516,52 @@ def test_hooks_of_frameworks_run(way):
     assert len(calls) == 1
 
 
+def test_threads_share_a_head_with_hooks():
+    """Fused steps in two threads, logits in a third."""
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    attach_head(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+    arguments = batch()
+    logits, failures = model(**arguments).logits, []
+
+    def losses(scale):
+        expected = None
+        for _ in range(30):
+            loss = model(**arguments, head_fn=lambda head, input: scale * fused(head, input)).item() / scale
+            expected = expected or loss
+            failures.extend([loss] if abs(loss - expected) > 1e-4 else [])
+
+    def evaluates():
+        for _ in range(60):
+            failures.extend([] if model(**arguments).logits.equal(logits) else ["logits"])
+
+    def told(function, *args):
+        try:
+            with torch.no_grad():
+                function(*args)
+        except Exception as error:
+            failures.append(error)
+
+    calls = [(losses, 1.0), (losses, 1000.0), (evaluates,)]
+    threads = [threading.Thread(target=told, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_head_fn_that_calls_lm_head_gets_logits(hooked):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    attach_head(model)
+    if hooked:
+        model.lm_head.register_forward_hook(lambda module, args, output: None)
+    logits = model(**batch(), head_fn=lambda head, input: model.lm_head(input.hidden_states))
+    torch.testing.assert_close(logits, model(**batch()).logits)
+
+
 def test_a_loss_function_set_after_patching_gets_its_logits():
     model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
     apply_liger_kernel(model)

@@ -12,10 +12,12 @@ call, as PEFT and FSDP replace modules after a model was patched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -431,7 +433,21 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 # Packages whose hooks gather, move, cast or count, and know outputs of any kind.
-_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}
+_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
+
+# While one thread runs a head_fn inside an lm_head, others get logits from it, or wait to run theirs.
+_RUNNING = threading.local()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _running(head_fn: HeadFn | None) -> Iterator[None]:
+    """Whether calls of `lm_head` by this thread run a head_fn; None for no."""
+    before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
+    try:
+        yield
+    finally:
+        _RUNNING.head_fn = before
 
 
 def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
@@ -459,12 +475,14 @@ def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
             patches.set(module, "_forward_hooks", type(hooks)(guarded))
 
 
-def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-    """A forward hook that may look at the output, and not change it.
+def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
+    """A forward hook that may look at the output, and not change it unless the output is logits.
 
     Raises:
         ValueError: it returns another output, edits tensors of this one, or cannot use it.
     """
+    if getattr(_RUNNING, "head_fn", None) is None:
+        return hook(module, args, *kwargs_and_output)
     output = kwargs_and_output[-1]
     versions = _versions(output)
     try:
@@ -473,6 +491,7 @@ def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwarg
         raise _expects_logits("forward hook", hook) from error
     if versions != _versions(output) or not (result is None or result is output):
         raise _expects_logits("forward hook", hook)
+    return None
 
 
 def _versions(output: Any) -> list[int]:
@@ -510,14 +529,24 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
+def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    """The forward of a projection while `lm_head` runs `head_fn`."""
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
+        return nn.Linear.forward(projection, hidden_states)
+    with _running(None):
+        return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
+
+
 @torch.compiler.disable
 def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
+    lm_head = model.get_output_embeddings()
     patches = Patches()
-    try:
-        _refuse_editors_of_logits(model.get_output_embeddings(), patches)
-        for projection in projections(model):
-            forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
-            patches.set(projection, forward_slot(projection), forward)
-        return model.get_output_embeddings()(input.hidden_states)
-    finally:
-        patches.undo()
+    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn):
+        try:
+            _refuse_editors_of_logits(lm_head, patches)
+            for projection in projections(model):
+                forward = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
+                patches.set(projection, forward_slot(projection), forward)
+            return lm_head(input.hidden_states)
+        finally:
+            patches.undo()
