@@ -116,6 +116,16 @@ def test_right_rows_of_those_families(table):
         register_family(family)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype(table, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        register_family(row("ernie4_5", swiglu={"Ernie4_5MLP": GLU}, rope=rotate_pairs), replace=True)
+        apply_liger_kernel(transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**BY_ID["llama"].config)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 FALCON = Family(
     "falcon_h1",
     causal=("FalconH1ForCausalLM",),

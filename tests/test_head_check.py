@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import random
+import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -280,6 +283,22 @@ def test_a_check_leaves_no_trace():
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
+def test_a_model_is_freed_at_once(patch):
+    """Its memory does not wait for Python to collect garbage."""
+    model = tiny("LlamaForCausalLM", **LLAMA).train()
+    gc.collect()
+    gc.disable()
+    try:
+        patch(model)
+        model(**batch()).loss.backward()
+        freed = weakref.ref(model)
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
 def test_a_config_that_changes_is_checked_again():
     model = BY_ID["gemma2"].build()
     apply_liger_kernel(model)
@@ -501,6 +520,52 @@ def test_hooks_of_frameworks_run(way):
     assert len(calls) == 1
 
 
+def test_threads_share_a_head_with_hooks():
+    """Fused steps in two threads, logits in a third."""
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    attach_head(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+    arguments = batch()
+    logits, failures = model(**arguments).logits, []
+
+    def losses(scale):
+        expected = None
+        for _ in range(30):
+            loss = model(**arguments, head_fn=lambda head, input: scale * fused(head, input)).item() / scale
+            expected = expected or loss
+            failures.extend([loss] if abs(loss - expected) > 1e-4 else [])
+
+    def evaluates():
+        for _ in range(60):
+            failures.extend([] if model(**arguments).logits.equal(logits) else ["logits"])
+
+    def told(function, *args):
+        try:
+            with torch.no_grad():
+                function(*args)
+        except Exception as error:
+            failures.append(error)
+
+    calls = [(losses, 1.0), (losses, 1000.0), (evaluates,)]
+    threads = [threading.Thread(target=told, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_head_fn_that_calls_lm_head_gets_logits(hooked):
+    model = tiny("LlamaForCausalLM", **LLAMA)
+    attach_head(model)
+    if hooked:
+        model.lm_head.register_forward_hook(lambda module, args, output: None)
+    logits = model(**batch(), head_fn=lambda head, input: model.lm_head(input.hidden_states))
+    torch.testing.assert_close(logits, model(**batch()).logits)
+
+
 def test_a_loss_function_set_after_patching_gets_its_logits():
     model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
     apply_liger_kernel(model)
@@ -611,3 +676,16 @@ def test_family_wide_and_compiled_before_any_step():
         )
     finally:
         revert_liger_kernel("gemma2")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_attribute_of_the_model_that_changes_after_compilation():
+    """Cohere reads its scale from the model."""
+    model, arguments = tiny("CohereForCausalLM", **LLAMA), batch()
+    attach_head(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    for scale in (0.25, 0.75):
+        model.logit_scale = scale
+        stock = model(**arguments).loss
+        torch.testing.assert_close(compiled(**arguments, head_fn=fused), stock, rtol=1e-5, atol=0)

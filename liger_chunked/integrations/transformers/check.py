@@ -92,9 +92,10 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout). A float64 copy of the unpatched model runs the same step, and
-    errors are distances from its results. The patched model's error may be `factor` times the unpatched model's error
-    plus the rounding of the dtype. The model's patches, mode, gradients and the random state are restored afterwards.
+    Both run one step in evaluation mode (no dropout), and a float64 copy of the stock model runs it too. An error is a
+    distance from that copy. It may be `factor` times the error of the stock model, plus as much of the value as the
+    dtype rounds away. The kernels compute in float32, so a float64 model is allowed what a float32 model is. The model
+    is left as it was: its patches, modes and gradients, and the state of random numbers.
 
     Args:
         model: a transformers model, or a wrapper of one (PEFT). A second copy of it in float64 must fit into memory, so
@@ -108,8 +109,9 @@ def check_model(
         The errors. `print` shows them.
 
     Raises:
-        AssertionError: something differs; the message lists each difference and its size.
-        TypeError, ValueError: see `apply_liger_kernel`; also if the classes of the family are patched.
+        AssertionError: something differs; the message says what, and by how much.
+        TypeError, ValueError: those of `apply_liger_kernel`; a family whose classes are patched, parameters on the meta
+            device, labels that leave no token to predict.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -118,6 +120,12 @@ def check_model(
     []
     """
     inner = inner_model(model)
+    if on_meta := [name for name, p in inner.named_parameters() if p.is_meta]:
+        raise ValueError(
+            "check_model runs the model and a float64 copy of it, and parameters are on the meta device "
+            f"({on_meta[0]} and {len(on_meta) - 1} more): load the model without offloading"
+        )
+    dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
     options: dict[str, Any] = {**switches, **({} if logits_budget is None else {"logits_budget": logits_budget})}
     with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
         model.eval()
@@ -140,9 +148,9 @@ def check_model(
                 found["apply_rotary_pos_emb"] = _rope_difference(applied)
         revert_liger_kernel(inner)
         with rope.suspended():
-            stock = _step(model, arguments)
-            exact = _step(_in_float64(model), arguments)
-    dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
+            stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
+            exact = _step(_in_dtype(model, torch.float64), arguments)
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     largest = max((g.norm().item() for name, g in exact.items() if name), default=0.0)
 
     def compared(name: str) -> Comparison:
@@ -150,8 +158,8 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # A gradient may be zero except for rounding. Its bound then uses the rounding of the largest gradient.
-        rounding = torch.finfo(dtype).eps * (size if not name else max(size, 0.1 * largest))
+        # A gradient that is zero but for rounding may be off by what rounds away of the larger ones.
+        rounding = eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
     gradients = {name: compared(name) for name in {**exact, **ours} if name}
@@ -194,6 +202,11 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
     if labels is None:
         labels = input_ids.clone()
         labels[:, :3] = -100
+    if not (labels[:, 1:] != -100).any():
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} leave no token to predict: all but those of the first position are "
+            "-100"
+        )
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -208,8 +221,8 @@ def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {"": loss.detach(), **found}
 
 
-def _in_float64(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model).double()
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin = copy.deepcopy(model).to(dtype)
     inner = inner_model(twin)
     if getattr(inner.config, "_experts_implementation", None) not in (None, "eager"):
         inner.set_experts_implementation("eager")  # other implementations do not support float64

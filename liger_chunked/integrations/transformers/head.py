@@ -12,10 +12,12 @@ patching.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +40,12 @@ from liger_chunked.types import Head, LogitOptions
 class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
-    - `hidden_states` (B, T, H): of the backbone, at the positions that `logits_to_keep` selects
-    - `options`: how this model transforms its logits, and the label to ignore
-    - `outputs`: the backbone's output
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`, None if absent
-    - `aux_loss` (): the unweighted load-balancing loss of a mixture of experts. None if neither the call nor the config
-      requests router logits, or if the model's own loss has no such term
+    - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` keeps
+    - `options`: how this model transforms its logits, and the label that is ignored
+    - `outputs`: what the backbone returned
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
+    - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
+      asked for, by the call or the config, or where the model's own loss has no such term
     - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
     """
 
@@ -73,10 +75,11 @@ class HeadInput:
 
 HeadFn = Callable[[Head, HeadInput], Any]
 
-# Fields of a config that transform logits in some models. A compiled graph is guarded by their values.
-_CONFIG_NAMES = (
+# Fields of a config, or of a model, that transform logits in some models. They guard a compiled graph.
+_LOGIT_NAMES = (
     "final_logit_softcapping",
     "logits_soft_cap",
+    "output_logit_soft_cap",
     "logit_scale",
     "logits_scaling",
     "output_multiplier",
@@ -94,8 +97,8 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(model: PreTrainedModel) -> tuple[Any, ...]:
-    configs = (model.config, model.config.get_text_config())
-    return tuple(getattr(config, name, None) for config in configs for name in _CONFIG_NAMES)
+    owners = (model, model.config, model.config.get_text_config())
+    return tuple(getattr(owner, name, None) for owner in owners for name in _LOGIT_NAMES)
 
 
 class _CheckedHead:
@@ -223,7 +226,7 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
 
     Args:
         model: a transformers model with an `lm_head`.
-        ignore_index: the label to ignore.
+        ignore_index: the label of tokens that no loss counts.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`. The message says how they
@@ -405,10 +408,10 @@ def _at_least_one(num_items: int | Tensor | None) -> int | Tensor | None:
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the positions of `logits_to_keep`.
+    """The positions that `logits_to_keep` names.
 
-    An int selects the last so many positions (0: all). A tensor holds indices, shared or for each sample, or is a
-    boolean mask; then the result is flattened.
+    An int keeps that many at the end (0: all). A tensor (K,) keeps the same positions of every sample, (B, K) other
+    positions of each. A boolean mask (B, T) keeps those that are True, as (N, H).
     """
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
@@ -432,8 +435,22 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     return _run_inside(model, input, head_fn)
 
 
-# Packages whose hooks gather, move, cast or count, and accept any output.
-_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"}
+# Packages whose hooks gather, move, cast or count, and know outputs of any kind.
+_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
+
+# While one thread runs a head_fn inside an lm_head, others get logits from it, or wait to run theirs.
+_RUNNING = threading.local()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _running(head_fn: HeadFn | None) -> Iterator[None]:
+    """Whether calls of `lm_head` by this thread run a head_fn; None for no."""
+    before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
+    try:
+        yield
+    finally:
+        _RUNNING.head_fn = before
 
 
 def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
@@ -461,12 +478,14 @@ def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
             patches.set(module, "_forward_hooks", type(hooks)(guarded))
 
 
-def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-    """Run a forward hook that may read the output but not change it.
+def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
+    """A forward hook that may look at the output, and not change it unless the output is logits.
 
     Raises:
         ValueError: the hook returns another output, modifies its tensors in place, or fails.
     """
+    if getattr(_RUNNING, "head_fn", None) is None:
+        return hook(module, args, *kwargs_and_output)
     output = kwargs_and_output[-1]
     versions = _versions(output)
     try:
@@ -475,6 +494,7 @@ def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwarg
         raise _expects_logits("forward hook", hook) from error
     if versions != _versions(output) or not (result is None or result is output):
         raise _expects_logits("forward hook", hook)
+    return None
 
 
 def _versions(output: Any) -> list[int]:
@@ -512,14 +532,24 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
+def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    """The forward of a projection while `lm_head` runs `head_fn`."""
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
+        return nn.Linear.forward(projection, hidden_states)
+    with _running(None):
+        return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
+
+
 @torch.compiler.disable
 def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
+    lm_head = model.get_output_embeddings()
     patches = Patches()
-    try:
-        _refuse_editors_of_logits(model.get_output_embeddings(), patches)
-        for projection in projections(model):
-            forward = functools.partial(_at_projection, projection, input=input, head_fn=head_fn)
-            patches.set(projection, forward_slot(projection), forward)
-        return model.get_output_embeddings()(input.hidden_states)
-    finally:
-        patches.undo()
+    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn):
+        try:
+            _refuse_editors_of_logits(lm_head, patches)
+            for projection in projections(model):
+                forward = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
+                patches.set(projection, forward_slot(projection), forward)
+            return lm_head(input.hidden_states)
+        finally:
+            patches.undo()

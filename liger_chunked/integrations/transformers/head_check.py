@@ -82,8 +82,9 @@ class _Observed(NamedTuple):
     - `reached`: the input of `lm_head`
     - `output`: the output of the forward
     - `given`: the arguments of the forward
-    - `handed`: the arguments that the forward passes to the core
-    - `ours`: the arguments that the backbone passes to the core for `given`; None if the core is the backbone
+    - `handed`: the arguments that the core got from the forward
+    - `ours`: the arguments that the core gets when the backbone is called with `given`; None where the core is the
+      backbone
     """
 
     reached: Tensor
@@ -268,19 +269,12 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
 
 
-def _containing(model: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return `target` and the modules of `model` that contain it."""
-    found: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> bool:
-        inside = [visit(child) for child in module._modules.values() if child is not None]
-        if module is target or any(inside):
-            found.add(module)
-            return True
-        return False
-
-    visit(model)
-    return found
+def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
+    """`module` and those of its submodules in which `target` lies."""
+    # No recursive closure, which would keep the model alive until Python collects garbage.
+    children = [child for child in module._modules.values() if child is not None]
+    found = set().union(*(_containing(child, target) for child in children))
+    return found | {module} if found or module is target else found
 
 
 def _no_loss(*args: Any, **kwargs: Any) -> Tensor:

@@ -85,9 +85,7 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """Rebuild, over the original class, a class that `fully_shard` or `register_parametrization` derived from a patched
-    one.
-    """
+    """Rebuild a class that `fully_shard` or `register_parametrization` derived from a patched one: unpatched."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 

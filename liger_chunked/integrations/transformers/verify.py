@@ -174,8 +174,8 @@ def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, and the cos and sin of the family's rotary embedding."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
-    if found is None:  # the family has none: use Llama's
-        angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25)
+    if found is None:  # none of its own: those of Llama
+        angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
         found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
     cos, sin, width = found
     q, k = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1)
@@ -192,7 +192,7 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
         for name, cls in vars(family.modeling).items()
         if name.endswith("RotaryEmbedding") and "Vision" not in name and inspect.isclass(cls)
     ]
-    x = torch.zeros(1, 5, 8)
+    x = torch.zeros(1, 5, 8, dtype=torch.float32)
     for config in _configs(family):
         width = getattr(config, "head_dim", None)
         for cls in classes:
@@ -271,7 +271,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Maps each dimension of a layer to a small size; keeps a ratio of two between dimensions."""
+    """Map each dimension of a layer to a small one. What is twice another dimension stays so."""
 
     def __init__(self) -> None:
         self._small: dict[int, int] = {1: 1}
@@ -333,7 +333,7 @@ def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
 
 
 def _tokens(width: int) -> Tensor:
-    return _random(len(_SCALES), width) * torch.tensor(_SCALES)[:, None]
+    return _random(len(_SCALES), width) * torch.tensor(_SCALES, dtype=torch.float32)[:, None]
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
