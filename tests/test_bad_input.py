@@ -127,7 +127,10 @@ NO_NUMBERS = {
     "softcap": ("30", "softcap must be a number or None, got '30', a str"),
     "temperature": (None, "temperature must be a number, got None, a NoneType"),
     "logit_scale": ([1.0], "logit_scale must be a number, got a list of 1"),
-    "logits_budget": ([1], "logits_budget must be a number of bytes, a string such as '512MiB', or None, got list"),
+    "logits_budget": (
+        [1],
+        "logits_budget must be a number of bytes, a string such as '512MiB', or None, got a list of 1",
+    ),
     "ignore_index": (None, "ignore_index must be an int, got None"),
 }
 
