@@ -55,7 +55,7 @@ class Applied:
         counts[name] = counts.get(name, 0) + 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy needs the family's rope function too: registered as one more that does, for as long as it lives."""
+        """A copy needs the family's rope function too, so it holds it as well, for as long as it lives."""
         vars(self).update(state)
         if "rope" in self.replaced:
             _ROPES[self.family].hold(_by_name(self.family), self)
@@ -69,7 +69,7 @@ class Applied:
 
 
 class _Rope:
-    """The rope function of one modeling module, where every model of a family looks it up: ours while one wants it."""
+    """The rope function of one modeling module, which all models of a family call. It is ours while one asks for it."""
 
     def __init__(self) -> None:
         self._patches = Patches()

@@ -159,7 +159,7 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # Of a gradient that is zero but for rounding, the rounding of the others.
+        # A gradient that is zero but for rounding may be off by what rounds away of the larger ones.
         rounding = eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 

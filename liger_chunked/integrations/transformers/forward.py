@@ -135,7 +135,7 @@ def _fusion(model: PreTrainedModel) -> Fusion | None:
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
-    """Whether the loss of `model.forward` is the causal one, also if somebody has set another one since patching."""
+    """Whether `model.loss_function` is the causal loss now: somebody may have set another one since patching."""
     return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
 
 

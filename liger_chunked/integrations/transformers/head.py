@@ -41,7 +41,7 @@ class HeadInput:
     """What reaches the head of a model, and what its loss was called with.
 
     - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` keeps
-    - `options`: how this model transforms its logits, and the label that takes part in nothing
+    - `options`: how this model transforms its logits, and the label that is ignored
     - `outputs`: what the backbone returned
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
     - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
@@ -225,7 +225,7 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
 
     Args:
         model: a transformers model with an `lm_head`.
-        ignore_index: the label that takes part in nothing.
+        ignore_index: the label of tokens that no loss counts.
 
     Raises:
         ValueError: its logits are not such a transform of `lm_head(last_hidden_state)`; the message names the
@@ -407,8 +407,10 @@ def _at_least_one(num_items: int | Tensor | None) -> int | Tensor | None:
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The positions that `logits_to_keep` names: the last so many (0: all), an index for every sample or one for each,
-    or, flattened, where a mask is True.
+    """The positions that `logits_to_keep` names.
+
+    An int keeps that many at the end (0: all), a tensor (K,) these positions of every sample, (B, K) its own of each.
+    A boolean mask (B, T) keeps those that are True, as (N, H).
     """
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states

@@ -83,7 +83,8 @@ class _Observed(NamedTuple):
     - `output`: what the forward returned
     - `given`: the arguments of the forward
     - `handed`: the arguments that the core got from the forward
-    - `ours`: the arguments that the core gets when the backbone is called with `given`; None where it is the backbone
+    - `ours`: the arguments that the core gets when the backbone is called with `given`; None where the core is the
+      backbone
     """
 
     reached: Tensor

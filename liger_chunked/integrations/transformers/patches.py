@@ -85,7 +85,7 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """A class that `fully_shard` or `register_parametrization` has put over a patched one, over the original class."""
+    """Rebuild a class that `fully_shard` or `register_parametrization` derived from a patched one, unpatched."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 

@@ -273,7 +273,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 class _Sizes:
-    """A small size for each dimension of a layer; twice as large where the one is twice the other."""
+    """Map each dimension of a layer to a small one. What is twice another dimension stays so."""
 
     def __init__(self) -> None:
         self._small: dict[int, int] = {1: 1}
