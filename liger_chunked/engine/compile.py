@@ -1,8 +1,8 @@
 """What torch.compile sees of a loss: one operation, without a graph break.
 
-A loss waits for the device to learn how many tokens there are, and its objective may be a closure over the batch:
-nothing to trace. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the
-graph, and the eager loss runs inside of it:
+A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
+over the batch. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph.
+The eager loss runs inside of that call:
 
     forward     the eager loss on detached arguments                   what it returns, and what its backward needs
     backward    where gradients came with the loss (a scalar):         multiplied by the upstream gradient, in the graph
@@ -36,7 +36,7 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 # The arguments that a loss has gradients for; it detaches the others.
 _PARAMETERS = ("weight", "input", "bias")
-# Asked here, as not every tracer can ask.
+# Asked on import, because some tracers cannot trace the question.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
@@ -189,7 +189,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside of an operation, where the dispatcher has put it behind itself."""
+    """Turn autograd on inside of an operation, where the dispatcher has turned it off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -286,7 +286,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # a checkpoint lets it be read once
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # A compiler does this in the memory of the saved gradient, unless it is told that the graph may be retained.
+        # A compiler reuses the memory of the saved gradient for this product, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -338,7 +338,7 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
 
     Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
-    constant of the graph: one that changes from step to step had better be a tensor.
+    constant of the graph, so pass a number that changes from step to step as a tensor.
 
     Args:
         returns: what the function returns, from its arguments by name, without None; a method's takes `self` first.

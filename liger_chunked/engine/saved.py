@@ -266,7 +266,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Whether hooks of the caller, a checkpoint or an offloader, will see what autograd saves."""
+    """Whether hooks of the caller, of a checkpoint for example, will see what autograd saves."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -296,5 +296,8 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks: of nested hooks, autograd applies the innermost alone."""
+    """Save tensors as if there were no hooks.
+
+    Autograd calls the innermost of nested hooks only, so hooks that do nothing hide those of the caller.
+    """
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else nullcontext()

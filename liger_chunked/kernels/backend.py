@@ -1,7 +1,7 @@
 """Which path a tensor takes: Triton where it runs, torch everywhere else.
 
-A step's kernels take tensors without storage too. These stand for tensors on a GPU: everything is allocated as it is
-there, and nothing is launched. `estimate_memory` rehearses on them.
+A step's kernels also take tensors on the meta device, which stand for tensors on a GPU: the kernels allocate the same
+memory and launch nothing. `estimate_memory` makes a dry run with them.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RowTile(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The least one that is not below `n`; what Triton has for it takes the host as long as a launch."""
+    """Return the next power of two. `triton.next_power_of_2` takes the host as long as a launch."""
     return 1 << (n - 1).bit_length()
 
 

@@ -23,7 +23,7 @@ except ImportError:
 # Where torch.cuda says which device a kernel goes to, NVIDIA's or AMD's. Whether there is one is not asked: that starts
 # CUDA, and an import that does keeps its process from forking workers, or from choosing devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Where a tensor's dtype and alignment are all of it that Triton compiles for: on AMD's GPUs its size counts too.
+# Only where Triton compiles for no more of a tensor than its dtype and alignment. On AMD's GPUs its size counts too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = 1 << 10
 # A variant as a launch of Triton's has it in hand once it has found it: what runs it, its handle, its launch options,
