@@ -292,7 +292,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         if isinstance(objective, NegativeLogLikelihood):
             value = objective(dense, layout.index(every))
         else:
-            value = objective(batch, dense, layout.index(every))
+            value = objective(own, batch, dense, layout.index(every))
         return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
 
     own._fuse = full
