@@ -183,12 +183,11 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
         upstream = plain(("an upstream gradient",) * len(upstream), upstream)
-        for g in upstream:
-            if g is not None and _is_batched(g):
-                raise NotImplementedError(
-                    "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
-                    "torch.autograd.functional without vectorize"
-                )
+        if not torch.compiler.is_compiling() and any(g is not None and _is_batched(g) for g in upstream):
+            raise NotImplementedError(
+                "fused kernels have no batched backward: call torch.autograd.grad without is_grads_batched, and "
+                "torch.autograd.functional without vectorize"
+            )
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         saved = ctx.saved_tensors
