@@ -1,8 +1,8 @@
 """Make a loss one operation of a torch.compile graph, without a graph break.
 
 A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
-over the batch. `one_operation` therefore writes a call of the operator `liger_chunked::forward` into the graph, which
-runs the eager loss:
+over the batch. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph.
+The eager loss runs inside of that call:
 
     forward     run the eager loss on detached arguments; return its outputs and what the backward needs
     backward    a scalar loss:                    multiply the gradients of the forward by the upstream gradient
@@ -35,7 +35,7 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 # The arguments that get gradients. A loss detaches all others.
 _PARAMETERS = ("weight", "input", "bias")
-# Computed on import, because not every tracer can call this.
+# Asked on import, because some tracers cannot trace the question.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
@@ -190,7 +190,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Enable autograd inside an operator, where the dispatcher has disabled it."""
+    """Turn autograd on inside of an operation, where the dispatcher has turned it off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -290,7 +290,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # a checkpoint lets it be read once
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # The compiler reuses the memory of the saved gradient here, unless the graph may be retained.
+        # A compiler reuses the memory of the saved gradient for this product, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -343,8 +343,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
 
-    Eager calls do not change. Arguments may be tensors, numbers, words and tuples of words. A float is a constant of
-    the graph: pass a tensor if the value changes from step to step.
+    Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
+    constant of the graph, so pass a number that changes from step to step as a tensor.
 
     Args:
         returns: maps the arguments by name, without those that are None, to what the function returns. A method's

@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. `estimate_memory` builds one too, so nothing here reads a device or a value."""
+    """How a step is cut. `estimate_memory` makes one too, so nothing here reads a device or the values of a tensor."""
 
     layout: Layout
     chunk: Chunk
@@ -151,7 +151,7 @@ class _Step:
                 x = layout.input_rows(flat, pack.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # Allocate only now: the GPU is idle until the first product is enqueued.
+                    # A GPU is idle until its first product is enqueued. All of this can wait until then.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):

@@ -43,9 +43,9 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 class Objective(Protocol):
     """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
 
-    `stats` has one value per token: (tokens,) if each token is a group, else (groups, sequences in a group, T), with
-    zeros at ignored tokens. `index` selects the groups' rows of any tensor with one row for each group of the batch.
-    The objective may be called twice on the same groups, and must then return the same value.
+    `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
+    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch. The
+    engine may call it twice on the same groups. Both calls must return the same value.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -70,10 +70,10 @@ class BatchObjective:
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """The objective `-sum(logps) / items`, whose gradient does not depend on the log-probabilities.
+    """The objective `-sum(logps) / items`, whose gradient is a constant.
 
-    The gradients of a chunk therefore need no autograd graph, and the loss is computed once, from all chunks. Called
-    with the whole dense batch, it adds the zeros of ignored tokens.
+    It needs no graph, and the engine calls it once, with the whole dense batch. The zeros of ignored tokens add nothing
+    to the sum.
     """
 
     items: float | Tensor  # a number, or ()
@@ -92,7 +92,7 @@ class NegativeLogLikelihood:
 class Plan:
     """How a step is cut, and which pass runs it. The arguments of `of` are those of `fused_loss`.
 
-    `estimate_memory` builds one too, so nothing here reads a device or a value.
+    `estimate_memory` makes one too, so nothing here reads a device or the values of a tensor.
     """
 
     layout: Layout
@@ -203,8 +203,7 @@ class _Step:
                 partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
                 dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
-                    # The objective used a statistic that it did not declare. Restart this chunk with `HeadPass`, and
-                    # keep it.
+                    # The gradient reaches a statistic that was not declared. Restart this pack with the slower path.
                     head_pass.release()
                     head_pass = plan.open(head, grads, tuple(gradients))
                     partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
@@ -219,7 +218,7 @@ class _Step:
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # If the loss is constant on this chunk, its gradient is zero.
+                        # Where the loss is constant on this pack, the gradient is zero.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
@@ -254,7 +253,7 @@ class _Step:
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             check_graph("the loss", loss, leaves.values())
-            # On this thread: switching to autograd's device thread takes longer than these few tiny kernels.
+            # Stay on this thread: switching to autograd's device thread takes longer than these few small kernels.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for leaf in leaves.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -40,48 +40,35 @@ class _Place(NamedTuple):
 _place = functools.cache(_Place)  # making one takes longer than finding it
 
 
-class _Watched(NamedTuple):
-    """A copy of a module, its tensors, and their versions at the time of `split`."""
-
-    module: nn.Module
-    tensors: list[Tensor]
-    versions: list[int]
-
-
 class Parts(NamedTuple):
     """A value without its tensors, and the modules that it calls."""
 
     value: Any
-    watched: tuple[_Watched, ...]
+    modules: tuple[_Snapshot, ...]
 
 
 def split(value: Any) -> tuple[Parts, list[Tensor]]:
     """Take the tensors out of nested dataclasses and named tuples.
 
-    A module, also that of a bound method, becomes a shallow copy, so that `join` brings back its present settings. Its
-    tensors stay in it. So do tensors without storage, and tensors that were made in inference mode, which autograd
-    cannot save.
+    A module, or that of a bound method, is replaced by a copy with its present settings, and keeps its tensors. Tensors
+    without storage, and those that were made in inference mode, stay in place: autograd cannot save the latter.
 
     Returns:
         The same structure without its tensors, and these, each once.
     """
     taken = _Taken()
     value = taken.visit(value)
-    return Parts(value, tuple(taken.watched.values())), taken.tensors
+    return Parts(value, tuple(taken.modules.values())), taken.tensors
 
 
 def join(parts: Parts, tensors: Sequence[Tensor]) -> Any:
     """Undo `split`, with the same or other tensors.
 
     Raises:
-        RuntimeError: a tensor of a module was changed in place since, or replaced.
+        RuntimeError: a tensor of a module was changed in place since, or one of its children has another instead.
     """
-    for module, before, versions in parts.watched:
-        now = _tensors_of(module)
-        if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
-            raise RuntimeError(f"{_MODIFIED}: a tensor that {type(module).__name__} reads was replaced by another")
-        for x, version in zip(now, versions, strict=True):
-            _check_version(x, version)
+    for snapshot in parts.modules:
+        snapshot.check()
     return _Joined(tensors).visit(parts.value)
 
 
@@ -93,7 +80,7 @@ class _Taken:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.watched: dict[int, _Watched] = {}
+        self.modules: dict[int, _Snapshot] = {}
         self._places: dict[int, _Place] = {}
 
     def visit(self, x: Any) -> Any:
@@ -115,10 +102,10 @@ class _Taken:
         return x
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        found = self.watched.get(id(module))
+        found = self.modules.get(id(module))
         if found is None:
-            found = self.watched[id(module)] = _watched(module)
-        return found.module
+            found = self.modules[id(module)] = _Snapshot(module)
+        return found.copy
 
 
 class _Joined:
@@ -158,74 +145,102 @@ def _rebuilt(x: Any, names: tuple[str, ...], visit: Callable[[Any], Any]) -> Any
         return tuple.__new__(type(x), map(visit, x))
     # Not `dataclasses.replace`: it takes several times as long.
     result = object.__new__(type(x))
-    fields = result.__dict__
-    fields.update(x.__dict__)
+    fields = x.__dict__.copy()
     for name in names:
         value = fields[name]
         if value is not None:
             fields[name] = visit(value)
+    object.__setattr__(result, "__dict__", fields)  # a frozen one too
     return result
 
 
-def _watched(module: nn.Module) -> _Watched:
-    """A shallow copy of a module, without the graphs that its attributes may hang on."""
-    copy = object.__new__(type(module))
-    attributes = copy.__dict__
-    attributes.update(module.__dict__)
-    for name in _REGISTERS:
-        attributes[name] = attributes[name].copy()
-    tensors = _tensors_of(copy)
-    if not tensors:
-        return _Watched(copy, tensors, [])
-    if any(x.grad_fn is not None for x in tensors):
-        # A loss that keeps its last value would keep the graph of that, and with it the copy before this one.
-        for name, x in attributes.items():
-            if isinstance(x, Tensor):
-                attributes[name] = x.detach()
-        tensors = _tensors_of(copy)
-    return _Watched(copy, tensors, [x._version for x in tensors])
+class _Snapshot:
+    """A copy of a module and of the small containers among its attributes, and the versions of its tensors.
 
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module holds: in its attributes, in small containers of these, in its children, and captured
-    by its functions.
+    Its children, and what its functions have captured, are not copied, but their tensors are found too. The copy has no
+    graph: of a loss that keeps its last value it would keep that graph, which has a copy again, and so on.
     """
-    found: list[Tensor] = []
-    left: list[Any] = [module]
-    seen: set[int] = set()
-    while left:
-        x = left.pop()
+
+    def __init__(self, module: nn.Module) -> None:
+        copy = self.copy = object.__new__(type(module))
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._registers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of children, and as they are now
+        self._seen: dict[int, Any] = {id(module): module}
+        attributes = module.__dict__.copy()
+        for name in _own_attributes(attributes):
+            attributes[name] = self._kept(attributes[name])
+        for name in _REGISTERS:
+            register = attributes[name]
+            attributes[name] = {key: self._kept(x) for key, x in register.items()} if register else {}
+        object.__setattr__(copy, "__dict__", attributes)
+        self._seen.clear()
+
+    def check(self) -> None:
+        for x, version in zip(self._tensors, self._versions, strict=True):
+            _check_version(x, version)
+        for now, before in self._registers:
+            if list(map(id, now.values())) != list(map(id, before.values())):
+                raise RuntimeError(
+                    f"{_MODIFIED}: a module within {type(self.copy).__name__} has another parameter, buffer or child"
+                )
+
+    def _kept(self, x: Any) -> Any:
         if type(x) in _HOLD_NOTHING:
-            continue
+            return x
         if isinstance(x, Tensor):
-            if not (x.is_inference() or x.is_meta):
-                found.append(x)
-        elif id(x) not in seen:
-            seen.add(id(x))
-            left += _held(x)
-    return found
+            return self._kept_tensor(x)
+        if id(x) not in self._seen:
+            self._seen[id(x)] = x
+            self._seen[id(x)] = self._kept_object(x)
+        return self._seen[id(x)]
+
+    def _kept_tensor(self, x: Tensor) -> Tensor:
+        if x.grad_fn is not None:
+            x = x.detach()
+        if not (x.is_inference() or x.is_meta):
+            self._tensors.append(x)
+            self._versions.append(x._version)
+        return x
+
+    def _kept_object(self, x: Any) -> Any:
+        if isinstance(x, (dict, list, tuple, set)):
+            if len(x) > _MOST_ELEMENTS:
+                return x
+            if isinstance(x, dict):
+                values = {key: self._kept(each) for key, each in x.items()}
+                return values if type(x) is dict else x
+            kept = [self._kept(each) for each in x]
+            return kept if type(x) is list else tuple.__new__(type(x), kept) if isinstance(x, tuple) else x
+        names = _FIELDS[type(x)]
+        if names:
+            return _rebuilt(x, names, self._kept)
+        if isinstance(x, nn.Module):
+            attributes = vars(x)
+            found = [attributes[name] for name in _own_attributes(attributes)]
+            for name in _REGISTERS:
+                register = getattr(x, name)
+                if register:
+                    self._registers.append((register, dict(register.items())))
+                    found += register.values()
+        elif isinstance(x, FunctionType):
+            found = [cell.cell_contents for cell in x.__closure__ or () if cell != _UNASSIGNED]
+            found += (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+        elif isinstance(x, MethodType):
+            found = [x.__self__]
+        elif isinstance(x, functools.partial):
+            found = [x.func, *x.args, *x.keywords.values()]
+        else:
+            _HOLD_NOTHING.add(type(x))
+            return x
+        for each in found:
+            self._kept(each)
+        return x
 
 
-def _held(x: Any) -> Iterable[Any]:
-    """The values that an object holds, some of which may be tensors."""
-    if isinstance(x, (dict, list, tuple, set)):
-        if len(x) > _MOST_ELEMENTS:
-            return ()
-        return x.values() if isinstance(x, dict) else x
-    if isinstance(x, nn.Module):
-        own = [v for name, v in vars(x).items() if name not in _OF_EVERY_MODULE and type(v) not in _HOLD_NOTHING]
-        return (*own, *x._parameters.values(), *x._buffers.values(), *x._modules.values())
-    if isinstance(x, FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or () if cell != _UNASSIGNED]
-        return (*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
-    if isinstance(x, MethodType):
-        return (x.__self__,)
-    if isinstance(x, functools.partial):
-        return (x.func, *x.args, *x.keywords.values())
-    names = _FIELDS[type(x)]
-    if not names:
-        _HOLD_NOTHING.add(type(x))
-    return [getattr(x, name) for name in names]
+def _own_attributes(attributes: dict[str, Any]) -> list[str]:
+    """Those of a module that may hold tensors, beside its registered ones."""
+    return [name for name, x in attributes.items() if name not in _OF_EVERY_MODULE and type(x) not in _HOLD_NOTHING]
 
 
 def _any_hooks() -> bool:
@@ -251,7 +266,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Whether hooks of the caller, a checkpoint or an offloader, will see what autograd saves."""
+    """Whether hooks of the caller, of a checkpoint for example, will see what autograd saves."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -281,5 +296,8 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks: of nested hooks, autograd applies the innermost alone."""
+    """Save tensors as if there were no hooks.
+
+    Autograd calls the innermost of nested hooks only, so hooks that do nothing hide those of the caller.
+    """
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else nullcontext()

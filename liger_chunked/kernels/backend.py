@@ -1,7 +1,7 @@
 """Choose the path of a tensor: Triton where it runs, torch everywhere else.
 
-The kernels of a step also accept meta tensors, which represent tensors on a GPU: everything is allocated as on a GPU,
-and nothing is launched. `estimate_memory` uses this for its dry run.
+A step's kernels also take tensors on the meta device, which stand for tensors on a GPU: the kernels allocate the same
+memory and launch nothing. `estimate_memory` makes a dry run with them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ except ImportError:
 # torch.cuda tells the current device, on NVIDIA and AMD. This does not check for a GPU: such a check would initialize
 # CUDA on import, and the process could no longer fork workers or choose devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Triton compiles for the dtype and alignment of tensors on NVIDIA, and also for their size on AMD: no caching there.
+# Only where Triton compiles for no more of a tensor than its dtype and alignment. On AMD's GPUs its size counts too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = 1 << 10
 # A compiled variant as Triton's launch uses it: the function that runs it, its handle, its launch options, and the
