@@ -9,6 +9,7 @@ A comment in the line above a block changes how it is treated:
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -143,16 +144,21 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
 def test_blocks_run(page, toy, calls, tmp_path):
     scope: dict[str, Any] = {}
     pending = []
-    for block in blocks(page):
-        if block.mark == "not run":
-            continue
-        scope.update(fresh_names(toy, tmp_path))
-        try:
-            run(block, page, scope, toy, calls)
-        except Exception as error:
-            if block.mark != "pending":
-                raise
-            pending.append(f"line {block.line}: {type(error).__name__}: {error}")
+    try:
+        for block in blocks(page):
+            if block.mark == "not run":
+                continue
+            scope.update(fresh_names(toy, tmp_path))
+            try:
+                run(block, page, scope, toy, calls)
+            except Exception as error:
+                if block.mark != "pending":
+                    raise
+                pending.append(f"line {block.line}: {type(error).__name__}: {error}")
+    finally:
+        # A class of the page keeps its globals. A patched model among them would keep the rotary function patched.
+        scope.clear()
+        gc.collect()
     if pending:
         pytest.xfail("; ".join(pending))
 
