@@ -579,10 +579,11 @@ def test_a_loss_function_set_after_patching_gets_its_logits():
     assert model(**arguments).logits is None
 
 
-def test_no_items_as_int_and_as_tensor():
+@pytest.mark.parametrize("switch", ["fused_linear_cross_entropy", "cross_entropy"])
+def test_no_items_as_int_and_as_tensor(switch):
     model, arguments = tiny("LlamaForCausalLM", **LLAMA), batch()
     arguments["labels"] = torch.full_like(arguments["labels"], -100)
-    apply_liger_kernel(model)
+    apply_liger_kernel(model, **{switch: True})
     model.train()
     losses = [model(**arguments, num_items_in_batch=items).loss for items in (0, torch.tensor(0))]
     assert losses[0] == losses[1] == 0

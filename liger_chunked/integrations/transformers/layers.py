@@ -143,7 +143,7 @@ def causal_lm_loss(
 ) -> Tensor:
     """`ForCausalLMLoss` of transformers, without a float32 copy of the logits.
 
-    Without any label the mean is 0, not NaN.
+    Without any label the loss is 0, not NaN, also if `num_items_in_batch` is 0.
     """
     target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
     loss = liger_cross_entropy(
@@ -155,4 +155,4 @@ def causal_lm_loss(
     if num_items_in_batch is None:
         return loss
     items = num_items_in_batch
-    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+    return loss / (items.to(loss.device).clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
