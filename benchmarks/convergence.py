@@ -90,7 +90,7 @@ def build(family: str, dtype: str, seed: int, device: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def nudge(model: PreTrainedModel) -> None:
-    """Move every weight to the next float32. In bfloat16 a step is up to 1%, so move a single weight."""
+    """Move every weight to the next float32. A bfloat16 step is up to 1%, so only one weight moves."""
     single = model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]
     for weight in [single] if model.dtype == torch.bfloat16 else model.parameters():
         weight.copy_(torch.nextafter(weight, weight.new_tensor(torch.inf)))

@@ -48,7 +48,7 @@ def head_only(model: PreTrainedModel, *, fused: bool) -> Iterator[None]:
     yield
 
 
-# Contenders with `--compile-layers`. In those whose name ends in `COMPILED`, each decoder layer is compiled.
+# Contenders with `--compile-layers`. A name that ends in `COMPILED` means that each decoder layer is compiled.
 WITH_COMPILED_LAYERS = {
     OURS: models.ours,
     f"{OURS}, {COMPILED}": models.ours,

@@ -185,7 +185,7 @@ def of_call(cls: type) -> Arguments:
 def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments, place: str = "") -> TypeError:
     """Build the error for the arguments `given` that `owner` does not accept here.
 
-    `here` is what it accepts here, and `other` what it accepts in its other `place`, the "constructor" or the "call".
+    `here` has the accepted arguments. `other` has those of `place`, the "constructor" or the "call".
     """
     return TypeError("; ".join(_answer(owner, name, here.names, other.names, place) for name in given))
 

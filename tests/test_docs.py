@@ -1,10 +1,7 @@
 """The Python blocks of README.md and docs/*.md run, relative links point to files, README quotes measured figures.
 
 All blocks of a page run in one test, in order, and share one scope. `fresh_names` are set again before each block.
-A comment in the line above a block changes how it is treated:
-
-    <!-- not run: reason -->    the block is skipped
-    <!-- pending: what -->      the block may fail; the test is then an expected failure
+The comment `<!-- not run: reason -->` in the line above a block skips it.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ from liger_chunked.integrations.transformers import apply, families
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (not run|pending): [^>]*-->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?:^<!-- (not run): [^>]*-->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
     line: int  # of its first line of code, from 1
-    mark: str | None  # "not run", "pending" or None
+    mark: str | None  # "not run" or None
     code: str
 
 
@@ -143,24 +140,15 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page, toy, calls, tmp_path):
     scope: dict[str, Any] = {}
-    pending = []
     try:
         for block in blocks(page):
-            if block.mark == "not run":
-                continue
-            scope.update(fresh_names(toy, tmp_path))
-            try:
+            if block.mark is None:
+                scope.update(fresh_names(toy, tmp_path))
                 run(block, page, scope, toy, calls)
-            except Exception as error:
-                if block.mark != "pending":
-                    raise
-                pending.append(f"line {block.line}: {type(error).__name__}: {error}")
     finally:
         # A class of the page keeps its globals. A patched model among them would keep the rotary function patched.
         scope.clear()
         gc.collect()
-    if pending:
-        pytest.xfail("; ".join(pending))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

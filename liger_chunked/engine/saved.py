@@ -1,8 +1,8 @@
-"""What stays between a forward and its backward, and who may see it.
+"""Save a step for a second backward, and hide its inner graphs from hooks on saved tensors.
 
-`split` takes the tensors out of a step, so that autograd saves them: it then raises where one was changed in place, and
-hooks on saved tensors can move them. `join` puts them back. `isolated` hides the graphs that a step builds and uses up
-by itself from hooks on saved tensors.
+`split` takes the tensors out of a step, so that autograd saves them. Autograd then raises if one was changed in place,
+and hooks on saved tensors can move them. `join` puts the tensors back. `isolated` hides the graphs that a step builds
+and frees inside its forward.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-# Words of the annotation of a field that holds no tensor.
+# A field whose annotation has only these words holds no tensor.
 _PLAIN = frozenset("None bool int float str list tuple Sequence torch dtype Pack Tile LogitOptions".split())
-# Types of values that hold no tensor, as far as they have been met.
+# Types of values that hold no tensor; `_Snapshot` adds the ones it meets.
 _HOLD_NOTHING = {type(None), bool, int, float, str}
-# Attributes of every module, hooks for the most part, and those of them that hold tensors.
+# Attributes that every module has, and which of them hold tensors.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _REGISTERS = ("_parameters", "_buffers", "_modules")
-# Elements of a container that is searched: a loss may keep a log of all its steps.
+# Larger containers are not searched: a loss may keep a log of all its steps.
 _MOST_ELEMENTS = 100
 _UNASSIGNED = CellType()
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor that `split` took out."""
+    """The position of a tensor that `split` took out."""
 
     position: int
 
@@ -50,11 +50,11 @@ class Parts(NamedTuple):
 def split(value: Any) -> tuple[Parts, list[Tensor]]:
     """Take the tensors out of nested dataclasses and named tuples.
 
-    A module, or that of a bound method, is replaced by a copy with its present settings, and keeps its tensors. Tensors
-    without storage, and those that were made in inference mode, stay in place: autograd cannot save the latter.
+    A copy with the present settings replaces each module, and each module of a bound method. The copy keeps its
+    tensors. Meta tensors and inference tensors stay in the structure: autograd cannot save inference tensors.
 
     Returns:
-        The same structure without its tensors, and these, each once.
+        The same structure without its tensors, and the tensors, each once.
     """
     taken = _Taken()
     value = taken.visit(value)
@@ -65,18 +65,19 @@ def join(parts: Parts, tensors: Sequence[Tensor]) -> Any:
     """Undo `split`, with the same or other tensors.
 
     Raises:
-        RuntimeError: a tensor of a module was changed in place since, or one of its children has another instead.
+        RuntimeError: a tensor of a module was changed in place, or a child module has a new parameter, buffer or child.
     """
     for snapshot in parts.modules:
         snapshot.check()
     return _Joined(tensors).visit(parts.value)
 
 
-# Classes rather than nested functions: one that calls itself is a cycle, which keeps its tensors until it is collected.
+# Classes rather than nested functions: a recursive closure is a reference cycle, which keeps its tensors in memory
+# until the garbage collector runs.
 
 
 class _Taken:
-    """Tensors that were taken out, each once, and where they were; the modules, by their id."""
+    """Collects tensors, each once, and snapshots of modules by their id."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -109,7 +110,7 @@ class _Taken:
 
 
 class _Joined:
-    """Tensors that go back to their places."""
+    """Puts tensors back in their places."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -122,7 +123,7 @@ class _Joined:
 
 
 class _Fields(dict[type, tuple[str, ...]]):
-    """The fields of a dataclass or a named tuple that may hold tensors, by their annotations."""
+    """Maps a dataclass or named tuple to its fields that may hold tensors, according to their annotations."""
 
     def __missing__(self, kind: Any) -> tuple[str, ...]:
         is_dataclass = not issubclass(kind, nn.Module) and dataclasses.is_dataclass(kind)
@@ -140,25 +141,25 @@ _FIELDS = _Fields()
 
 
 def _rebuilt(x: Any, names: tuple[str, ...], visit: Callable[[Any], Any]) -> Any:
-    """A dataclass or a named tuple with the fields `names` visited."""
+    """Rebuild a dataclass or a named tuple with the fields `names` visited."""
     if isinstance(x, tuple):
         return tuple.__new__(type(x), map(visit, x))
-    # Not `dataclasses.replace`: it takes several times as long.
+    # `dataclasses.replace` takes several times as long.
     result = object.__new__(type(x))
     fields = x.__dict__.copy()
     for name in names:
         value = fields[name]
         if value is not None:
             fields[name] = visit(value)
-    object.__setattr__(result, "__dict__", fields)  # a frozen one too
+    object.__setattr__(result, "__dict__", fields)  # the dataclass may be frozen
     return result
 
 
 class _Snapshot:
-    """A copy of a module and of the small containers among its attributes, and the versions of its tensors.
+    """A copy of a module and of its small containers, and the versions of all tensors that the module reaches.
 
-    Its children, and what its functions have captured, are not copied, but their tensors are found too. The copy has no
-    graph: of a loss that keeps its last value it would keep that graph, which has a copy again, and so on.
+    Child modules and captured variables of functions are searched for tensors, and not copied. The copy's tensors are
+    detached: a loss may store its last value, whose graph holds the snapshot of the step before, and so on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -239,12 +240,12 @@ class _Snapshot:
 
 
 def _own_attributes(attributes: dict[str, Any]) -> list[str]:
-    """Those of a module that may hold tensors, beside its registered ones."""
+    """Return the names of unregistered attributes of a module that may hold tensors."""
     return [name for name, x in attributes.items() if name not in _OF_EVERY_MODULE and type(x) not in _HOLD_NOTHING]
 
 
 def _any_hooks() -> bool:
-    """Whether hooks on saved tensors are active, by the public interface: disabling them raises if there are any."""
+    """Return whether hooks on saved tensors are active. Disabling the hooks raises if there are any."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -253,7 +254,7 @@ def _any_hooks() -> bool:
 
 
 def _probed() -> Callable[[bool], Any] | None:
-    """The function of torch that returns the active hooks in 50 ns, where this version of torch has it."""
+    """Return torch's private function that reads the active hooks, or None if this version lacks it."""
     try:
         top = torch._C._autograd._top_saved_tensors_default_hooks
         top(False)
@@ -266,7 +267,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Whether hooks of the caller, of a checkpoint for example, will see what autograd saves."""
+    """Return whether hooks of the caller, for example of a checkpoint, see the tensors that autograd saves."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -277,7 +278,7 @@ _MODIFIED = "one of the variables needed for gradient computation has been modif
 
 
 def _check_version(x: Tensor, version: int) -> None:
-    """Raise what torch raises for a saved tensor that was changed."""
+    """Raise torch's version error if the tensor was changed in place."""
     if x._version != version:
         raise RuntimeError(
             f"{_MODIFIED}: a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} "
@@ -291,7 +292,7 @@ def _pack(x: Tensor) -> tuple[Tensor, int]:
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    _check_version(x, version)  # torch leaves this to the hooks
+    _check_version(x, version)  # with hooks, torch does not check versions
     return x
 
 

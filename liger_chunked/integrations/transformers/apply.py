@@ -44,7 +44,7 @@ _APPLIED = "_liger_applied"
 
 @dataclass
 class Applied:
-    """What was patched: for each switch, the names of the replaced parts and their counts. `print` shows it."""
+    """The result of a patch: for each switch, the names of the replaced parts and their counts. `print` shows it."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
