@@ -4,8 +4,8 @@ python -m pytest -n 2                               the suite, on the CPU
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
 
-Each of them leaves out the tests marked `exhaustive`; with `--exhaustive` they run too. `@pytest.mark.sampled` marks most
-of a test's combinations of parameters so: see `pytest_collection_modifyitems`.
+Each of them leaves out tests marked `exhaustive`, and most combinations of the parameters of a test marked `sampled`
+(see `mark_exhaustive`). With `--exhaustive` they run too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from fresh_process import FreshProcesses
 
 from liger_chunked.engine import fused
 from liger_chunked.kernels import backend
@@ -38,7 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
-    config.addinivalue_line("markers", "sampled(n=1): without --exhaustive, runs n combinations per value of a parameter")
+    config.addinivalue_line(
+        "markers", "sampled(n=1): runs n combinations per value without --exhaustive"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -108,6 +111,14 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def expects_triton(device: str) -> bool:
     """Whether this process uses the Triton kernels for float32 tensors on `device`."""
     return device == "cuda" or backend.INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[FreshProcesses]:
+    """Runs code in processes that have imported torch and nothing else."""
+    processes = FreshProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +55,7 @@ STREAM = 11
 def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
     monkeypatch.setattr(launch, "_REMEMBERS", True)
     monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", False)
-    monkeypatch.setattr(launch, "jit", lambda _: Recorder())
+    monkeypatch.setattr(launch, "jitted", lambda _: Recorder())
     monkeypatch.setattr(launch.Kernel, "_is_proven", True)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: STREAM)))
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
@@ -464,7 +463,7 @@ def no_hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def new_kernel(monkeypatch: pytest.MonkeyPatch, triton: Triton) -> launch.Kernel:
     monkeypatch.setattr(launch.Kernel, "_is_proven", False)
-    monkeypatch.setattr(launch, "jit", lambda _: triton)
+    monkeypatch.setattr(launch, "jitted", lambda _: triton)
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
 
 
@@ -548,10 +547,10 @@ def test_a_tensor_without_memory_is_refused(kernel) -> None:
     assert kernel.kernel.launched == ["jitted"]
 
 
-def test_an_import_leaves_cuda_alone() -> None:
+def test_an_import_leaves_cuda_alone(fresh) -> None:
     """A process that has initialized CUDA can neither fork workers that use it nor select its devices."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 @pytest.mark.triton

@@ -39,7 +39,9 @@ def public_api() -> list[str]:
     lines = ["# Written by `python tests/test_public_api.py`."]
     modules = [import_module(name) for name in MODULES]
     public = {name: {*module.__all__, *ON_REQUEST.get(name, ())} for name, module in zip(MODULES, modules, strict=True)}
-    classes = {x for module in modules for name in public[module.__name__] if inspect.isclass(x := getattr(module, name))}
+    classes = {
+        x for module in modules for name in public[module.__name__] if inspect.isclass(x := getattr(module, name))
+    }
     for module in modules:
         lines += ["", f"{module.__name__}:"]
         for name in sorted(public[module.__name__]):

@@ -8,7 +8,6 @@ import functools
 import importlib
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -686,7 +685,7 @@ def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
     build(tmp_path, "ORPO", ours=True)
 
 
-def test_imports():
+def test_imports(fresh):
     """The package imports no framework, and a trainer imports only its own module of TRL."""
     code = """
 import sys, liger_chunked
@@ -694,7 +693,7 @@ assert not {"trl", "transformers"} & sys.modules.keys()
 from liger_chunked.integrations.trl import LigerDPOTrainer
 assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
     assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer

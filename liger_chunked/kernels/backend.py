@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.checks import plain
+from liger_chunked.kernels.later import HAS_TRITON, constant, jit, tl
 from liger_chunked.types import LogitOptions
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # there are no wheels outside Linux; the torch path runs there
-    triton = None
-    tl = None
-    TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -70,16 +62,11 @@ def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
 WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 # Whether kernels are compiled to NVIDIA's assembly (PTX).
-PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
+PTX = constant(torch.version.cuda is not None and not INTERPRETED)
 
 # Largest value of a row relative to the centre of its sums. exp(30), its square, and the sum of such squares over a
 # vocabulary fit in float32.
-REACH = 30.0 if tl is None else tl.constexpr(30.0)
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the undecorated function if Triton is not installed."""
-    return function if triton is None else triton.jit(function)
+REACH = constant(30.0)
 
 
 def use_triton(x: Tensor) -> bool:
@@ -87,7 +74,7 @@ def use_triton(x: Tensor) -> bool:
 
     float64 takes the torch path: it is for reference results, not for speed.
     """
-    if triton is None or x.dtype == torch.float64:
+    if not HAS_TRITON or x.dtype == torch.float64:
         return False
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
 
@@ -100,7 +87,7 @@ def wide_tiles(capability: tuple[int, int]) -> bool:
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
     """Return whether `project_exp` runs on the device."""
-    if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+    if not HAS_TRITON or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
     return wide_tiles(torch.cuda.get_device_capability(device))
 

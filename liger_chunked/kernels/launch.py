@@ -6,29 +6,38 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.backend import INTERPRETED, has_own_memory
+from liger_chunked.kernels.later import HAS_TRITON, jitted
 from liger_chunked.types import described
 
-try:
-    from triton.knobs import runtime as hooks
-    from triton.runtime import driver
-except ImportError:
-    hooks = driver = None
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Triton's, from the first launch on.
+hooks: Any = None
+driver: Any = None
 
 # torch.cuda tells the current device, on NVIDIA and AMD. This does not check for a GPU: such a check would initialize
 # CUDA on import, and the process could no longer fork workers or choose devices.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Only where Triton compiles for no more of a tensor than its dtype and alignment. On AMD's GPUs its size counts too.
-_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
+_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and HAS_TRITON
 _MOST_REMEMBERED = 1 << 10
 # A compiled variant as Triton's launch uses it: the function that runs it, its handle, its launch options, and the
 # function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
+
+
+def _load_triton() -> None:
+    global hooks, driver
+    hooks = hooks or import_module("triton.knobs").runtime
+    driver = driver or import_module("triton.runtime").driver
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
@@ -83,7 +92,7 @@ class Kernel:
     _is_proven = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.kernel = jit(function)
+        self._function = function
         self.variants: dict[Any, _Variant] = {}
         self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with the kernel that Triton compiled
         self._remembers = _REMEMBERS
@@ -97,6 +106,10 @@ class Kernel:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
             tuple if given == names else operator.itemgetter(*map(given.index, names))
         )
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        return jitted(self._function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         x, y, z, *_ = (*grid, 1, 1)
@@ -131,6 +144,8 @@ class Kernel:
             with torch.cuda.device(device):
                 self(*call)
             return
+        if hooks is None:
+            _load_triton()
         try:
             by_triton = (
                 not self._remembers

@@ -23,14 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl
+from liger_chunked.kernels.backend import block_size, factor, jit, processors, tl
+from liger_chunked.kernels.later import constant
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.types import TokenStats
 
-LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
-LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
+LOG2_E = constant(1.4426950408889634)
+LOG_2 = constant(0.6931471805599453)
 # Bound on a sum of exponentials: its products with weights, and a gradient times its inverse, still fit in float32.
-LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
+LARGEST_SUM = constant(2.0**64)
 _REDUCED_ROWS, _REDUCED_PARTS = 16, 256  # tile of partial sums per program
 
 
@@ -326,6 +327,8 @@ def project_exp(
     sizes = n, vocab_size, hidden, scale
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     descriptors = (
         TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
         TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
