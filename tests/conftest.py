@@ -39,9 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
-    config.addinivalue_line(
-        "markers", "sampled(n=1): runs n combinations per value without --exhaustive"
-    )
+    config.addinivalue_line("markers", "sampled(n=1): runs n combinations per value without --exhaustive")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
