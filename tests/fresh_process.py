@@ -9,9 +9,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+
+
+SPAWN = """
+import sys
+from importlib import import_module
+import torch
+sys.path.insert(0, "tests")
+module, name, nprocs, *arguments = sys.argv[1:]
+worker = getattr(import_module(module), name)
+torch.multiprocessing.start_processes(worker, arguments, int(nprocs), start_method="fork")
+"""
 
 
 class FreshProcesses:
@@ -26,6 +39,10 @@ class FreshProcesses:
         status, printed = json.loads(self._server.stdout.readline())
         assert status == 0, printed
         return printed
+
+    def spawn(self, worker: Callable[..., Any], nprocs: int, *arguments: str) -> None:
+        """Run `worker(rank, *arguments)` in `nprocs` processes, which share one import of its module."""
+        self.run(SPAWN, worker.__module__, worker.__name__, str(nprocs), *arguments)
 
     def close(self) -> None:
         self._server.communicate()
