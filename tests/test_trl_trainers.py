@@ -189,37 +189,44 @@ def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -
 
 
 SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
+
+
+def rare(*values: Any) -> Any:
+    """Settings that change what TRL's own code does, or a second value of one: not in every run."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 CASES = [
     ("SFT", {}),
     ("SFT", {"loss_type": "dft"}),
     ("SFT", {"label_smoothing_factor": 0.1}),
-    ("SFT", {"label_smoothing_factor": 0.3, "average_tokens_across_devices": False}),
+    rare("SFT", {"label_smoothing_factor": 0.3, "average_tokens_across_devices": False}),
     ("SFT", {"label_smoothing_factor": 0.1, "packing": True, "max_length": 24}),
-    ("SFT", {"packing": True, "max_length": 24}),
-    ("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    rare("SFT", {"packing": True, "max_length": 24}),
+    rare("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     ("SFT", {"padding_free": True, "max_length": None}),
-    ("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
+    rare("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
     ("DPO", {}),
-    ("DPO", {"loss_type": "ipo"}),
+    rare("DPO", {"loss_type": "ipo"}),
     ("DPO", {"loss_type": "aot"}),
-    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
+    rare("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
     ("DPO", {"use_weighting": True, "ld_alpha": 0.5}),
     ("DPO", {"precompute_ref_log_probs": True}),
-    ("DPO", {"padding_free": True}),
+    rare("DPO", {"padding_free": True}),
     ("KTO", {}),
     ("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
     ("GRPO", {}),
     ("GRPO", SEQUENCES),
-    ("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}),
+    rare("GRPO", {"cast_lm_head_to_fp32": True, "entropy_coef": 0.01}),
     ("RLOO", {"temperature": 0.8}),
     ("Distillation", {"temperature": 0.8, "beta": 0.5}),
-    ("Distillation", {"beta": 1.0}),
+    rare("Distillation", {"beta": 1.0}),
     ("ORPO", {}),
     ("CPO", {}),
     ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
-    ("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}),
+    rare("CPO", {"loss_type": "ipo", "cpo_alpha": 0.5}),
     ("GKD", {}),
-    ("GKD", {"beta": 0.0}),
+    rare("GKD", {"beta": 0.0}),
     ("GOLD", {"temperature": 0.8}),
     ("OnlineDPO", {}),
 ]
@@ -247,10 +254,14 @@ def of_family(kind: str, family: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        *((kind, "softcap") for kind in ("SFT", "DPO", "ORPO", "CPO", "GKD", "Distillation")),
-        *((kind, "scaled") for kind in ("SFT", "CPO", "Distillation")),
-        *((kind, "experts") for kind in ("SFT", "DPO", "KTO", "GRPO", "ORPO", "CPO")),
-        *(("SFT-smoothed", family) for family in ("softcap", "scaled", "experts")),
+        *((kind, "softcap") for kind in ("SFT", "ORPO", "GKD")),
+        *(rare(kind, "softcap") for kind in ("DPO", "CPO", "Distillation")),
+        *((kind, "scaled") for kind in ("CPO", "Distillation")),
+        rare("SFT", "scaled"),
+        *((kind, "experts") for kind in ("SFT", "DPO", "KTO", "GRPO", "CPO")),
+        rare("ORPO", "experts"),
+        *(("SFT-smoothed", family) for family in ("softcap", "experts")),
+        rare("SFT-smoothed", "scaled"),
     ],
 )
 def test_families(train, kind, family):
