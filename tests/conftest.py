@@ -112,7 +112,7 @@ def expects_triton(device: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def fresh() -> Iterator[FreshProcesses]:
+def fresh_process() -> Iterator[FreshProcesses]:
     """Runs code in processes that have imported torch and nothing else."""
     processes = FreshProcesses()
     yield processes

@@ -39,7 +39,7 @@ def test_env(capsys):
     assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
 
 
-def test_env_shows_which_gpus_run_the_fused_epilogue(fresh):
+def test_env_shows_which_gpus_run_the_fused_epilogue(fresh_process):
     code = """
 import os, sys
 os.environ["LIGER_CHUNKED_WIDE_TILES"] = sys.argv[1]
@@ -47,7 +47,7 @@ from liger_chunked.cli import main
 assert main(["env"]) == 0
 """
     for setting, shown in (("9,10", "9, 10"), ("", "none")):
-        printed = fresh.run(code, setting)
+        printed = fresh_process.run(code, setting)
         assert dict(line.split(maxsplit=1) for line in printed.splitlines())["wide_tiles"] == shown
 
 

@@ -10,24 +10,24 @@ import liger_chunked
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, shifted
 
 
-def test_star_import_has_what_needs_transformers(fresh):
+def test_star_import_has_what_needs_transformers(fresh_process):
     pytest.importorskip("transformers")
     code = """
 from liger_chunked import *
 import liger_chunked.integrations.transformers as integration
 assert apply_liger_kernel is integration.apply_liger_kernel and register_family is integration.register_family
 """
-    fresh.run(code)
+    fresh_process.run(code)
 
 
-def test_star_import_without_transformers(fresh):
+def test_star_import_without_transformers(fresh_process):
     code = """
 import sys
 sys.modules["transformers"] = None
 from liger_chunked import *
 assert LigerFusedLinearDPOLoss and linear_token_stats and "apply_liger_kernel" not in globals()
 """
-    fresh.run(code)
+    fresh_process.run(code)
 
 
 # On a free machine it takes 0.15 seconds.
@@ -44,9 +44,9 @@ assert not loaded, f"import liger_chunked imported {loaded}"
 """
 
 
-def test_an_import_is_quick_and_loads_neither_compilers_nor_frameworks(fresh, tmp_path):
+def test_an_import_is_quick_and_loads_neither_compilers_nor_frameworks(fresh_process, tmp_path):
     """If it fails, `python -X importtime -c "import torch, liger_chunked"` shows what takes the time."""
-    seconds = [float(fresh.run(IMPORT, str(tmp_path))) for _ in range(6)]
+    seconds = [float(fresh_process.run(IMPORT, str(tmp_path))) for _ in range(6)]
     assert min(seconds) <= MOST_SECONDS, seconds
 
 

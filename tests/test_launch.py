@@ -547,10 +547,10 @@ def test_a_tensor_without_memory_is_refused(kernel) -> None:
     assert kernel.kernel.launched == ["jitted"]
 
 
-def test_an_import_leaves_cuda_alone(fresh) -> None:
+def test_an_import_leaves_cuda_alone(fresh_process) -> None:
     """A process that has initialized CUDA can neither fork workers that use it nor select its devices."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
-    fresh.run(code)
+    fresh_process.run(code)
 
 
 @pytest.mark.triton

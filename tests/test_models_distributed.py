@@ -115,5 +115,5 @@ def worker(rank: int, folder: str) -> None:
 
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_wrapped_and_sharded(tmp_path: Path, fresh: FreshProcesses) -> None:
-    fresh.spawn(worker, WORLD, str(tmp_path))
+def test_wrapped_and_sharded(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(worker, WORLD, str(tmp_path))

@@ -118,8 +118,8 @@ def worker(rank: int, folder: str, port: str, cases: str) -> None:
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 @pytest.mark.parametrize("cases", ["each-way", pytest.param("other-losses", marks=pytest.mark.exhaustive)])
-def test_two_processes(cases: str, tmp_path: Path, fresh: FreshProcesses) -> None:
+def test_two_processes(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    fresh.spawn(worker, WORLD, str(tmp_path), str(port), cases)
+    fresh_process.spawn(worker, WORLD, str(tmp_path), str(port), cases)

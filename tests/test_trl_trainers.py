@@ -616,10 +616,21 @@ def test_compute_metrics_gets_what_trl_hands_it(tmp_path, kind, loss):
 SCALE, VOCABULARY = 4, 1500
 
 
+# GRPO's and RLOO's trainers share their head.
+_SIZED = [*((kind, {}) for kind in KINDS if kind != "RLOO"), ("SFT", {"label_smoothing_factor": 0.1})]
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"), [*((kind, {}) for kind in KINDS), ("SFT", {"label_smoothing_factor": 0.1})], ids=str
+    ("kind", "settings", "ours"),
+    [
+        *((*case, True) for case in _SIZED),
+        ("ORPO", {}, False),
+        rare("RLOO", {}, True),
+        *(rare(*case, False) for case in [*_SIZED, ("RLOO", {})] if case != ("ORPO", {})),
+    ],
+    ids=str,
 )
-def test_no_tensor_of_the_size_of_the_logits(train, kind, settings):
+def test_no_tensor_of_the_size_of_the_logits(train, kind, settings, ours):
     """During a run with evaluation, no tensor is larger than the head's gradient or the attention scores.
 
     Stock builds logits or, without a GPU, a tile of that size. This shows that the measurement can fail.
@@ -631,31 +642,30 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind, settings):
     config |= {"num_generations": 4} if kind in ("GRPO", "RLOO") else {}
     config |= settings
 
-    def largest(ours: bool) -> int:
-        models = {
-            name: tiny.model(seed=seed, vocab_size=VOCABULARY)
-            for seed, name in enumerate(("model", "ref_model", "teacher_model"))
-            if name == "model" or name in KINDS[kind].arguments()
-        }
-        memory = Memory()
-        memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
-        with memory:
-            train(
-                kind,
-                ours=ours,
-                config=config,
-                evaluate=kind != "OnlineDPO",
-                train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
-                **models,
-                **({"logits_budget": budget} if ours else {}),
-            )
-        return memory.largest
-
+    models = {
+        name: tiny.model(seed=seed, vocab_size=VOCABULARY)
+        for seed, name in enumerate(("model", "ref_model", "teacher_model"))
+        if name == "model" or name in KINDS[kind].arguments()
+    }
+    memory = Memory()
+    memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
+    with memory:
+        train(
+            kind,
+            ours=ours,
+            config=config,
+            evaluate=kind != "OnlineDPO",
+            train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
+            **models,
+            **({"logits_budget": budget} if ours else {}),
+        )
     n_tokens = 8 * 28 if kind == "SFT" else 8 * 16
     logits = n_tokens * VOCABULARY * 4
     weight_gradient = VOCABULARY * 32 * 4
-    assert weight_gradient <= largest(ours=True) <= 1.5 * weight_gradient < logits / 2
-    assert largest(ours=False) > logits
+    if ours:
+        assert weight_gradient <= memory.largest <= 1.5 * weight_gradient < logits / 2
+    else:
+        assert memory.largest > logits
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 512 * 2**20), (1 << 16, 1 << 16)])
@@ -696,7 +706,7 @@ def test_a_trl_without_fused_heads(tmp_path, monkeypatch):
     build(tmp_path, "ORPO", ours=True)
 
 
-def test_imports(fresh):
+def test_imports(fresh_process):
     """The package imports no framework, and a trainer imports only its own module of TRL."""
     code = """
 import sys, liger_chunked
@@ -704,7 +714,7 @@ assert not {"trl", "transformers"} & sys.modules.keys()
 from liger_chunked.integrations.trl import LigerDPOTrainer
 assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer" not in sys.modules
 """
-    fresh.run(code)
+    fresh_process.run(code)
     assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer
