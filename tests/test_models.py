@@ -123,7 +123,7 @@ def test_training_step(tiny, fresh, device):
 
 
 @by_family
-def test_everything_was_patched(tiny, fresh_process):
+def test_everything_was_patched(tiny, fresh):
     model = fresh(tiny.name)
     applied = apply_liger_kernel(model)
     family = BY_NAME[tiny.family]
@@ -244,7 +244,7 @@ def test_revert(tiny, fresh, device):
 
 
 @by_family
-def test_loss_keywords(tiny, fresh_process):
+def test_loss_keywords(tiny, fresh):
     """Compared with stock: `num_items_in_batch`, `shift_labels`, and both."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     generator = torch.Generator().manual_seed(3)
@@ -281,7 +281,7 @@ class VocabularyRows(TorchDispatchMode):
 
 
 @by_family
-def test_no_logits_in_memory(tiny, fresh_process):
+def test_no_logits_in_memory(tiny, fresh):
     model, arguments = fresh(tiny.name), labelled(tiny)
     tokens, kept = arguments["input_ids"].numel(), 3
     with VocabularyRows() as stock:
@@ -294,7 +294,7 @@ def test_no_logits_in_memory(tiny, fresh_process):
 
 
 @by_family
-def test_head_fn(tiny, fresh_process):
+def test_head_fn(tiny, fresh):
     """`head_fn` gets the head and the logits transform of every model."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     stock = step(model, arguments)
@@ -319,14 +319,14 @@ def test_head_fn(tiny, fresh_process):
     assert after[0].loss.equal(stock[0].loss) and after[0].logits.equal(stock[0].logits)
 
 
-def test_tied_embeddings(fresh_process):
+def test_tied_embeddings(fresh):
     """One parameter is used twice; its gradient is the sum of both uses."""
     for name in ("qwen2", "gemma", "gemma2", "gemma3_text", "gemma3"):
         model = fresh(name)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight, name
 
 
-def test_token_accuracy(fresh_process):
+def test_token_accuracy(fresh):
     model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
     with torch.no_grad():
         logits = model(**arguments).logits[:, :-1]
@@ -340,7 +340,7 @@ def test_token_accuracy(fresh_process):
     assert output.token_accuracy == expected and output["token_accuracy"] == expected
 
 
-def test_positional_and_tuples(fresh_process):
+def test_positional_and_tuples(fresh):
     model, tiny = fresh("llama"), BY_ID["llama"]
     arguments = labelled(tiny)
     loss = step(model, arguments)[0].loss
@@ -353,7 +353,7 @@ def test_positional_and_tuples(fresh_process):
     torch.testing.assert_close(as_tuple[0], loss)
 
 
-def test_signature_stays(fresh_process):
+def test_signature_stays(fresh):
     """`generate` and Trainer read the parameter names of `forward`."""
     model = fresh("llama")
     stock = inspect.signature(model.forward)
@@ -377,7 +377,7 @@ def test_logits_to_keep_in_training(fresh, kept):
         step(model, {**arguments, "logits_to_keep": kept})
 
 
-def test_no_labels_left(fresh_process):
+def test_no_labels_left(fresh):
     """The loss is 0 and differentiable; stock returns NaN."""
     model, arguments = fresh("gemma2"), labelled(BY_ID["gemma2"])
     arguments["labels"] = torch.full_like(arguments["labels"], -100)
@@ -388,7 +388,7 @@ def test_no_labels_left(fresh_process):
         assert output.loss == 0 and not any(g.any() for g in gradients.values())
 
 
-def test_tuples_by_config(fresh_process):
+def test_tuples_by_config(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     loss = step(model, arguments)[0].loss
     apply_liger_kernel(model)
@@ -398,14 +398,14 @@ def test_tuples_by_config(fresh_process):
     torch.testing.assert_close(ours, loss)
 
 
-def test_skip_logits_without_labels(fresh_process):
+def test_skip_logits_without_labels(fresh):
     model = fresh("llama")
     apply_liger_kernel(model)
     with pytest.raises(ValueError, match="skip_logits=True needs labels"):
         model(torch.ones(1, 4, dtype=torch.long), skip_logits=True)
 
 
-def test_autocast(fresh_process):
+def test_autocast(fresh):
     """The head runs in autocast's dtype, like the other layers."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     exact = step(model, arguments)[0].loss
@@ -455,7 +455,7 @@ def test_norms_round_where_stock_norms_round(tiny):
     revert_liger_kernel(model)
 
 
-def test_cross_entropy_on_logits(fresh_process):
+def test_cross_entropy_on_logits(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"], num_items_in_batch=7)
     stock = step(model, arguments)
     applied = apply_liger_kernel(model, cross_entropy=True)
@@ -467,7 +467,7 @@ def test_cross_entropy_on_logits(fresh_process):
     assert step(model, arguments)[0].loss.equal(stock[0].loss)
 
 
-def test_switches(fresh_process):
+def test_switches(fresh):
     model = fresh("llama")
     applied = apply_liger_kernel(model, rms_norm=True, swiglu=False, rope=False, fused_linear_cross_entropy=False)
     assert applied.replaced == {"rms_norm": {"LlamaRMSNorm": 5}}
@@ -496,7 +496,7 @@ def test_two_models_share_the_rope_of_their_module():
     assert modeling.apply_rotary_pos_emb is stock, "a model that is gone asks for nothing"
 
 
-def test_a_copy_is_a_model_of_its_own(fresh_process):
+def test_a_copy_is_a_model_of_its_own(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     apply_liger_kernel(model)
     attach_head(model)
@@ -561,7 +561,7 @@ def test_head_and_kernels_come_and_go_in_any_order(fresh, first):
     assert state_of(model) == before
 
 
-def test_head_fn_sees_what_logits_to_keep_keeps(fresh_process):
+def test_head_fn_sees_what_logits_to_keep_keeps(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     attach_head(model)
     kept = {**arguments, "logits_to_keep": 5, "labels": arguments["labels"][:, -5:]}
@@ -571,7 +571,7 @@ def test_head_fn_sees_what_logits_to_keep_keeps(fresh_process):
         model(arguments["input_ids"], head_fn=lambda head, input: input.target)
 
 
-def test_head_with_a_bias(fresh_process):
+def test_head_with_a_bias(fresh):
     """The table has no row for `phi`, whose head has a bias."""
     config = transformers.PhiConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
@@ -611,7 +611,7 @@ class OwnNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
-def test_a_layer_of_ones_own_is_not_replaced(fresh_process):
+def test_a_layer_of_ones_own_is_not_replaced(fresh):
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     stock = model.model.norm
     model.model.norm = OwnNorm(HIDDEN)
@@ -621,7 +621,7 @@ def test_a_layer_of_ones_own_is_not_replaced(fresh_process):
     model.model.norm = stock
 
 
-def test_a_forward_that_somebody_set_is_called(fresh_process):
+def test_a_forward_that_somebody_set_is_called(fresh):
     """For example `model.forward = torch.compile(model.forward)`."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     stock, calls = model.forward, []
@@ -652,7 +652,7 @@ def test_a_forward_of_ones_own_is_not_replaced():
     revert_liger_kernel(model)
 
 
-def test_refusals(fresh_process):
+def test_refusals(fresh):
     model = fresh("llama")
     before = state_of(model)
     with pytest.raises(TypeError, match=r"unknown switches \['silu'\]; there are \['cross_entropy', 'fused_lin"):

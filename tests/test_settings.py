@@ -71,11 +71,11 @@ WITH_ALPHA = [
 
 def assert_equal(changed: Any, fresh: Any, batch: Batch) -> None:
     """Compare loss, gradients, metrics and `repr`."""
-    one, other = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (changed, fresh_process))
+    one, other = (evaluate(lambda batch, loss=loss: loss(**batch)[0], batch) for loss in (changed, fresh))
     assert all(torch.equal(one[name], other[name]) for name in other)
     for metric, expected in zip(changed(**batch)[1], fresh(**batch)[1], strict=True):
         assert metric is expected is None or torch.equal(metric, expected)
-    assert repr(changed) == repr(fresh_process)
+    assert repr(changed) == repr(fresh)
 
 
 @pytest.mark.parametrize("case", LOSSES)
