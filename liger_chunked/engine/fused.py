@@ -5,8 +5,7 @@
         loss, g = autograd on the objective, with a few numbers per token        only g if its formula is known
         logits -> gradient in place, dX, dW          while the logits are still in memory
 
-Backward only multiplies by the upstream scalar. It returns its gradients without copying them, so a second backward
-over a retained graph computes them again.
+Backward only multiplies by the upstream scalar: in place, or on a copy if the graph is retained for another backward.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import isolated, join, split
+from liger_chunked.engine.saved import isolated
 from liger_chunked.engine.schedule import (
     Layout,
     Pack,
@@ -49,23 +48,6 @@ class Objective(Protocol):
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class BatchObjective:
-    """The objective `function(owner, batch, stats, index)`.
-
-    All tensors that `function` reads must be in `batch`, in nested dataclasses and named tuples, or belong to `owner`.
-    A second backward then raises if one of them was changed in place. It calls `function` with a copy of `owner`, which
-    has the settings of the forward.
-    """
-
-    owner: nn.Module
-    function: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor]
-    batch: Any
-
-    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        return self.function(self.owner, self.batch, stats, index)
 
 
 @dataclass(frozen=True)
@@ -263,10 +245,7 @@ class _Step:
 
 
 class Step(Protocol):
-    """A loss with everything it needs, except the tensors that get gradients.
-
-    A dataclass: `split` finds the tensors that a second backward reads again.
-    """
+    """A loss with everything it needs, except the tensors that get gradients."""
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
@@ -275,10 +254,19 @@ class Step(Protocol):
         ...
 
 
+def _graph_is_retained() -> bool:
+    """Return whether another backward may follow the present one. True if this version of torch cannot tell."""
+    return _keeps_graph is None or _keeps_graph()
+
+
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    The first backward reads no saved tensor. Later ones run the step again, on the tensors that autograd has saved.
+    Backward reads only the gradients of the forward, so the caller may change any tensor in between. The saved tensors
+    are for `first_derivative`.
     """
 
     @staticmethod
@@ -290,12 +278,10 @@ class GradientInForward(torch.autograd.Function):
         with isolated():
             loss, stats, ctx.gradients = step.run(input, weight, bias, needs)
         if any(needs):
-            ctx.needs = needs
             given = (input, weight, bias)
             ctx.shapes = [None if x is None else x.shape for x in given]
             ctx.dtypes = [None if x is None else x.dtype for x in given]
-            ctx.step, tensors = split(step)
-            ctx.save_for_backward(*given, *tensors)
+            ctx.save_for_backward(*given)
         present = tuple(f for f in stats if f is not None)
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -305,11 +291,13 @@ class GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 5
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            input, weight, bias, *tensors = ctx.saved_tensors
-            with isolated():
-                _, _, gradients = join(ctx.step, tensors).run(input, weight, bias, ctx.needs)
+        if ctx.gradients is None:
+            _ = ctx.saved_tensors  # raises torch's error: the graph was freed
+        gradients = ctx.gradients
+        if _graph_is_retained():
+            gradients = tuple(None if g is None else g.clone() for g in gradients)
+        else:
+            ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
         of = zip(gradients, ctx.shapes, ctx.dtypes, strict=True)
         scaled = (None if g is None else g.view(shape).to(dtype) for g, shape, dtype in of)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.fused import BatchObjective, NegativeLogLikelihood, fused_loss
+from liger_chunked.engine.fused import Objective, fused_loss
 from liger_chunked.engine.schedule import Group, Layout
 from liger_chunked.types import Head, TokenStats
 
@@ -75,16 +74,15 @@ class StatsLoss(FusedLoss):
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
-        batch: Any = None,
+        objective: Objective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Call `fused_loss` for this loss. The objective is called with the loss and `batch`, see `BatchObjective`."""
+        """Call `fused_loss` for this loss."""
         return fused_loss(
             head,
             input,
             layout,
-            objective if isinstance(objective, NegativeLogLikelihood) else BatchObjective(self, objective, batch),
+            objective,
             outputs=self._outputs,
             differentiates=self._differentiates,
             options=self.options,

@@ -8,8 +8,8 @@ backward   the same slices, last first, into dX and dW; the last slice is in mem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import hooks_active, join, split
+from liger_chunked.engine.saved import hooks_active
 from liger_chunked.engine.schedule import (
     Layout,
     Tile,
@@ -66,15 +66,22 @@ class _Plan:
         """Return the statistics of all tokens."""
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that a backward reads. The caller may own target and class weights."""
+        layout = self.layout
+        return tuple(map(_savable, (layout.target, layout.rows, layout.slots, self.class_weight)))
 
-class _Saved(NamedTuple):
-    """What a backward reads, except hidden states and head."""
+    def holding(
+        self, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
+    ) -> _Plan:
+        """Return a plan for a backward, with these tensors and no others."""
+        layout = replace(self.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
+        return replace(self, layout=layout, class_weight=class_weight)
 
-    plan: _Plan
-    max: Tensor  # (n_valid,), like the other tensors
-    sum_exp: Tensor
-    entropy: Tensor | None
-    logps_grad_scale: Tensor | None
+
+def _savable(x: Tensor | None) -> Tensor | None:
+    """Return a tensor that autograd can save: a copy of an inference tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
@@ -88,9 +95,9 @@ class _LinearTokenStats(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         head_pass, partial, stats = plan.statistics(input, Head(weight, bias))
-        saved = _Saved(plan, partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale)
-        ctx.saved, tensors = split(saved)
-        ctx.save_for_backward(input, weight, bias, *tensors)
+        of_tokens = partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale
+        ctx.save_for_backward(input, weight, bias, *of_tokens, *plan.tensors())
+        ctx.plan = plan.holding()
         ctx.head_pass = None if hooks_active() else head_pass
         dense = plan.dense(stats)
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
@@ -101,8 +108,8 @@ class _LinearTokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return None, None, None, None
-        input, weight, bias, *tensors = ctx.saved_tensors
-        plan, maximum, sum_exp, entropy, logps_grad_scale = join(ctx.saved, tensors)
+        input, weight, bias, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
+        plan = ctx.plan.holding(*plan_tensors)
         layout = plan.layout
         head_pass, ctx.head_pass = ctx.head_pass, None
         if head_pass is None:

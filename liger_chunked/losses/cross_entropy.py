@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -123,7 +124,7 @@ class _Batch(NamedTuple):
     per_class: float | Tensor  # divides the cross entropy
 
 
-def _objective(_: Any, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
     weights = None if batch.weights is None else batch.weights[index]
     of_tokens = batch.definition.cross_entropy(stats, batch.target[index])
     loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / batch.per_class
@@ -358,8 +359,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             head,
             input,
             layout,
-            NegativeLogLikelihood(per_class) if plain else _objective,
-            _Batch(definition, target.reshape(-1), weights, per_token, per_class),
+            NegativeLogLikelihood(per_class)
+            if plain
+            else functools.partial(_objective, _Batch(definition, target.reshape(-1), weights, per_token, per_class)),
             self._smoothing_weight(definition),
         )
         z_loss = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -26,7 +26,7 @@ from liger_chunked.losses.checks import check_finite, check_scope, checked_items
 from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
 from liger_chunked.losses.reference import Reference, reference_logps
-from liger_chunked.losses.rollouts import Arrangement, LateBatch, RolloutBatch, check_side, rows
+from liger_chunked.losses.rollouts import Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.surrogates import Clipped
 from liger_chunked.types import (
     Head,
@@ -55,13 +55,6 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-class _Given(NamedTuple):
-    """The objective's inputs other than the statistics."""
-
-    batch: LateBatch
-    num_items: float | Tensor | None
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
@@ -286,15 +279,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             loss=type(self).__name__,
             required=True if self.beta else None,
         )
-        batch = LateBatch(
-            functools.partial(self._batch, arrange, advantages, old_logps, reference, importance_weights, items)
-        )
 
-        def objective(self: Self, given: _Given, stats: TokenStats, index: slice | Tensor) -> Tensor:
-            batch = given.batch()
-            return self._objective(batch, batch.rollouts(stats, index), index, given.num_items)
+        @functools.cache  # called first when the device has its first product to compute
+        def batch() -> RolloutBatch:
+            return self._batch(arrange, advantages, old_logps, reference, importance_weights, items)
 
-        loss, stats = self._fuse(head, input, layout, objective, _Given(batch, items))
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            return self._objective(batch(), batch().rollouts(stats, index), index, items)
+
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch().rollouts(stats, slice(None)))
 
     def _objective(

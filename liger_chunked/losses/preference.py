@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -264,7 +264,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by the first pair of each chunk
 
-        def objective(self: Self, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
             logps = batch.sequences.logps(stats.logps, index)
             summed[index.start] = logps.detach()
@@ -281,7 +281,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
-        loss, stats = self._fuse(head, input, layout, objective, batch)
+        loss, stats = self._fuse(head, input, layout, objective)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -97,20 +96,3 @@ class RolloutBatch:
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
         )
-
-
-@dataclass
-class LateBatch:
-    """A batch that is built on first use, so that the device can start its first product before.
-
-    `make` is dropped after that, and with it the caller's tensors and their graphs.
-    """
-
-    make: Callable[[], RolloutBatch] | None
-    made: RolloutBatch | None = None
-
-    def __call__(self) -> RolloutBatch:
-        if self.make is not None:
-            self.made, self.make = self.make(), None
-        assert self.made is not None
-        return self.made

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -226,7 +226,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
 
-        def objective(self: Self, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
             losses = self.preference_loss(examples)
             check_values("preference_loss", losses, examples.logps.shape, "sequences")
@@ -236,7 +236,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
                 losses = losses * along(batch.weights, index)
             return share_of_mean(losses, n)
 
-        loss, stats = self._fuse(head, input, layout, objective, batch)
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch, stats)
 
     def _batch(
