@@ -1,4 +1,4 @@
-"""TRL's trainers on chunked heads: TRL's data, metrics and losses, without logits.
+"""TRL's trainers, without logits.
 
     Liger*Trainer                a mixin over TRL's class
       model(..., labels=,        the wrapped model, with the hooks of DDP, FSDP and ZeRO, and adapters
@@ -9,8 +9,8 @@
 A trainer gets its loss in one of three ways:
 
 1. SFT, DPO, KTO, GRPO, RLOO: TRL computes loss and metrics from the statistics of a fused head, which is ours.
-2. ORPO, CPO (SimPO), GKD, GOLD, distillation, online DPO: TRL builds logits in one method, which we override.
-3. `loss=` replaces the loss by one of this library or a user's. The trainer logs its metrics under TRL's names.
+2. ORPO, CPO, GKD, GOLD, distillation, online DPO: TRL builds logits in one method, which we override.
+3. `loss=` replaces the loss by one of this library, or a user's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# TRL 1.15 is the first release whose trainers use a fused head; those of 1.14 compute on logits.
+# TRL 1.15 is the first release whose trainers use a fused head.
 REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
 
@@ -39,8 +39,8 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is `XMixin` of this file over `XTrainer` of TRL's module. Both are imported on first use: a module of
-# trl.experimental warns, and a later release may drop it.
+# `LigerXTrainer` is `XMixin` of a file here over `XTrainer` of TRL's module. Imports wait for the first use, because
+# modules of trl.experimental warn, and a later release may drop them.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),
@@ -67,7 +67,8 @@ def __getattr__(name: str) -> Any:
     file, module = _TRAINERS[kind]
     mixin = getattr(importlib.import_module(f"{__name__}.{file}"), f"{kind}Mixin")
     of_trl = getattr(importlib.import_module(module), f"{kind}Trainer")
-    trainer = type(name, (mixin, of_trl), {"__module__": __name__, "__doc__": mixin.__doc__})
+    doc = f"{mixin.__doc__.rstrip()}\n\n    For the arguments, see TRL's trainer and `LigerTrainerMixin`."
+    trainer = type(name, (mixin, of_trl), {"__module__": __name__, "__doc__": doc})
     return globals().setdefault(name, trainer)
 
 

@@ -24,7 +24,7 @@ from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Budget of a head that replaces TRL's. A step then needs no more memory than TRL's; see docs/tuning.md.
+# Budget of a head that replaces TRL's; see docs/tuning.md.
 HEAD_BUDGET = 512 * 2**20
 
 # Names of the statistics: TRL's and ours.
@@ -52,10 +52,9 @@ def add_chunked_lm_head(
 
     Args:
         model: a causal language model; under PEFT its base model.
-        temperature: divides the logits.
+        temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: fields of TRL's output to compute besides `log_probs` and `loss`; any of `STATISTICS`.
-        logits_budget: see `LogitOptions`.
+        outputs: fields of TRL's output to compute in addition to `log_probs` and `loss`, from `STATISTICS`.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
@@ -127,8 +126,7 @@ def fused_output(
 ) -> FusedCausalLMOutput:
     """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
-    `loss` is the sum of `-log_probs` over `num_items_in_batch`, or over the number of valid tokens, plus the weighted
-    auxiliary loss.
+    `loss` is the NLL divided by `num_items_in_batch`, or by the number of valid tokens, plus the auxiliary loss.
     """
     autocast: Any = nullcontext()
     if float32:
@@ -138,7 +136,7 @@ def fused_output(
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
         stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
-    # The last position predicts nothing, so TRL drops it.
+    # TRL drops the last position, which predicts nothing.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
     if "mean_logits" in fields:
@@ -154,7 +152,7 @@ def fused_output(
 
 
 class Step(NamedTuple):
-    """The result of a loss, its target (B, T), and the load-balancing loss of a mixture of experts."""
+    """A loss, its metrics, its target (B, T), and the load-balancing loss of a mixture of experts."""
 
     loss: Tensor
     metrics: Any
@@ -171,24 +169,15 @@ def loss_step(
     length: int | None = None,
     **arguments: Any,
 ) -> Step:
-    """Apply `loss` inside the forward of `model`; see `apply_loss`.
-
-    Args:
-        model: wrapped or not.
-        inputs: keyword arguments of the model.
-        labels: (B, T) token ids, not shifted, -100 where no loss is.
-    """
+    """Run `model` with `apply_loss` as its head. `labels` (B, T) are not shifted, and -100 where no loss is."""
     apply = functools.partial(apply_loss, loss=loss, length=length, **arguments)
     return model(**inputs, labels=labels, head_fn=apply)
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """Apply `loss`, with the model's logits transform, to the hidden states of a model. A `head_fn`.
+    """Apply `loss`, with the model's logits transform, to the model's hidden states. A `head_fn`.
 
-    Args:
-        length: pass only this many positions, the last ones that predict a token. Prompts and the virtual tokens of
-            prompt learning come before them.
-        **arguments: of the loss.
+    With `length`, only to that many of the last positions that predict a token.
     """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
@@ -203,7 +192,7 @@ TRANSFORM = ("softcap", "logit_scale")
 
 
 def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """Return the options `own` of a loss with the model's logits transform. Raise ValueError if they disagree."""
+    """Return a loss's options with the model's logits transform. Raise ValueError if they disagree."""
     plain = LogitOptions()
     for name in names:
         given, of_model = getattr(own, name), getattr(model, name)
@@ -220,10 +209,7 @@ def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments for prompts (B, P) and completions (B, C), and labels (B, P + C), not shifted.
-
-    Only tokens that the model, not a tool, has written are labelled.
-    """
+    """Return the model's arguments for prompts and completions, and labels of what the model, not a tool, wrote."""
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -247,7 +233,7 @@ _MULTIMODAL = (
     "image_position_ids",
 )
 
-# A mixin is put over a trainer of TRL, whose attributes mypy does not know.
+# mypy does not know the attributes of the trainer below a mixin.
 _Trainer: Any = object
 
 
@@ -255,17 +241,16 @@ class LigerTrainerMixin(_Trainer):
     """Adds chunked heads and the argument `loss` to a trainer of TRL.
 
     Args:
-        *args, **kwargs: see TRL. With a `loss`, config fields that it replaces (`replaced_fields`) must have TRL's
-            defaults or agree with it.
-        loss: replaces the trainer's loss; an instance of `loss_kind`.
+        *args, **kwargs: see TRL.
+        loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields that it replaces
+            (`replaced_fields`) must have TRL's defaults or agree with it.
         logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None means 512 MiB for a head that
-            replaces TRL's, and an automatic choice otherwise. With a `loss`, its own `logits_budget` is used.
+            replaces TRL's, and an automatic choice otherwise. A `loss` brings its own.
 
     Raises:
-        TypeError: the loss is of another class, or the budget of another type.
-        ValueError: the loss, its `ignore_index` or the budget contradicts the other arguments; or the config sets
-            `use_liger_kernel`.
-        RuntimeError: the trainer of this TRL release does not use a fused head, and would build logits.
+        TypeError: the loss or the budget is of another type.
+        ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
+        RuntimeError: the trainer of this TRL release would build logits.
     """
 
     # None if the trainer takes no loss.
@@ -310,13 +295,13 @@ class LigerTrainerMixin(_Trainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """Return the mean of `value` over its items and the ranks, without samples that fill up a last batch."""
+        """Return the mean over items and ranks, without samples that fill up a last batch."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Return the mean over all ranks' items, of which this rank has `count` with this `mean`; 0 without items.
+        """Return the mean over all ranks' items; this rank has `count` items with this `mean`.
 
-        Includes samples that fill up a last batch only if `with_repeated`.
+        Samples that fill up a last batch count only if `with_repeated`.
         """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
@@ -324,14 +309,11 @@ class LigerTrainerMixin(_Trainer):
 
     @property
     def _aux_inputs(self) -> dict[str, bool]:
-        """The model's argument that requests the load-balancing loss of a mixture of experts."""
+        """The argument with which a model returns its `aux_loss`."""
         return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """Add `aux_loss` to the loss `value`, and log it.
-
-        With `accumulates`, `Trainer` leaves it to the loss to average over micro-batches.
-        """
+        """Add `aux_loss` to the loss, and log it. With `accumulates`, average it over micro-batches."""
         if aux_loss is None:
             return value
         self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
@@ -339,7 +321,7 @@ class LigerTrainerMixin(_Trainer):
         return value + self.router_aux_loss_coef * aux_loss / steps
 
     def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Log the number of tokens trained on, and return the result of `with_outputs`."""
+        """Log the number of tokens, and return `with_outputs`."""
         if self.model.training:
             # A batch without padding has no mask.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
@@ -350,7 +332,7 @@ class LigerTrainerMixin(_Trainer):
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
-        """Reject a loss that this trainer does not support, before anything is loaded."""
+        """Raise if the trainer does not support this loss, before anything is loaded."""
         if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
             expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
             got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
@@ -361,7 +343,7 @@ class LigerTrainerMixin(_Trainer):
 
     @classmethod
     def _check_config(cls, loss: Any, config: Any) -> None:
-        """Reject fields of `replaced_fields` with neither TRL's default nor the value of `loss`."""
+        """Raise if one of `replaced_fields` is neither at TRL's default nor equal in `loss`."""
         if config is None:
             return
         # A user's subclass of TRL's config may have other defaults.
@@ -407,8 +389,7 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
-    Only this call has the temperature, precision and statistics that the trainer needs, and the trainer may score a
-    reference before it is built.
+    TRL's calls name temperature, precision and statistics. A trainer may score its reference while it is built.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
@@ -491,7 +472,7 @@ class ReferenceMixin(LigerTrainerMixin):
         raise NotImplementedError
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
-        """Return the reference's log-probabilities in nats: (B, T - 1) of the labels, or (B,) if precomputed."""
+        """Return the reference's log-probabilities: (B, T - 1), one per label, or (B,) if precomputed."""
         if self.precompute_ref_logps:
             sums = torch.cat([inputs[name] for name in self.ref_columns])
             return self._of_sequences(sums, inputs["completion_mask"])

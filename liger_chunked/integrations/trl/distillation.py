@@ -42,15 +42,7 @@ def distillation_step(
 ) -> DistillationStep:
     """Apply `loss` inside the forward of the student `model`, inside the forward of `teacher`.
 
-    The forwards are nested because each head is complete only inside its own forward.
-
-    Args:
-        model, teacher: wrapped or not.
-        loss: gets the logits transforms of both models.
-        inputs: keyword arguments of both models.
-        labels: (B, T) token ids, not shifted, -100 where no loss is.
-        num_items: see the loss.
-        with_entropy: also compute the student's entropy at the temperature of the loss, for one more GEMM.
+    The forwards are nested because each head is complete only inside its own. `with_entropy` costs one more GEMM.
     """
     with_gradient = torch.is_grad_enabled()
     steps: list[DistillationStep] = []
@@ -99,11 +91,11 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 class TeacherMixin(LigerTrainerMixin):
-    """Extends a trainer that compares the logits of two models. Subclasses override its loss, as TRL builds both."""
+    """Extends a trainer that builds the logits of student and teacher. Subclasses override its loss."""
 
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
-    # Budget of TRL's loss if none is given, for the logits of both models.
+    # Budget of TRL's loss if none is given.
     default_budget: ClassVar[int | None] = None
 
     def _distil(
@@ -135,7 +127,7 @@ class TeacherMixin(LigerTrainerMixin):
 
 
 class DistillationMixin(TeacherMixin):
-    """TRL's `DistillationTrainer`, with the gradient computed in forward; for the arguments see `LigerTrainerMixin`.
+    """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
     `loss` is a `LigerFusedLinearDistillationBase`. The logged entropy uses its temperature too. `logits_budget` covers
     both models; None for 1 GiB.
@@ -154,7 +146,7 @@ class DistillationMixin(TeacherMixin):
 
 
 class GKDMixin(TeacherMixin):
-    """TRL's `GKDTrainer` without logits; for the arguments see `LigerTrainerMixin`.
+    """TRL's `GKDTrainer` without logits.
 
     `loss` is a `LigerFusedLinearDistillationBase`.
     """
@@ -175,10 +167,10 @@ class GKDMixin(TeacherMixin):
 
 
 class GOLDMixin(TeacherMixin):
-    """TRL's `GOLDTrainer`, without logits if both models share a vocabulary; see `LigerTrainerMixin`.
+    """TRL's `GOLDTrainer` without logits.
 
-    For a teacher with another tokenizer (`use_uld_loss`), TRL's loss sorts and merges rows of probabilities. Its
-    code then runs, with logits. Otherwise `loss` may be a `LigerFusedLinearDistillationBase`.
+    If the teacher has another tokenizer (`use_uld_loss`), TRL's code runs, with logits: it sorts and merges rows of
+    probabilities. Otherwise `loss` may be a `LigerFusedLinearDistillationBase`.
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}

@@ -22,10 +22,10 @@ _LOGGED = {
 
 
 class GRPOMixin(LigerTrainerMixin):
-    """TRL's `GRPOTrainer` on a chunked head; for the arguments see `LigerTrainerMixin`.
+    """TRL's `GRPOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearPolicyBase`. It uses the config's `temperature`. If it has a KL term, set the same
-    `beta` in the config, so that TRL keeps a reference. This loss divides as TRL's default, "dapo":
+    `loss` is a `LigerFusedLinearPolicyBase`, used at the config's `temperature`. If it has a KL term, set `beta` in the
+    config too, or TRL keeps no reference. This loss divides like TRL's default:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)

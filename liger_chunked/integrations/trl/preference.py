@@ -16,7 +16,7 @@ from liger_chunked.types import Head
 
 
 def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
-    """Return the metrics of a loss on pairs under TRL's names, averaged over the ranks."""
+    """Return the metrics of a loss on pairs under TRL's names."""
     metrics = step.metrics
     of_pairs = {
         "rewards/chosen": metrics.chosen_rewards,
@@ -36,10 +36,9 @@ def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
 
 
 class DPOMixin(ReferenceMixin):
-    """TRL's `DPOTrainer` on a chunked head; for the arguments see `LigerTrainerMixin`.
+    """TRL's `DPOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearPreferenceBase`. For one that rejects a reference (SimPO, CPO, ORPO), no reference
-    model is loaded, and a `ref_model` is an error.
+    `loss` is a `LigerFusedLinearPreferenceBase`. If it rejects a reference, none is loaded.
 
         LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
     """
@@ -64,12 +63,7 @@ class DPOMixin(ReferenceMixin):
 
 
 class Scores(NamedTuple):
-    """For 2 n sequences, chosen then rejected; position t predicts token t + 1.
-
-    - `logps` (2 n, T): log-probability of each label in nats, zero where there is none
-    - `mean_logits` (2 n, T): see `mean_logits`
-    - `aux_loss`: a tuple of the load-balancing loss of a mixture of experts, if any
-    """
+    """(2 n, T) log-probability and mean logit where position t predicts token t + 1; the auxiliary loss, if any."""
 
     logps: Tensor
     mean_logits: Tensor
@@ -78,7 +72,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """Return the mean logit over the vocabulary at every position, with or without a target, (B, T).
+    """Return the mean logit over the vocabulary at every position, (B, T).
 
     Without a softcap this is `mean(W) @ h + mean(b)`, and needs no logits.
     """
@@ -94,11 +88,11 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
 
 
 class ConcatenatedMixin(LigerTrainerMixin):
-    """Extends a trainer whose `concatenated_forward` scores pairs from logits; subclasses override that method."""
+    """Extends a trainer whose `concatenated_forward` builds logits. Subclasses override it."""
 
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
-    # The trainer's name for the token id of padding.
+    # TRL's name for the padding token.
     padding_attribute: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,10 +108,10 @@ class ConcatenatedMixin(LigerTrainerMixin):
                 f"{type(loss).__name__} needs a reference, and {cls.__name__} keeps none: see LigerDPOTrainer"
             )
         if loss._expects_reference:
-            warn_reference_free(loss)  # once: every step runs on a copy of the loss, which would warn again
+            warn_reference_free(loss)  # every step runs on a copy, which would warn again
 
     def _concatenated(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Return the model's arguments, and labels of the completions, (2 n, T)."""
+        """Return the model's arguments, and labels of the completions."""
         padding_value = getattr(self, self.padding_attribute)
         batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)
         inputs = {name: batch[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
@@ -145,15 +139,14 @@ class ConcatenatedMixin(LigerTrainerMixin):
         return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the target of the NLL term, (2 n, T - 1), if it is not that of the loss."""
+        """Return the target of the NLL term if it differs from that of the loss."""
         return None
 
 
 class ORPOMixin(ConcatenatedMixin):
-    """TRL's `ORPOTrainer` without logits, for decoder-only models; for the arguments see `LigerTrainerMixin`.
+    """TRL's `ORPOTrainer` without logits, for decoder-only models.
 
-    `loss` is a `LigerFusedLinearPreferenceBase` that needs no reference. Its NLL term spans prompt and response, as in
-    ORPO.
+    `loss` is a `LigerFusedLinearPreferenceBase` without a reference. Its NLL spans prompt and response, as in ORPO.
     """
 
     replaced_fields: ClassVar = {"beta": "beta"}
@@ -181,7 +174,7 @@ class ORPOMixin(ConcatenatedMixin):
 class CPOMixin(ConcatenatedMixin):
     """TRL's `CPOTrainer` (SimPO with `loss_type="simpo"`) without logits, for decoder-only models.
 
-    For the arguments see `LigerTrainerMixin`. `loss` is a `LigerFusedLinearPreferenceBase` that needs no reference.
+    `loss` is a `LigerFusedLinearPreferenceBase` without a reference.
     """
 
     replaced_fields: ClassVar = {
@@ -224,7 +217,7 @@ class OnlineDPOMixin(LigerTrainerMixin):
             too_long = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
             prompt_ids, prompt_mask = prompt_ids[:, too_long:], prompt_mask[:, too_long:]
         names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
-        # Score padding too, because TRL's mean entropy and KL count it. Without a prompt, position t scores token t.
+        # Padding too, because TRL's mean entropy and KL count it. Without a prompt, position t scores token t.
         first = max(prompt_ids.shape[1] - 1, 0)
         input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
         shift_labels = torch.full_like(input_ids, -100)

@@ -13,7 +13,7 @@ from liger_chunked.types import Head, TokenStats
 
 
 class SFTMixin(LigerTrainerMixin):
-    """TRL's `SFTTrainer` on a chunked head; for the arguments see `LigerTrainerMixin`.
+    """TRL's `SFTTrainer` on a chunked head.
 
     Also overrides TRL's label smoothing, which builds logits. `loss` is a `LigerFusedLinearCrossEntropyLoss` with
     `reduction="mean"`, and excludes `compute_loss_func`.
@@ -54,7 +54,7 @@ class SFTMixin(LigerTrainerMixin):
             step = loss_step(model, loss, model_inputs, labels, num_items=num_items_in_batch)
             self._log_metrics(step)
             value, aux_loss = step.loss, step.aux_loss
-        # num_items_in_batch counts the tokens of all ranks, whose gradients are averaged.
+        # num_items_in_batch counts all ranks, whose gradients are averaged.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * (self.accelerator.num_processes // self.get_tp_size())
         value = self._with_aux_loss(value, aux_loss, accumulates=num_items_in_batch is not None)
@@ -73,8 +73,8 @@ class SFTMixin(LigerTrainerMixin):
     ) -> Tensor:
         """Return TRL's loss with `label_smoothing_factor`, and log its metrics.
 
-        A token costs `(1 - eps) * nll + eps * mean(-log p)`, and the mean over the vocabulary is `lse - mean_logits`.
-        Like TRL, this logs the auxiliary loss but does not add it.
+        A token costs `(1 - eps) * nll + eps * mean(-log p)`, where the mean is `lse - mean_logits`. Like TRL, this logs
+        the auxiliary loss but does not add it.
         """
         eps = self.args.label_smoothing_factor
         budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget

@@ -12,11 +12,10 @@ from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
 
 
 class KTOMixin(ReferenceMixin):
-    """TRL's `KTOTrainer` on a chunked head; for the arguments see `LigerTrainerMixin`.
+    """TRL's `KTOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. For "kl" set
-    `KTOConfig(loss_type="kto")`: TRL then prepares the mismatched completions. No reference model is loaded for a loss
-    that rejects one.
+    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. "kl" needs
+    `KTOConfig(loss_type="kto")`, with which TRL prepares mismatched completions.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
