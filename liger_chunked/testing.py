@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_chunked.engine import Layout, NegativeLogLikelihood
+from liger_chunked.engine import Layout
 from liger_chunked.engine.schedule import Pack
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
@@ -276,8 +276,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[..., Tensor] | NegativeLogLikelihood,
-        batch: Any = None,
+        objective: Callable[[TokenStats, slice | Tensor], Tensor],
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
         every = Pack(slice(0, layout.n_valid), slice(0, layout.shape[0]))
@@ -289,10 +288,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
         dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
-        if isinstance(objective, NegativeLogLikelihood):
-            value = objective(dense, layout.index(every))
-        else:
-            value = objective(own, batch, dense, layout.index(every))
+        value = objective(dense, layout.index(every))
         return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
 
     own._fuse = full

@@ -350,9 +350,6 @@ class PreferenceMetrics(NamedTuple):
     - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape` if it has
       one
-    - `reward_accuracies` (n,): 1 where the chosen reward is greater than the rejected one, else 0; TRL logs its mean as
-      `rewards/accuracies`
-    - `reward_margins` (n,): chosen minus rejected reward; TRL logs its mean as `rewards/margins`
     """
 
     chosen_logps: Tensor
@@ -362,8 +359,16 @@ class PreferenceMetrics(NamedTuple):
     nll_loss: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
-    reward_accuracies: Tensor
-    reward_margins: Tensor
+
+    @property
+    def reward_accuracies(self) -> Tensor:
+        """(n,): 1 where the chosen reward is greater than the rejected one, else 0. TRL's `rewards/accuracies`."""
+        return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
+
+    @property
+    def reward_margins(self) -> Tensor:
+        """(n,): chosen minus rejected reward. TRL's `rewards/margins`."""
+        return self.chosen_rewards - self.rejected_rewards
 
 
 class UnpairedPreferenceMetrics(NamedTuple):

@@ -343,7 +343,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
 
-    Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
+    Its arguments are tensors, numbers, words and tuples of words. A float is a
     constant of the graph, so pass a number that changes from step to step as a tensor.
 
     Args:
@@ -357,36 +357,33 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         is_method = positional[0] == "self"
 
-        def eager(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if not failed_to_bind(error):
-                    raise
-                owner, constructor = (
-                    (type(args[0]).__name__, of_constructor(type(args[0]))) if is_method else (key, Arguments(()))
-                )
-                raise call_error(owner, function, args, kwargs, constructor) or error from None
-
-        _FUNCTIONS[key] = eager
-
         @functools.wraps(function)
         def either(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 args = plain(positional, args)
                 if kwargs:
-                    kwargs = dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
-                return eager(*args, **kwargs)
+                    given = tuple(kwargs.values())
+                    served = plain(tuple(kwargs), given)
+                    kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))
+                try:
+                    return function(*args, **kwargs)
+                except TypeError as error:
+                    if not failed_to_bind(error):
+                        raise
+                    cls = type(args[0]) if is_method else None
+                    owner, constructor = (key, Arguments(())) if cls is None else (cls.__name__, of_constructor(cls))
+                    raise call_error(owner, function, args, kwargs, constructor) or error from None
             if len(args) > len(positional):
                 raise TypeError(f"{key} takes {len(positional)} positional arguments, got {len(args)}")
             named = {**dict(zip(positional, args, strict=False)), **kwargs}
-            owner = named.pop("self") if is_method else None
-            given = {name: x for name, x in named.items() if x is not None}
-            expected = returns(owner, given) if is_method else returns(given)
-            outputs = _forward(*_spelt(key, owner, given, expected.tensors))
+            module = named.pop("self") if is_method else None
+            arguments = {name: x for name, x in named.items() if x is not None}
+            expected = returns(module, arguments) if is_method else returns(arguments)
+            outputs = _forward(*_spelt(key, module, arguments, expected.tensors))
             result = dict(zip(expected.tensors, outputs, strict=False))
             return expected.build(**result)
 
+        _FUNCTIONS[key] = either
         return cast(_Function, either)
 
     return decorate

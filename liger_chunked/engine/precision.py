@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -48,6 +49,7 @@ _OF_DTYPE = {
 }
 
 
+@functools.cache
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
     """Return the permissions that products of these dtypes must not have, each once."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))

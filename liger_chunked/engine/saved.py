@@ -55,9 +55,12 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
+_NOTHING_TO_HIDE = nullcontext()
+
+
 def isolated() -> AbstractContextManager[object]:
     """Save tensors as if there were no hooks.
 
     Autograd calls the innermost of nested hooks only, so hooks that do nothing hide those of the caller.
     """
-    return saved_tensors_hooks(_pack, _unpack) if hooks_active() else nullcontext()
+    return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

@@ -120,7 +120,7 @@ class Layout:
             return values
         n_groups, slots = pack.groups.stop - pack.groups.start, self._slots_in(pack)
         if slots is not None:
-            values = values.new_zeros(n_groups * self.tokens_per_group).scatter(0, slots, values)
+            values = values.new_zeros(n_groups * self.tokens_per_group).scatter_(0, slots, values)
         return self._unflatten(values, n_groups)
 
     def compact(self, dense: Tensor, pack: Pack) -> Tensor:
@@ -134,7 +134,7 @@ class Layout:
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """Move one value per valid token to the dense layout of the whole batch, with `fill` elsewhere."""
         if self.slots is not None:
-            values = values.new_full((self.mask.numel(),), fill).scatter(0, self.slots, values)
+            values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
@@ -154,7 +154,7 @@ class Layout:
         if self.slots is not None:
             slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
             rows = rows[slots]
-            target = target.new_zeros(n_positions).scatter(0, self.slots, target)
+            target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[TokenStats]) -> TokenStats:

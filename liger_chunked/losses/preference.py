@@ -378,8 +378,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll_loss=nll,
             chosen_rewards=chosen[2],
             rejected_rewards=rejected[2],
-            reward_accuracies=(chosen[2] > rejected[2]).to(rewards.dtype),
-            reward_margins=chosen[2] - rejected[2],
         )
 
     def extra_repr(self) -> str:
