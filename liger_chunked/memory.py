@@ -258,6 +258,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),
         lengths=None if group == "token" else _meta(n_groups, per_group),
+        side_lengths=_meta(2) if group == "pair" else None,
         group_lengths=None if group == "token" else group_lengths,
         stacked=group == "pair" and n_groups > 1,
     )

@@ -10,6 +10,7 @@ Backward only multiplies by the upstream scalar: in place, or on a copy if the g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -192,9 +193,6 @@ class _Step:
                     dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
-                if share is not None:
-                    # Add the shares in float64, before rounding.
-                    loss = share.double() if loss is None else loss + share
                 if grads is not None and pack_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
@@ -204,6 +202,11 @@ class _Step:
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
+                if share is not None:
+                    # The host checks the graph here, while the device computes the products.
+                    check_graph("the loss", share, [f for f in dense if f is not None])
+                    # Add the shares in float64, before rounding.
+                    loss = share.detach().double() if loss is None else loss + share.detach()
         head_pass.release()
         if grads is not None and layout.n_valid and not has_gradient:
             raise ValueError(
@@ -234,14 +237,21 @@ class _Step:
             loss = self.objective(dense, layout.index(pack))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            check_graph("the loss", loss, leaves.values())
             # Stay on this thread: switching to autograd's device thread takes longer than these few small kernels.
             with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                gradients = torch.autograd.grad(
+                    loss, list(leaves.values()), _one(loss.dtype, loss.device), allow_unused=True
+                )
         for leaf in leaves.values():
             leaf.requires_grad_(False)
         by_name = {name: layout.compact(g, pack) for name, g in zip(leaves, gradients, strict=True) if g is not None}
-        return dense, loss.detach(), by_name
+        return dense, loss, by_name
+
+
+@functools.lru_cache(maxsize=64)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the gradient of a loss with respect to itself. Autograd would launch a kernel for it in every step."""
+    return torch.ones((), dtype=dtype, device=device)
 
 
 class Step(Protocol):

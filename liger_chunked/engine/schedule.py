@@ -77,6 +77,7 @@ class Layout:
     slots: Tensor | None  # (n_valid,) its position in the flattened dense layout, in computing order; None: same
     mask: Tensor  # dense, True at the valid tokens
     lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None if every token is a group
+    side_lengths: Tensor | None  # (2,) int64, the sum of `lengths` over the pairs; None for other groups
     group_lengths: Sequence[int] | None  # valid tokens of each group, known to the host; None if every token is a group
     shortest: int = 0  # valid tokens of the shortest sequence, known to the host
     stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
@@ -204,14 +205,15 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
     flat = target.view(-1)
     found = survey(flat.view(1, -1) if group == "token" else target, ignore_index)
     flat_mask, summary = found.mask.view(-1), found.summary
-    sizes, lows, highs = found.read()
-    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
-    mask, lengths = flat_mask, None
+    mask, lengths, side_lengths = flat_mask, None, None
     if group != "token":
         per_group = 2 if group == "pair" else 1
         mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
+        side_lengths = lengths.sum(0) if group == "pair" else None
+    sizes, lows, highs = found.read()  # after it the device is idle, so that all other work comes before
+    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
@@ -227,6 +229,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         slots=slots,
         mask=mask,
         lengths=lengths,
+        side_lengths=side_lengths,
         # The two sequences of a pair are n_groups rows apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
@@ -241,7 +244,7 @@ def lay_out_every(n: int) -> Layout:
     """
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
-    return Layout((n,), target, None, None, mask, lengths=None, group_lengths=None)
+    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)
 
 
 def budget_elements(

@@ -305,11 +305,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference: Reference,
     ) -> _Batch:
         mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
-        assert lengths is not None and layout.group_lengths is not None
+        batch_lengths = layout.side_lengths
+        assert lengths is not None and batch_lengths is not None and layout.group_lengths is not None
         if nll_target is not None:
             ignore_index = self.options.ignore_index
             mask = layout.arrange(target != ignore_index)
             lengths = mask.sum(-1)
+            batch_lengths = lengths.sum(0)
             at_least_1 = lengths.clamp(min=1)
             nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
             nll_only = layout.mask & ~mask
@@ -321,7 +323,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             nll_only=nll_only,
         )
-        batch_lengths = lengths.sum(0)
         may_be_empty = nll_target is not None or not layout.shortest
         return _Batch(
             sequences=sequences,
