@@ -84,7 +84,7 @@ def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Te
 
 
 @pytest.fixture(autouse=True)
-def small_packs(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
 

@@ -58,7 +58,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
 
 
 @by_row
-def test_gemms_of_many_packs(row):
+def test_gemms_of_many_chunks(row):
     """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
@@ -128,8 +128,8 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 @pytest.mark.parametrize(
     ("dtype", "tokens_in_budget"),
     [
-        pytest.param(torch.bfloat16, 256, id="bf16-one-pack"),
-        pytest.param(torch.bfloat16, 75, id="bf16-packs"),
+        pytest.param(torch.bfloat16, 256, id="bf16-one-chunk"),
+        pytest.param(torch.bfloat16, 75, id="bf16-chunks"),
         pytest.param(torch.bfloat16, 20, id="bf16-tiles"),
         pytest.param(torch.float32, 20, id="fp32-tiles"),
     ],

@@ -38,7 +38,7 @@ _SMALLEST = epilogue._SMALLEST
 
 
 @pytest.fixture(autouse=True)
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
 
@@ -153,7 +153,7 @@ def test_frozen(trainable, device, passes):
 
 
 @pytest.mark.triton
-def test_one_pack(device, passes):
+def test_one_chunk(device, passes):
     """With one chunk, dW is written once in bfloat16, without an accumulator for the target rows; a frozen head
     has none either."""
     batch = moved(tokens(2), torch.bfloat16, device)
@@ -256,7 +256,7 @@ def served(change: dict) -> bool:
         "class_weight": None,
         "outputs": OUTPUTS,
         "differentiates": ("logps", "lse"),
-        "packs": [schedule.tiles(3, 16, 64)] * 2,
+        "chunks": [schedule.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
     return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
@@ -274,7 +274,7 @@ REFUSED = {
     "class-weight": {"class_weight": torch.ones(16)},
     "argmax": {"outputs": ("logps", "argmax")},
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
-    "slices": {"packs": [schedule.tiles(3, 16, 8)]},
+    "slices": {"chunks": [schedule.tiles(3, 16, 8)]},
 }
 
 
@@ -293,13 +293,13 @@ def test_serves_not(change):
 
 QWEN = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 2048)}
 AUTOMATIC = {
-    "two packs": ({}, 4096),
+    "two chunks": ({}, 4096),
     "a wider head": ({"hidden_size": 2048}, 4096),
     "one too wide": ({"hidden_size": 2056}, 8192),
-    "packs that are small": ({"shape": (6144,)}, 6144),
-    "the smallest packs": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
-    "a pack that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
-    "a pack of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
+    "chunks that are small": ({"shape": (6144,)}, 6144),
+    "the smallest chunks": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
+    "a chunk that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
+    "a chunk of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
     "small work": ({"vocab_size": 32000}, 8192),
     "many of them": ({"vocab_size": 32000, "hidden_size": 2048, "shape": (8, 4096)}, 32768),
     "one chunk in any case": ({"shape": (2, 2048)}, 4096),
@@ -322,10 +322,10 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
 
 
-def test_packs_in_the_place_of_one_chunk_are_large():
+def test_chunks_in_the_place_of_one_chunk_are_large():
     def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
-        packs = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
-        return epilogue.instead_of_one_chunk(packs, hidden_size=1024)
+        chunks = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
+        return epilogue.instead_of_one_chunk(chunks, hidden_size=1024)
 
     assert several(4096, 4096) and several(3584, 4096, 4096)
     assert not several(8192)
@@ -347,17 +347,17 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
         whole_batch=False,
         wide_tiles=True,
     )
-    assert len(plan.packs) == (1 if transposed else 2)
+    assert len(plan.chunks) == (1 if transposed else 2)
 
 
-def test_small_packs_are_left_to_the_logits(monkeypatch):
+def test_small_chunks_are_left_to_the_logits(monkeypatch):
     """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
     monkeypatch.setattr(epilogue, "_SMALLEST", largest)
-    packs = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
-    assert served({"packs": packs})
+    chunks = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
+    assert served({"chunks": chunks})
     monkeypatch.setattr(epilogue, "_SMALLEST", largest + 1)
-    assert not served({"packs": packs})
+    assert not served({"chunks": chunks})
 
 
 @pytest.mark.parametrize(
@@ -428,10 +428,10 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a step, in chunks of `pack` tokens."""
+    """Sizes of a step, in chunks of `chunk` tokens."""
 
     n: int
-    pack: int
+    chunk: int
     hidden: int
     vocab: int
 
@@ -463,7 +463,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched):
     target = torch.zeros(input.shape[:2], dtype=torch.int64)
     n_valid = int(valid * target.shape[1])
     target[:, n_valid:] = -100
-    loss = of(logits_budget=sizes.pack * sizes.vocab * 2)
+    loss = of(logits_budget=sizes.chunk * sizes.vocab * 2)
     estimate = estimate_memory(
         loss,
         vocab_size=sizes.vocab,

@@ -278,13 +278,13 @@ def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
 
 # Steps that use the fused epilogue, and their trainable tensors.
 BY_EPILOGUE = [
-    pytest.param(SMALL_TOKENS, "all", id="packs"),
-    pytest.param(SMALL_TOKENS, "frozen-head", id="packs-frozen-head"),
-    pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="packs-ignored"),
+    pytest.param(SMALL_TOKENS, "all", id="chunks"),
+    pytest.param(SMALL_TOKENS, "frozen-head", id="chunks-frozen-head"),
+    pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="chunks-ignored"),
     # One chunk needs 140 MiB, so the allocator's rounding of two tensors does not matter.
     pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
-    pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-pack-frozen-head"),
+    pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-chunk-frozen-head"),
 ]
 
 

@@ -33,7 +33,7 @@ some_rows = pytest.mark.parametrize(
     rows("ce", "ce-none", "dpo-sigmoid", "grpo-kl", "kto", "jsd", "squared-error", "kl-top-k", "stats-all"),
     ids=repr,
 )
-SEVERAL_PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 CHANGED = "modified by an inplace operation"
 REFUSED = "second derivatives .* are not supported"
 
@@ -100,7 +100,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 def test_hooks(row: Row, hooks: Hooks) -> None:
     batch = row.sample(SMALL, seed=0)
     leaves = leaves_of(batch)
-    call = partial(row.ours, logits_budget=SEVERAL_PACKS)
+    call = partial(row.ours, logits_budget=SEVERAL_CHUNKS)
     expected = evaluate(call, batch)
     with hooks():
         loss = call({**batch, **leaves})
@@ -146,9 +146,9 @@ def test_contexts_of_torch(
     if not private:
         monkeypatch.setattr(saved, "_top_hooks", None)
     batch = row.sample(SMALL, seed=0)
-    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch)
+    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch)
     with context():
-        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch), expected)
+        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), expected)
 
 
 class _Remembering(lc.LigerFusedLinearDistillationBase):
@@ -204,7 +204,7 @@ def surrounded(
         def region(x: Tensor) -> Tensor:
             nonlocal runs
             runs += 1
-            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_PACKS)
+            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_CHUNKS)
 
         return surround(region, batch["input"])
 

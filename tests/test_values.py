@@ -119,7 +119,7 @@ def test_gradient_error_is_that_of_eager_code(row, dtype, device):
         pytest.skip(
             "cuBLAS sums float32 in an order that it picks by shape; test_gpu.py bounds what is ours of the error"
         )
-    budgets = {"one-pack": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
+    budgets = {"one-chunk": None, "chunks": 61 * ERROR_SIZES.vocab * dtype.itemsize}
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     sizes: dict[str, list[float]] = defaultdict(list)
     for seed in range(SEEDS[dtype] * row.batches):

@@ -61,7 +61,7 @@ def serves(
     class_weight: Tensor | None,
     outputs: tuple[str, ...],
     differentiates: tuple[str, ...],
-    packs: list[list[Tile]],
+    chunks: list[list[Tile]],
 ) -> bool:
     """Return whether `EpiloguePass` can replace `HeadPass` in a step, and is faster. The device must have wide tiles.
 
@@ -70,7 +70,7 @@ def serves(
         dtype: the dtype of the matrix products.
         options, class_weight, outputs: of the step.
         differentiates: the statistics that the gradient of the loss reaches.
-        packs: the tiles of each chunk.
+        chunks: the tiles of each chunk.
     """
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
@@ -83,15 +83,15 @@ def serves(
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
-        and all(len(tiles) == 1 for tiles in packs)
+        and all(len(tiles) == 1 for tiles in chunks)
         and hidden_size <= _WIDEST
-        and max(map(largest, packs)) * hidden_size >= _SMALLEST
+        and max(map(largest, chunks)) * hidden_size >= _SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
 
 
-def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
+def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
     """Return whether to split a step that could be one chunk of logits, and use the fused epilogue.
 
     The split must save memory and take about the same time.
@@ -101,10 +101,10 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     read and a write of dW. docs/tuning.md has the measurements. `serves` must hold too.
     """
     return (
-        len(packs) > 1
+        len(chunks) > 1
         and hidden_size <= _WIDEST_CUT
-        and sum(tiles[-1].rows.stop for tiles in packs) >= _FEWEST_TOKENS * len(packs)
-        and all(largest(tiles) * hidden_size >= _LARGE for tiles in packs)
+        and sum(tiles[-1].rows.stop for tiles in chunks) >= _FEWEST_TOKENS * len(chunks)
+        and all(largest(tiles) * hidden_size >= _LARGE for tiles in chunks)
     )
 
 
@@ -193,13 +193,13 @@ class EpiloguePass:
 
     def backward(
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        pack_rows: slice,
+        chunk_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a chunk's dX and dW to `grads`. `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX and dW to `grads`. `chunk_rows` are its tokens in the layout of the batch."""
         exponentials, self._held = self._held, None
         assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
-        dx = grads.open_input(x, pack_rows, one_slice=True)
+        dx = grads.open_input(x, chunk_rows, one_slice=True)
         # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
@@ -209,7 +209,7 @@ class EpiloguePass:
                     grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
-        grads.close_pack(dx, pack_rows)
+        grads.close_chunk(dx, chunk_rows)
 
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]

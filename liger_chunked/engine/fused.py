@@ -25,12 +25,12 @@ from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Need
 from liger_chunked.engine.saved import isolated
 from liger_chunked.engine.schedule import (
     Layout,
-    Pack,
+    Chunk,
     Tile,
     along,
     budget_elements,
     largest,
-    packs,
+    chunks,
     row_blocks,
     tiles,
     warn_of_few_rows,
@@ -79,7 +79,7 @@ class Plan:
     """
 
     layout: Layout
-    packs: list[Pack]
+    chunks: list[Chunk]
     tiles: list[list[Tile]]  # of each chunk
     outputs: tuple[str, ...]
     differentiates: tuple[str, ...]
@@ -106,10 +106,10 @@ class Plan:
         differentiates = tuple(name for name in differentiates if name in outputs)
         warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
 
-        def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
+        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
             elements = budget_elements(options, head.weight.shape, dtype, n_valid)
-            found = packs(layout, vocab_size, elements, whole_batch)
-            return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
+            found = chunks(layout, vocab_size, elements, whole_batch)
+            return found, [tiles(chunk.rows.stop - chunk.rows.start, vocab_size, elements) for chunk in found]
 
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
@@ -121,7 +121,7 @@ class Plan:
                 chosen = several
         return cls(
             layout=layout if len(chosen[0]) == 1 else layout.by_group(),
-            packs=chosen[0],
+            chunks=chosen[0],
             tiles=chosen[1],
             outputs=outputs,
             differentiates=differentiates,
@@ -180,28 +180,28 @@ class _Step:
         loss: Tensor | None = None
         has_gradient = False
         with gemms(input.device, plan.dtype):
-            for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
-                x = layout.input_rows(flat, pack.rows).to(plan.dtype)
-                target = along(layout.target, pack.rows)
-                partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
+            for chunk, chunk_tiles in zip(plan.chunks, plan.tiles, strict=True):
+                x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
+                target = along(layout.target, chunk.rows)
+                partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
+                dense, share, gradients = self._differentiate(stats, chunk, with_gradient=grads is not None)
                 if not gradients.keys() <= set(head_pass.differentiable):
-                    # The gradient reaches a statistic that was not declared. Restart this pack with the slower path.
+                    # The gradient reaches a statistic that was not declared. Restart this chunk with the slower path.
                     head_pass.release()
                     head_pass = plan.open(head, grads, tuple(gradients))
-                    partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                    dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
+                    partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
+                    dense, share, gradients = self._differentiate(stats, chunk, with_gradient=True)
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
-                if grads is not None and pack_tiles:
+                if grads is not None and chunk_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # Where the loss is constant on this pack, the gradient is zero.
+                        # Where the loss is constant on this chunk, the gradient is zero.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
-                    head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
+                    head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
                 if share is not None:
                     # The host checks the graph here, while the device computes the products.
                     check_graph("the loss", share, [f for f in dense if f is not None])
@@ -219,7 +219,7 @@ class _Step:
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 
     def _differentiate(
-        self, stats: TokenStats, pack: Pack, with_gradient: bool
+        self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
         """Return a chunk's statistics in the dense layout, its share of the loss, and the share's gradients.
 
@@ -227,14 +227,14 @@ class _Step:
         is computed from all chunks at once.
         """
         layout = self.plan.layout
-        dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
+        dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
         if isinstance(self.objective, NegativeLogLikelihood):
             return dense, None, self.objective.gradients(stats) if with_gradient else {}
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            loss = self.objective(dense, layout.index(pack))
+            loss = self.objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             # Stay on this thread: switching to autograd's device thread takes longer than these few small kernels.
@@ -244,7 +244,7 @@ class _Step:
                 )
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-        by_name = {name: layout.compact(g, pack) for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        by_name = {name: layout.compact(g, chunk) for name, g in zip(leaves, gradients, strict=True) if g is not None}
         return dense, loss, by_name
 
 

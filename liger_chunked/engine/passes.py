@@ -111,7 +111,7 @@ class Gradients(Protocol):
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
 
-    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None: ...
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None: ...
 
     def open_weight(self) -> bool: ...
 
@@ -121,7 +121,7 @@ class Gradients(Protocol):
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None: ...
 
-    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None: ...
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None: ...
 
 
 @dataclass
@@ -204,14 +204,14 @@ class HeadPass:
 
     def backward(
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        pack_rows: slice,
+        chunk_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a chunk's dX, dW and db to `grads`. `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX, dW and db to `grads`. `chunk_rows` are its tokens in the layout of the batch."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
         if self.logps_grad_scale is not None and cotangents.logps is not None:
             given["logps"] = cotangents.logps * self.logps_grad_scale
         cotangents = cotangents._replace(**grads.normalize(given))
-        dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
+        dx = grads.open_input(x, chunk_rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):
             logits = self.project(x, tile) if self._held is None else self._held
             self._held = None
@@ -228,15 +228,15 @@ class HeadPass:
                 last_slice = tile.vocab.stop == self.vocab_size
                 accumulate(along(dx, tile.rows), dz, along(self.head.weight, tile.vocab), first=last_slice)
             grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
-        grads.close_pack(dx, pack_rows)
+        grads.close_chunk(dx, chunk_rows)
 
-    def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, pack_rows: slice) -> None:
+    def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, chunk_rows: slice) -> None:
         """Add a chunk's dX, dW and db, given the gradient `dz` (n, V) of all its logits."""
-        dx = grads.open_input(x, pack_rows, one_slice=True)
+        dx = grads.open_input(x, chunk_rows, one_slice=True)
         if dx is not None:
             accumulate(dx, dz, self.head.weight, first=True)
         grads.add(slice(0, self.vocab_size), dz, x, first=True)
-        grads.close_pack(dx, pack_rows)
+        grads.close_chunk(dx, chunk_rows)
 
 
 class HeadGradients:
@@ -300,7 +300,7 @@ class HeadGradients:
         self._unit = unit
         return {name: g / unit for name, g in gradients.items()}
 
-    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
         """Return memory for a chunk's dX, or None if not needed.
 
         A dX that is one product in the right dtype is written straight to its place in the batch's gradient.
@@ -310,7 +310,7 @@ class HeadGradients:
             return None
         dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
         if self._layout.rows is None and dtype == gradient.dtype:
-            return along(gradient, pack_rows)
+            return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
@@ -360,15 +360,15 @@ class HeadGradients:
         if self._nothing_yet:
             add_target_rows_(weight, target, found, target_scale, x)
 
-    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
         """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
         if self._layout.rows is not None:
-            self._input.index_copy_(0, along(self._layout.rows, pack_rows), dx.to(self._input.dtype))
+            self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
-            self._input[pack_rows] = dx
+            self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the parameters' dtypes (float32 for float16). Call once: it drops its references."""

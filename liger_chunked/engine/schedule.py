@@ -5,7 +5,7 @@
     chunk    as many whole groups as the budget holds; the objective is evaluated on one chunk at a time
     tile     some rows of a chunk times a slice of the vocabulary: the logits that are in memory at once
 
-Identifiers call a chunk a "pack" (`Pack`, `packs`, `pack_rows`). `Chunk` is a size in tokens.
+Identifiers call a chunk a "chunk" (`Chunk`, `chunks`, `chunk_rows`). `ChunkSize` is a size in tokens.
 
 A chunk within the budget is one tile, projected once. A larger chunk (a single group that exceeds the budget) is cut
 along the vocabulary first: each slice of the weight gradient is then one product, written once.
@@ -54,7 +54,7 @@ def along(x: Tensor, part: slice | Tensor) -> Tensor:
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
-class Pack(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk: consecutive groups that the objective sees together. `rows` are their tokens in computing order."""
 
     rows: slice
@@ -104,13 +104,13 @@ class Layout:
         """Return the hidden states (len, H) of `rows` from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
-    def _slots_in(self, pack: Pack) -> Tensor | None:
+    def _slots_in(self, chunk: Chunk) -> Tensor | None:
         """Return `slots` of the chunk's tokens, counted from its first group."""
-        if self.slots is None or pack.groups.start == 0:
-            return None if self.slots is None else along(self.slots, pack.rows)
-        return self.slots[pack.rows] - pack.groups.start * self.tokens_per_group
+        if self.slots is None or chunk.groups.start == 0:
+            return None if self.slots is None else along(self.slots, chunk.rows)
+        return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
-    def dense(self, values: Tensor, pack: Pack) -> Tensor:
+    def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
         """Move one value per token of a chunk, in computing order, to the dense layout of its groups, with zeros
         elsewhere.
 
@@ -119,16 +119,16 @@ class Layout:
         """
         if self.group_lengths is None:
             return values
-        n_groups, slots = pack.groups.stop - pack.groups.start, self._slots_in(pack)
+        n_groups, slots = chunk.groups.stop - chunk.groups.start, self._slots_in(chunk)
         if slots is not None:
             values = values.new_zeros(n_groups * self.tokens_per_group).scatter_(0, slots, values)
         return self._unflatten(values, n_groups)
 
-    def compact(self, dense: Tensor, pack: Pack) -> Tensor:
+    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         """Move a chunk's values back from the dense layout to (len,), in computing order."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
-            slots = self._slots_in(pack)
+            slots = self._slots_in(chunk)
             dense = dense if slots is None else dense.index_select(0, slots)
         return dense.contiguous()
 
@@ -181,11 +181,11 @@ class Layout:
         sequences_per_group = self.shape[1]
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
-    def index(self, pack: Pack) -> slice | Tensor:
+    def index(self, chunk: Chunk) -> slice | Tensor:
         """Return the index of the chunk's rows in a tensor whose first axis is the groups of the whole batch."""
         if self.group_lengths is not None:
-            return pack.groups
-        return pack.rows if self.slots is None else self.slots[pack.rows]
+            return chunk.groups
+        return chunk.rows if self.slots is None else self.slots[chunk.rows]
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
@@ -313,21 +313,21 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
     )
 
 
-class Chunk(NamedTuple):
+class ChunkSize(NamedTuple):
     """Tokens of a chunk whose logits are in memory at once, and of a block, the part with a teacher's logits too."""
 
     tokens: int
     block: int
 
 
-def budget_chunk(
+def budget_chunk_size(
     options: LogitOptions,
     head_shape: torch.Size,
     dtype: torch.dtype,
     n_valid: int,
     bytes_per_logit: int,
     wants_weight: bool,
-) -> Chunk:
+) -> ChunkSize:
     """Return a chunk size within `budget_elements`, and the size of its blocks.
 
     Everything except the student's logits, such as a teacher's logits, is in memory for one block at a time. The weight
@@ -339,14 +339,14 @@ def budget_chunk(
     tokens = max(1, elements // vocab_size)
     beside = max(0, bytes_per_logit - logit)
     if not (beside and wants_weight):
-        return Chunk(tokens, tokens)
+        return ChunkSize(tokens, tokens)
     more = max(1, _BLOCK_VOCAB // vocab_size)
     if options.logits_budget is None and n_valid * vocab_size * logit <= _ONE_CHUNK:
         block = max(1, min(n_valid, more * _BLOCK_TOKENS))
         if 2 * block * beside <= n_valid * logit:
-            return Chunk(max(tokens, n_valid), block)
+            return ChunkSize(max(tokens, n_valid), block)
     block = max(min(tokens, more * _FEWEST_BLOCK_TOKENS), min(tokens // 2, more * _BLOCK_TOKENS))
-    return Chunk((tokens * bytes_per_logit - block * beside) // logit, block)
+    return ChunkSize((tokens * bytes_per_logit - block * beside) // logit, block)
 
 
 def _even(n: int, limit: int) -> int:
@@ -363,27 +363,27 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
-def packs(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Pack]:
+def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
     """Cut the batch into chunks of whole groups, each within `elements` logits unless one group alone is larger."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
-            return [Pack(slice(0, n_valid), slice(0, n_valid))]
+            return [Chunk(slice(0, n_valid), slice(0, n_valid))]
         # Nearly equal: a short last chunk costs as much in the weight gradient as a long one.
-        return [Pack(rows, rows) for rows in pieces(0, n_valid, limit)]
+        return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
     if whole_batch or n_valid <= limit:
-        return [Pack(slice(0, n_valid), slice(0, n_groups))]
+        return [Chunk(slice(0, n_valid), slice(0, n_groups))]
     result = []
     first_row = first_group = row = 0
     for group, length in enumerate(layout.group_lengths):
         if row > first_row and row + length - first_row > limit:
-            result.append(Pack(slice(first_row, row), slice(first_group, group)))
+            result.append(Chunk(slice(first_row, row), slice(first_group, group)))
             first_row, first_group = row, group
         row += length
-    result.append(Pack(slice(first_row, n_valid), slice(first_group, n_groups)))
+    result.append(Chunk(slice(first_row, n_valid), slice(first_group, n_groups)))
     return result
 
 

@@ -132,7 +132,7 @@ class _LinearTokenStats(torch.autograd.Function):
                     tiles=plan.tiles,
                     cotangents=cotangents,
                     grads=grads,
-                    pack_rows=slice(0, layout.n_valid),
+                    chunk_rows=slice(0, layout.n_valid),
                 )
         head_pass.release()
         d_input, d_weight, d_bias = grads.finish()
