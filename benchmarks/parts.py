@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import DEVICE, LossRow, Table, benchmark, head_weight, hidden_states, median_ms, synchronize
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import accumulate
+from liger_chunked.engine.gradients import accumulate
+from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import project_exp
 from liger_chunked.kernels.backend import has_wide_tiles
 
@@ -90,7 +90,7 @@ def measure(table: Table, n: int, h: int, v: int) -> None:
 
     def beside(first: bool) -> Callable[[], None]:
         def both() -> None:
-            with Aside(x.device) as aside:
+            with SideStream(x.device) as aside:
                 with aside.stream():
                     wide_weight_product(first)()
                 wide_input_product()

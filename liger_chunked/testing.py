@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_chunked.engine import Layout
-from liger_chunked.engine.schedule import Chunk
+from liger_chunked.engine.batch import Chunk
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,

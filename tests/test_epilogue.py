@@ -22,8 +22,9 @@ from liger_chunked import (
     estimate_memory,
     reference,
 )
-from liger_chunked.engine import epilogue, fused, schedule
-from liger_chunked.engine import passes as engine_passes
+from liger_chunked.engine import epilogue, gradients, head, step
+from liger_chunked.engine import plan as cut
+from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import backend, projection, target_rows
 from liger_chunked.types import Head
@@ -256,7 +257,7 @@ def served(change: dict) -> bool:
         "class_weight": None,
         "outputs": OUTPUTS,
         "differentiates": ("logps", "lse"),
-        "chunks": [schedule.tiles(3, 16, 64)] * 2,
+        "chunks": [cut.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
     return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
@@ -274,7 +275,7 @@ REFUSED = {
     "class-weight": {"class_weight": torch.ones(16)},
     "argmax": {"outputs": ("logps", "argmax")},
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
-    "slices": {"chunks": [schedule.tiles(3, 16, 8)]},
+    "slices": {"chunks": [cut.tiles(3, 16, 8)]},
 }
 
 
@@ -324,7 +325,7 @@ def test_the_automatic_budget(change, tokens, monkeypatch):
 
 def test_chunks_in_the_place_of_one_chunk_are_large():
     def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
-        chunks = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
+        chunks = [cut.tiles(n, vocab_size, 1 << 40) for n in tokens]
         return epilogue.instead_of_one_chunk(chunks, hidden_size=1024)
 
     assert several(4096, 4096) and several(3584, 4096, 4096)
@@ -337,9 +338,9 @@ def test_chunks_in_the_place_of_one_chunk_are_large():
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
     monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
-    plan = fused.Plan.of(
+    plan = step.Plan.of(
         Head(weight if transposed else weight.contiguous()),
-        schedule.lay_out_every(8192),
+        lay_out_every(8192),
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),
@@ -354,7 +355,7 @@ def test_small_chunks_are_left_to_the_logits(monkeypatch):
     """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
     monkeypatch.setattr(epilogue, "_SMALLEST", largest)
-    chunks = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
+    chunks = [cut.tiles(n, 16, 64) for n in (1, 3, 2)]
     assert served({"chunks": chunks})
     monkeypatch.setattr(epilogue, "_SMALLEST", largest + 1)
     assert not served({"chunks": chunks})
@@ -419,11 +420,11 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the epilogue's path on a CPU with the allocations of a GPU, products included."""
     if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
-    for module in (engine_passes, epilogue):
+    for module in (head, gradients, epilogue):
         monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
 
 

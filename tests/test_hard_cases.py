@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
-from liger_chunked.engine import fused
+from liger_chunked.engine import step
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 EXACT = 1e-12
@@ -415,7 +415,7 @@ class Products(TorchDispatchMode):
 def test_autocast(row, device, monkeypatch):
     """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
     # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: False)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: False)
     batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
     # One chunk: on a CPU, several are accumulated with float32 products of upcast operands.

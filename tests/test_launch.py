@@ -16,7 +16,7 @@ from conftest import expects_triton
 from torch import Tensor
 
 import liger_chunked as lc
-from liger_chunked.engine.passes import gemms
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import launch, rms_norm
 from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.partial_sums import sum_partials

@@ -30,8 +30,9 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
-from liger_chunked.engine import schedule
-from liger_chunked.engine.passes import HeadGradients, HeadPass
+from liger_chunked.engine import plan
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.head import HeadPass
 from liger_chunked.kernels import backend
 
 MIB = 1 << 20
@@ -168,7 +169,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
 @pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
 def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
     for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
-        monkeypatch.setattr(schedule, name, 16)
+        monkeypatch.setattr(plan, name, 16)
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch)
 
 

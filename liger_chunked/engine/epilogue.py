@@ -17,9 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import Gradients, accumulate
-from liger_chunked.engine.schedule import Tile, along, largest
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.gradients import Gradients, accumulate
+from liger_chunked.engine.plan import Tile, largest
+from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
     Exponentials,
     LogitsCotangents,
@@ -203,7 +204,7 @@ class EpiloguePass:
         # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
-        with Aside(x.device) as aside:
+        with SideStream(x.device) as aside:
             if scaled is not None:
                 with aside.stream() if dx is not None else nullcontext():
                     grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)

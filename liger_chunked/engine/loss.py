@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from liger_chunked.engine.batch import Group, Layout
 from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.fused import Objective, fused_loss
-from liger_chunked.engine.schedule import Group, Layout
+from liger_chunked.engine.step import Objective, fused_loss
 from liger_chunked.types import Head, TokenStats
 
 

@@ -19,22 +19,14 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import epilogue
+from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import isolated
-from liger_chunked.engine.schedule import (
-    Layout,
-    Chunk,
-    Tile,
-    along,
-    budget_elements,
-    largest,
-    chunks,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import Gradients, HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.plan import Tile, budget_elements, chunks, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import LogitsCotangents, scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype

@@ -17,21 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine.distill import DistillationPlan
+from liger_chunked.engine.batch import Layout, along
+from liger_chunked.engine.distillation import DistillationPlan
+from liger_chunked.engine.divergences import ByAutograd, Route
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.fused import Plan
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
-from liger_chunked.engine.routes import ByAutograd, Route
-from liger_chunked.engine.schedule import (
-    Layout,
-    Tile,
-    along,
-    budget_elements,
-    largest,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Tile, budget_elements, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.step import Plan
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 

@@ -4,7 +4,7 @@
         project the student
         for block in chunk:
             project the teacher                             logits of chunk and block together fit the budget
-            divergence and log-probability of each token    see routes.py
+            divergence and log-probability of each token    see divergences.py
             student logits -> gradient, in place
         dX, dW
 
@@ -21,21 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.engine.fused import GradientInForward
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.routes import Route
-from liger_chunked.engine.schedule import (
-    ChunkSize,
-    Layout,
-    Chunk,
-    Tile,
-    along,
-    budget_chunk_size,
-    chunks,
-    pieces,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import ChunkSize, Tile, budget_chunk_size, chunks, pieces, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.step import GradientInForward
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
