@@ -39,10 +39,9 @@ from liger_chunked.integrations.transformers import (
     register_family,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.apply import APPLY_TO
-from liger_chunked.integrations.transformers.families import BY_NAME
 from liger_chunked.integrations.transformers.layers import GLU, LAYER_NORM, RMS_NORM
-from liger_chunked.integrations.transformers.patches import is_patched, stock_class
+from liger_chunked.integrations.transformers.overrides import BY_NAME
+from liger_chunked.integrations.transformers.patch import APPLY_TO, is_patched, stock_class
 
 # Some layers of transformers have no deterministic backward.
 pytestmark = [

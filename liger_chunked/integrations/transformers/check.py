@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.integrations.transformers.apply import (
-    _APPLIED,
-    _FAMILY_WIDE,
-    _FUSED,
-    _ROPES,
-    Applied,
-    _by_name,
-    apply_liger_kernel,
-    revert_liger_kernel,
-)
-from liger_chunked.integrations.transformers.forward import _STATE
-from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.head import STATE
 from liger_chunked.integrations.transformers.layers import Layer
-from liger_chunked.integrations.transformers.patches import Instead, patch_of, replacement_of, stock_class
+from liger_chunked.integrations.transformers.overrides import family_by_name
+from liger_chunked.integrations.transformers.patch import (
+    APPLIED,
+    FAMILY_WIDE,
+    FUSED,
+    ROPES,
+    Applied,
+    apply_liger_kernel,
+    has_our_layer,
+    patch_of,
+    revert_liger_kernel,
+    stock_class,
+)
 from liger_chunked.integrations.transformers.verify import Difference, Incomparable, check_layer, check_rope
 
 # Entries of a module's `__dict__` that patching changes, in addition to the module's class.
-_ATTRIBUTES = (_STATE, _APPLIED, "_loss_function", "forward", "_old_forward")
+_ATTRIBUTES = (STATE, APPLIED, "_loss_function", "forward", "_old_forward")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances of the patched (`ours`) and the original (`stock`) result from the float64 result. All are norms."""
+    """Norms: the errors of the patched (`ours`) and the original (`stock`) result, the exact result, the bound."""
 
     ours: float
     stock: float
@@ -92,14 +94,13 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout), and a float64 copy of the stock model runs it too. An error is a
-    distance from that copy. It may be `factor` times the error of the stock model, plus as much of the value as the
-    dtype rounds away. The kernels compute in float32, so a float64 model is allowed what a float32 model is. The model
-    is left as it was: its patches, modes and gradients, and the state of random numbers.
+    Both run one step in evaluation mode (no dropout). Their errors are distances from a float64 copy of the stock model.
+    The patched model's error may be `factor` times that of stock, plus the rounding of its dtype, or of float32 for a
+    float64 model, because the kernels compute in float32. The model, its gradients and the random state stay the same.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT). A second copy of it in float64 must fit into memory, so
-            use few layers of a large model. Quantized, sharded and offloaded models cannot be copied this way.
+        model: a transformers model, or a wrapper of one (PEFT), of which a float64 copy fits into memory. Quantized,
+            sharded and offloaded models cannot be copied this way.
         input_ids: (B, T); None for a few random tokens that are not special tokens of the config.
         labels: (B, T), as in `model(labels=...)`; None for `input_ids` without the first three tokens.
         factor: the allowed multiple of the unpatched model's error.
@@ -129,23 +130,23 @@ def check_model(
     options: dict[str, Any] = {**switches, **({} if logits_budget is None else {"logits_budget": logits_budget})}
     with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
         model.eval()
-        if options or _APPLIED not in vars(inner):
+        if options or APPLIED not in vars(inner):
             apply_liger_kernel(inner, **options)
-        applied = vars(inner)[_APPLIED]
-        if applied.family in _FAMILY_WIDE:
+        applied = vars(inner)[APPLIED]
+        if applied.family in FAMILY_WIDE:
             raise ValueError(
                 f"the classes of {applied.family} are patched, so there is no stock model to compare with: "
                 f"revert_liger_kernel({applied.family!r}) first"
             )
         arguments = _arguments(inner, input_ids, labels)
-        without_logits: dict[str, Any] = {"skip_logits": True} if _FUSED in applied.replaced else {}
+        without_logits: dict[str, Any] = {"skip_logits": True} if FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
-        layers = {type(m).__name__: m for m in inner.modules() if isinstance(replacement_of(m), Instead)}
-        rope = _ROPES[applied.family]
+        layers = {type(module).__name__: module for module in filter(has_our_layer, inner.modules())}
+        rope = ROPES[applied.family]
         with rope.suspended():
-            found = {name: _difference(module) for name, module in layers.items()}
+            found = {name: _difference(_check_patched, module) for name, module in layers.items()}
             if "rope" in applied.replaced:
-                found["apply_rotary_pos_emb"] = _rope_difference(applied)
+                found["apply_rotary_pos_emb"] = _difference(check_rope, family_by_name(applied.family))
         revert_liger_kernel(inner)
         with rope.suspended():
             stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
@@ -173,7 +174,15 @@ def check_model(
 def _as_found(model: nn.Module) -> Iterator[None]:
     """Restore what patching and `eval` changed when the block ends."""
     inner = inner_model(model)
-    modules = [(module, type(module), module.training, _patches_of(module)) for module in model.modules()]
+    modules = [
+        (
+            module,
+            type(module),
+            module.training,
+            {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)},
+        )
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
@@ -183,13 +192,9 @@ def _as_found(model: nn.Module) -> Iterator[None]:
             for name in _ATTRIBUTES:
                 vars(module).pop(name, None)
             vars(module).update(attributes, training=training)
-        applied = vars(inner).get(_APPLIED)
+        applied = vars(inner).get(APPLIED)
         if applied is not None and "rope" in applied.replaced:
-            _ROPES[applied.family].hold(_by_name(applied.family), applied)
-
-
-def _patches_of(module: nn.Module) -> dict[str, Any]:
-    return {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
+            ROPES[applied.family].hold(family_by_name(applied.family), applied)
 
 
 def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Tensor]:
@@ -203,9 +208,9 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
         labels = input_ids.clone()
         labels[:, :3] = -100
     if not (labels[:, 1:] != -100).any():
+        shape = tuple(labels.shape)
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} leave no token to predict: all but those of the first position are "
-            "-100"
+            f"labels of shape {shape} leave no token to predict: all but those of the first position are -100"
         )
     return {"input_ids": input_ids, "labels": labels}
 
@@ -229,18 +234,14 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def _difference(module: nn.Module) -> str | None:
-    patch: Any = patch_of(module)
+def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
     try:
-        check_layer(Layer(patch.make.run, patch.method), module, stock_class(type(module)))
+        check(subject)
     except (Difference, Incomparable) as difference:
         return str(difference)
     return None
 
 
-def _rope_difference(applied: Applied) -> str | None:
-    try:
-        check_rope(_by_name(applied.family))
-    except Difference as difference:
-        return str(difference)
-    return None
+def _check_patched(module: nn.Module) -> None:
+    patch: Any = patch_of(module)
+    check_layer(Layer(patch.make.run, patch.method), module, stock_class(type(module)))

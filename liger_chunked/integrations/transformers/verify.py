@@ -1,4 +1,4 @@
-"""Check a row of the table: compare each kernel with the code that it replaces, on a few random tokens.
+"""Compare each kernel of a row with the code that it replaces, on a few random tokens.
 
 `register_family` compares modules built on the meta device, `apply_liger_kernel` small copies of the model's layers.
 Weights are random, because the initial ones and zeros of a new norm would hide errors.
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import layers as kinds
-from liger_chunked.integrations.transformers.families import Family
+from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS
 from liger_chunked.integrations.transformers.layers import Layer, rotate_halves, rotate_pairs
+from liger_chunked.integrations.transformers.overrides import Family, layer_class
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth of them or more
@@ -35,30 +36,42 @@ class Incomparable(Exception):
     """The original code does not run on the inputs of the comparison."""
 
 
-def check_rope(family: Family) -> None:
-    """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
+def check_row(family: Family, *, needs_all: bool = False) -> None:
+    """Compare the kernels of a row with the original code, for all modules that can be built without a model.
 
     Raises:
-        Difference: they differ, or the original has another signature than in other families.
+        Difference: one of them differs; with `needs_all`, also if a class cannot be built or run.
     """
-    stock, ours = family.modeling.apply_rotary_pos_emb, family.rope
-    assert ours is not None
-    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
-    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
-    with _quiet():
+    if family.rope is not None:
+        check_rope(family)
+    for switch, layers in family.layers.items():
+        for name, layer in layers.items():
+            cls = layer_class(family, name)
+            try:
+                check_layer(layer, _built(layer, cls, family), cls)
+            except Difference as difference:
+                raise Difference(f"{switch}: {difference}") from difference.__cause__
+            except Incomparable as failure:
+                if needs_all:
+                    raise Difference(
+                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
+                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
+                    ) from failure
+
+
+def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
+    """Run `check_layer` on one module of each configuration; a module that cannot be compared is a difference too."""
+    seen = set()
+    for module in modules:
+        plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
+        setting = repr(sorted((plain | {"training": None}).items()))
+        if setting in seen:
+            continue
+        seen.add(setting)
         try:
-            arguments = _rotary_arguments(family)
-            expected = stock(*arguments)
-        except Exception as failure:
-            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
-        difference = _rotary_difference(ours, arguments, expected)
-        if difference is None:
-            return
-        for other in (rotate_halves, rotate_pairs):
-            if other is not ours and _rotary_difference(other, arguments, expected) is None:
-                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
-        name = getattr(ours, "__name__", repr(ours))
-        raise Difference(f"{title} is not {name}: {difference}; {advice}")
+            check_layer(layer, module, cls)
+        except Incomparable as failure:
+            raise Difference(f"{cls.__name__} cannot be compared with {_name(layer)} ({failure})") from failure
 
 
 def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
@@ -74,55 +87,34 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
         difference = _layer_difference(layer, probe, cls, width, expected)
         if difference is None:
             return
-        same = [
-            name
-            for name, other in _LAYERS.items()
-            if other.method == layer.method and _layer_difference(other, probe, cls, width, expected) is None
-        ]
+        others = {name: other for name, other in _LAYERS.items() if other.method == layer.method}
+        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
     advice = f"{same[0]} computes the same" if same else "leave it out of the row"
     raise Difference(f"{cls.__name__} is not {_name(layer)}: {difference}; {advice}")
 
 
-def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration.
+def check_rope(family: Family) -> None:
+    """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
 
     Raises:
-        Difference: a module differs, or cannot be compared.
+        Difference: they differ, or the original has another signature than in other families.
     """
-    seen = set()
-    for module in modules:
-        plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
-        setting = repr(sorted((plain | {"training": None}).items()))
-        if setting in seen:
-            continue
-        seen.add(setting)
+    ours: Any = family.rope
+    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
+    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
+    with _quiet():
         try:
-            check_layer(layer, module, cls)
-        except Incomparable as failure:
-            raise Difference(f"{cls.__name__} cannot be compared with {_name(layer)} ({failure})") from failure
-
-
-def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Compare the kernels of a row with the original code, for all modules that can be built without a model.
-
-    Raises:
-        Difference: one of them differs; with `needs_all`, also if a class cannot be built or run.
-    """
-    if family.rope is not None:
-        check_rope(family)
-    for switch, layers in family.layers.items():
-        for name, layer in layers.items():
-            cls = getattr(family.modeling, name, None) or getattr(nn, name)
-            try:
-                check_layer(layer, _built(layer, cls, family), cls)
-            except Difference as difference:
-                raise Difference(f"{switch}: {difference}") from difference.__cause__
-            except Incomparable as failure:
-                if needs_all:
-                    raise Difference(
-                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
-                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
-                    ) from failure
+            arguments = _rotary_arguments(family)
+            expected = family.modeling.apply_rotary_pos_emb(*arguments)
+        except Exception as failure:
+            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
+        difference = _rotary_difference(ours, arguments, expected)
+        if difference is None:
+            return
+        for other in (rotate_halves, rotate_pairs):
+            if other is not ours and _rotary_difference(other, arguments, expected) is None:
+                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
+    raise Difference(f"{title} is not {getattr(ours, '__name__', repr(ours))}: {difference}; {advice}")
 
 
 @contextlib.contextmanager
@@ -150,9 +142,6 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
     return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
 
 
-# Rotary embeddings.
-
-
 def _configs(family: Family) -> Iterator[Any]:
     """Yield default configurations of the family's models and of their parts."""
     named = [getattr(family.modeling, name) for name in family.causal]
@@ -163,18 +152,18 @@ def _configs(family: Family) -> Iterator[Any]:
             config = config_class()
         except Exception:  # the config has no defaults
             continue
-        yield config.get_text_config()
-        yield config
-        for part in config.sub_configs:
-            if getattr(config, part, None) is not None:
-                yield getattr(config, part)
+        parts = (getattr(config, part, None) for part in config.sub_configs)
+        yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
+
+
+# Rotary embeddings.
 
 
 def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, and the cos and sin of the family's rotary embedding."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
-    if found is None:  # none of its own: those of Llama
+    if found is None:  # the module has no rotary embedding: use Llama's
         angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
         found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
     cos, sin, width = found
@@ -199,9 +188,8 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
             try:
                 width = width or config.hidden_size // config.num_attention_heads
                 rotary = cls(config)
-                more = {}
-                if "layer_type" in inspect.signature(rotary.forward).parameters:
-                    more["layer_type"] = config.layer_types[0]
+                layered = "layer_type" in inspect.signature(rotary.forward).parameters
+                more = {"layer_type": config.layer_types[0]} if layered else {}
                 for ids in (positions, positions.expand(3, 1, -1)):  # the second form is for models of text and images
                     cos, sin = rotary(x, ids, **more)
                     if cos.ndim == 3 and cos.shape[0] == 1:
@@ -217,7 +205,7 @@ def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], 
     except Exception as failure:
         return f"the kernel does not take its arguments ({_first_line(failure)})"
     differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
-    return next((difference for difference in differences if difference is not None), None)
+    return next(filter(None, differences), None)
 
 
 # Layers.
@@ -256,17 +244,13 @@ def _name(layer: Layer) -> str:
 
 def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+    for name, parameter in inspect.signature(cls).parameters.items():
         is_size = "size" in name or "dim" in name
         optional = parameter.default is not parameter.empty and not (parameter.default is None and is_size)
-        if name == "self" or optional or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if optional or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if "config" in name:
-            arguments[name] = config
-        elif "eps" in name:
-            arguments[name] = 1e-6
-        else:
-            arguments[name] = 0 if name == "layer_idx" else 64
+        known = {"config": config, "eps": 1e-6, "layer_idx": 0}
+        arguments[name] = next((value for part, value in known.items() if part in name), 64)
     return arguments
 
 
@@ -277,15 +261,15 @@ class _Sizes:
         self._small: dict[int, int] = {1: 1}
 
     def __call__(self, size: int) -> int:
-        if size not in self._small:
-            if 2 * size in self._small:
-                small = self._small[2 * size] // 2
-            elif size % 2 == 0 and size // 2 in self._small:
-                small = 2 * self._small[size // 2]
+        small = self._small
+        if size not in small:
+            if 2 * size in small:
+                small[size] = small[2 * size] // 2
+            elif size % 2 == 0 and size // 2 in small:
+                small[size] = 2 * small[size // 2]
             else:
-                small = 8 + 16 * len(self._small)
-            self._small[size] = small
-        return self._small[size]
+                small[size] = 8 + 16 * len(small)
+        return small[size]
 
     def of_attribute(self, value: Any) -> Any:
         """Return the replacement for an attribute that holds a size or a tuple of sizes."""
@@ -299,7 +283,7 @@ def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
     sizes = _Sizes() if sizes is None else sizes
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
-    internal = {*vars(probe), "forward", "_old_forward", "_hf_hook"}
+    internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
         # DeepSpeed's ZeRO-3 keeps a parameter's shape in ds_shape while its data are sharded.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
@@ -308,9 +292,7 @@ def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
         probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
     for name, buffer in module._buffers.items():
         probe._buffers[name] = None if buffer is None else _random(*map(sizes, buffer.shape))
-    for name, value in vars(module).items():
-        if name not in internal:
-            vars(probe)[name] = sizes.of_attribute(value)
+    vars(probe).update({name: sizes.of_attribute(x) for name, x in vars(module).items() if name not in internal})
     return probe.eval()
 
 

@@ -16,7 +16,7 @@ import trl
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.trl.fused_output import add_chunked_lm_head
 from liger_chunked.types import LogitOptions, budget_bytes
 

@@ -1,14 +1,14 @@
-"""The table of model families: which class of a family is which layer.
+"""The table of model families: which classes of a modeling module are served, and by which layer.
 
-A row describes one modeling module of transformers and uses the class names of that module. To add a family, add a row:
+To add a row:
 
-1. Find its norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`. Find the entries of
-   `layers.py` that compute the same, with the same rounding.
-2. List its classes with an `lm_head`. Their `forward` must compute the backbone, `lm_head`, a logits transform of
-   `head.logit_options`, the causal loss and, with experts, the load-balancing loss. It must annotate its return type.
-3. Add a tiny config to `tests/model_zoo.py`. The test suite then covers the family.
+1. Find the norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entries of
+   `layers.py` that compute and round the same.
+2. List the classes with an `lm_head`. Their `forward` must compute backbone, `lm_head`, a scale or softcap, the causal
+   loss and, with experts, the load-balancing loss. It must annotate its return type.
+3. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family.
 
-Users add rows with `register_family`, which compares the kernels with the original code.
+Users add rows with `register_family`, which compares the kernels with the code that they replace.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+
+from torch import nn
 
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
@@ -35,18 +37,17 @@ Layers = Mapping[str, Layer]
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
-"""All switches. Each family has some of them."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One row of the table. `rms_norm`, `layer_norm`, `swiglu` and `geglu` map class names to layers.
 
-    - `name`: of the modeling module, and of `apply_liger_kernel_to_<name>`
+    - `name`: names the modeling module, and `apply_liger_kernel_to_<name>`
     - `causal`: names of the classes with an `lm_head`
-    - `rope`: replaces `apply_rotary_pos_emb`; None leaves that function unchanged
+    - `rope`: replaces `apply_rotary_pos_emb`, unless None
     - `aliases`: further names of `apply_liger_kernel_to_<name>`
-    - `module`: the modeling module, if it is not the transformers module for `name`
+    - `module`: the modeling module, if it is not that of `name`
     """
 
     name: str
@@ -69,24 +70,18 @@ class Family:
 
     @property
     def layers(self) -> Mapping[str, Layers]:
-        """Switches that replace methods of layers, with the classes they replace."""
+        """The layers that each switch replaces, by class name."""
         names = ("rms_norm", "layer_norm", "swiglu", "geglu")
         return {name: layers for name in names if (layers := getattr(self, name))}
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """All switches that this family supports."""
         rope = ("rope",) if self.rope else ()
         return (*rope, *self.layers, *(HEAD_SWITCHES if self.causal else ()))
 
 
 FAMILIES = (
-    Family(
-        "llama",
-        causal=("LlamaForCausalLM",),
-        rms_norm={"LlamaRMSNorm": RMS_NORM},
-        swiglu={"LlamaMLP": GLU},
-    ),
+    Family("llama", causal=("LlamaForCausalLM",), rms_norm={"LlamaRMSNorm": RMS_NORM}, swiglu={"LlamaMLP": GLU}),
     Family(
         "mllama",
         causal=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
@@ -95,10 +90,7 @@ FAMILIES = (
         layer_norm={"LayerNorm": LAYER_NORM},
     ),
     Family(
-        "mistral",
-        causal=("MistralForCausalLM",),
-        rms_norm={"MistralRMSNorm": RMS_NORM},
-        swiglu={"MistralMLP": GLU},
+        "mistral", causal=("MistralForCausalLM",), rms_norm={"MistralRMSNorm": RMS_NORM}, swiglu={"MistralMLP": GLU}
     ),
     Family(
         "mixtral",
@@ -106,17 +98,9 @@ FAMILIES = (
         rms_norm={"MixtralRMSNorm": RMS_NORM},
         swiglu={"MixtralExperts": EXPERTS},
     ),
+    Family("gemma", causal=("GemmaForCausalLM",), rms_norm={"GemmaRMSNorm": RMS_NORM_OFFSET}, geglu={"GemmaMLP": GLU}),
     Family(
-        "gemma",
-        causal=("GemmaForCausalLM",),
-        rms_norm={"GemmaRMSNorm": RMS_NORM_OFFSET},
-        geglu={"GemmaMLP": GLU},
-    ),
-    Family(
-        "gemma2",
-        causal=("Gemma2ForCausalLM",),
-        rms_norm={"Gemma2RMSNorm": RMS_NORM_OFFSET},
-        geglu={"Gemma2MLP": GLU},
+        "gemma2", causal=("Gemma2ForCausalLM",), rms_norm={"Gemma2RMSNorm": RMS_NORM_OFFSET}, geglu={"Gemma2MLP": GLU}
     ),
     Family(
         "gemma3",
@@ -126,12 +110,7 @@ FAMILIES = (
         layer_norm={"LayerNorm": LAYER_NORM},
         aliases=("gemma3_text",),
     ),
-    Family(
-        "qwen2",
-        causal=("Qwen2ForCausalLM",),
-        rms_norm={"Qwen2RMSNorm": RMS_NORM},
-        swiglu={"Qwen2MLP": GLU},
-    ),
+    Family("qwen2", causal=("Qwen2ForCausalLM",), rms_norm={"Qwen2RMSNorm": RMS_NORM}, swiglu={"Qwen2MLP": GLU}),
     Family(
         "qwen2_vl",
         causal=("Qwen2VLForConditionalGeneration",),
@@ -145,36 +124,18 @@ FAMILIES = (
         rms_norm={"Qwen2_5_VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
     ),
-    Family(
-        "qwen3",
-        causal=("Qwen3ForCausalLM",),
-        rms_norm={"Qwen3RMSNorm": RMS_NORM},
-        swiglu={"Qwen3MLP": GLU},
-    ),
+    Family("qwen3", causal=("Qwen3ForCausalLM",), rms_norm={"Qwen3RMSNorm": RMS_NORM}, swiglu={"Qwen3MLP": GLU}),
     Family(
         "qwen3_moe",
         causal=("Qwen3MoeForCausalLM",),
         rms_norm={"Qwen3MoeRMSNorm": RMS_NORM},
         swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
     ),
+    Family("phi3", causal=("Phi3ForCausalLM",), rms_norm={"Phi3RMSNorm": RMS_NORM}, swiglu={"Phi3MLP": PACKED_GLU}),
     Family(
-        "phi3",
-        causal=("Phi3ForCausalLM",),
-        rms_norm={"Phi3RMSNorm": RMS_NORM},
-        swiglu={"Phi3MLP": PACKED_GLU},
+        "granite", causal=("GraniteForCausalLM",), rms_norm={"GraniteRMSNorm": RMS_NORM}, swiglu={"GraniteMLP": GLU}
     ),
-    Family(
-        "granite",
-        causal=("GraniteForCausalLM",),
-        rms_norm={"GraniteRMSNorm": RMS_NORM},
-        swiglu={"GraniteMLP": GLU},
-    ),
-    Family(
-        "olmo2",
-        causal=("Olmo2ForCausalLM",),
-        rms_norm={"Olmo2RMSNorm": RMS_NORM_FP32},
-        swiglu={"Olmo2MLP": GLU},
-    ),
+    Family("olmo2", causal=("Olmo2ForCausalLM",), rms_norm={"Olmo2RMSNorm": RMS_NORM_FP32}, swiglu={"Olmo2MLP": GLU}),
     Family(
         "glm4",
         causal=("Glm4ForCausalLM",),
@@ -185,15 +146,23 @@ FAMILIES = (
 )
 
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
-"""Families by name and alias, including those added by `register_family`."""
+"""Families by name and alias, with those of `register_family`."""
+
+
+def family_by_name(name: str) -> Family:
+    """Return the family of this name or alias, or raise a ValueError."""
+    if name not in BY_NAME:
+        raise ValueError(f"unknown family {name!r}; supported families: {', '.join(BY_NAME)}")
+    return BY_NAME[name]
+
+
+def layer_class(family: Family, name: str) -> type[nn.Module]:
+    """Return the class of this name from the modeling module, or else from torch.nn."""
+    return getattr(family.modeling, name, None) or getattr(nn, name)
 
 
 def family_of(model_class: type) -> Family:
-    """Return the family whose modeling module defines the class or one of its bases.
-
-    Raises:
-        ValueError: no family of the table does.
-    """
+    """Return the family whose modeling module defines the class or one of its bases, or raise a ValueError."""
     modules = {cls.__module__ for cls in model_class.__mro__}
     for family in BY_NAME.values():
         if family.module_name in modules:
