@@ -11,26 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_chunked.integrations.transformers import patch, verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head import STATE
 from liger_chunked.integrations.transformers.layers import Layer
 from liger_chunked.integrations.transformers.overrides import family_by_name
-from liger_chunked.integrations.transformers.patch import (
-    APPLIED,
-    FAMILY_WIDE,
-    FUSED,
-    ROPES,
-    Applied,
-    apply_liger_kernel,
-    has_our_layer,
-    patch_of,
-    revert_liger_kernel,
-    stock_class,
-)
-from liger_chunked.integrations.transformers.verify import Difference, Incomparable, check_layer, check_rope
+from liger_chunked.integrations.transformers.patch import APPLIED, Applied, apply_liger_kernel, revert_liger_kernel
 
-# Entries of a module's `__dict__` that patching changes, in addition to the module's class.
-_ATTRIBUTES = (STATE, APPLIED, "_loss_function", "forward", "_old_forward")
+# What patching changes in a module, in addition to its class.
+_CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
 
 
 @dataclass(frozen=True)
@@ -53,13 +42,7 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """The result of `check_model`. `print` shows it.
-
-    - `patched`: the patched parts, as `apply_liger_kernel` returns them
-    - `loss`: the errors of the model's loss
-    - `gradients`: the errors of each trained parameter's gradient, by name
-    - `layers`: the difference found in each kind of patched layer, by class name; None if there is none
-    """
+    """The result of `check_model`: errors of the loss and of each gradient, and differences by layer class, if any."""
 
     patched: Applied
     loss: Comparison
@@ -68,7 +51,6 @@ class ModelReport:
 
     @property
     def failures(self) -> list[str]:
-        """One line for each difference."""
         layers = [f"layer {name}: {reason}" for name, reason in self.layers.items() if reason is not None]
         loss = [] if self.loss.holds else [f"loss: {self.loss}"]
         return layers + loss + [f"gradient of {name}: {g}" for name, g in self.gradients.items() if not g.holds]
@@ -94,25 +76,21 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout). Their errors are distances from a float64 copy of the stock model.
-    The patched model's error may be `factor` times that of stock, plus the rounding of its dtype, or of float32 for a
-    float64 model, because the kernels compute in float32. The model, its gradients and the random state stay the same.
+    Both run one step in evaluation mode (no dropout), and so does a float64 copy, which must fit into memory. Errors
+    are distances from the copy. A float64 model is allowed the rounding of float32, in which the kernels compute. The
+    model, its gradients and the random state stay the same.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT), of which a float64 copy fits into memory. Quantized,
-            sharded and offloaded models cannot be copied this way.
-        input_ids: (B, T); None for a few random tokens that are not special tokens of the config.
+        model: a transformers model, or a wrapper of one (PEFT), not quantized, sharded or offloaded.
+        input_ids: (B, T); None for a few random tokens.
         labels: (B, T), as in `model(labels=...)`; None for `input_ids` without the first three tokens.
-        factor: the allowed multiple of the unpatched model's error.
+        factor: the allowed multiple of the unpatched model's error, to which the rounding of the dtype is added.
         logits_budget, **switches: see `apply_liger_kernel`. Without any of them, a patched model keeps its patches.
-
-    Returns:
-        The errors. `print` shows them.
 
     Raises:
         AssertionError: something differs; the message says what, and by how much.
-        TypeError, ValueError: those of `apply_liger_kernel`; a family whose classes are patched, parameters on the meta
-            device, labels that leave no token to predict.
+        TypeError, ValueError: as `apply_liger_kernel`; or the classes of the family are patched, parameters are on the
+            meta device, or labels leave no token to predict.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -133,20 +111,20 @@ def check_model(
         if options or APPLIED not in vars(inner):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]
-        if applied.family in FAMILY_WIDE:
+        if applied.family in patch.FAMILY_WIDE:
             raise ValueError(
                 f"the classes of {applied.family} are patched, so there is no stock model to compare with: "
                 f"revert_liger_kernel({applied.family!r}) first"
             )
         arguments = _arguments(inner, input_ids, labels)
-        without_logits: dict[str, Any] = {"skip_logits": True} if FUSED in applied.replaced else {}
+        without_logits: dict[str, Any] = {"skip_logits": True} if patch.FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
-        layers = {type(module).__name__: module for module in filter(has_our_layer, inner.modules())}
-        rope = ROPES[applied.family]
+        layers = {type(module).__name__: module for module in filter(patch.has_our_layer, inner.modules())}
+        rope = patch.ROPES[applied.family]
         with rope.suspended():
             found = {name: _difference(_check_patched, module) for name, module in layers.items()}
             if "rope" in applied.replaced:
-                found["apply_rotary_pos_emb"] = _difference(check_rope, family_by_name(applied.family))
+                found["apply_rotary_pos_emb"] = _difference(verify.check_rope, family_by_name(applied.family))
         revert_liger_kernel(inner)
         with rope.suspended():
             stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
@@ -159,7 +137,7 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # A gradient that is zero but for rounding may be off by what rounds away of the larger ones.
+        # A gradient that is zero but for rounding is allowed the rounding of the larger ones.
         rounding = eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
@@ -172,29 +150,21 @@ def check_model(
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Restore what patching and `eval` changed when the block ends."""
+    """Undo patches and `eval` when the block ends."""
     inner = inner_model(model)
-    modules = [
-        (
-            module,
-            type(module),
-            module.training,
-            {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)},
-        )
-        for module in model.modules()
-    ]
+    before = [(m, type(m), {n: vars(m)[n] for n in _CHANGED if n in vars(m)}) for m in model.modules()]
     try:
         yield
     finally:
         revert_liger_kernel(inner)
-        for module, cls, training, attributes in modules:
+        for module, cls, attributes in before:
             object.__setattr__(module, "__class__", cls)
-            for name in _ATTRIBUTES:
+            for name in _CHANGED:
                 vars(module).pop(name, None)
-            vars(module).update(attributes, training=training)
+            vars(module).update(attributes)
         applied = vars(inner).get(APPLIED)
         if applied is not None and "rope" in applied.replaced:
-            ROPES[applied.family].hold(family_by_name(applied.family), applied)
+            patch.ROPES[applied.family].hold(family_by_name(applied.family), applied)
 
 
 def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Tensor]:
@@ -237,11 +207,11 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
     try:
         check(subject)
-    except (Difference, Incomparable) as difference:
+    except (verify.Difference, verify.Incomparable) as difference:
         return str(difference)
     return None
 
 
 def _check_patched(module: nn.Module) -> None:
-    patch: Any = patch_of(module)
-    check_layer(Layer(patch.make.run, patch.method), module, stock_class(type(module)))
+    found: Any = patch.patch_of(module)
+    verify.check_layer(Layer(found.make.run, found.method), module, patch.stock_class(type(module)))

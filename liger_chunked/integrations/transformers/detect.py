@@ -1,10 +1,9 @@
-"""Facts about a model's code: where its head is, what its forward computes around it, and whose code would run.
+"""Facts about a model's code: its parts, whose code runs, and what its forward computes after the backbone.
 
-`check_head` runs the model's forward on a copy of the model with stand-ins, because the config does not say what happens
-to the logits: some multimodal models ignore the softcap or scale of their text config, others put layers before
-`lm_head`. In the copy, the backbone returns known hidden states, `lm_head` returns known logits, and every other module
-with parameters raises. No parameter is read, so the check also works for sharded, quantized and meta-device models, and
-takes milliseconds at any size.
+The config does not say how a model transforms its logits: some ignore the softcap of their text config, others have
+layers before `lm_head`. So `check_head` runs the forward on a copy of the model in which the backbone returns known
+hidden states, `lm_head` returns known logits, and every other module with parameters raises. It reads no parameter, and
+takes milliseconds for a model of any size, sharded or quantized.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ from liger_chunked.types import LogitOptions
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT, or raise a TypeError."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
@@ -57,11 +52,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules one of which `lm_head` calls, without adding anything to its result.
-
-    Raises:
-        ValueError: there is no `lm_head`, or it computes something else than `x @ weight.T + bias`.
-    """
+    """Return the Linear modules one of which is all that `lm_head` calls, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -81,20 +72,17 @@ def _base_names(module: nn.Module) -> set[str]:
 
 def _head_refusal(module: nn.Module) -> str:
     """Return why a fused loss cannot use the weight of this part of `lm_head`."""
-    names, ignored = _base_names(module), "a fused loss reads its weight and would ignore"
+    names, ignored = _base_names(module), ": a fused loss reads its weight and would ignore the"
+    adapters = {
+        "LoraLayer": "low-rank term. Take lm_head out of target_modules; to train it anyway, name it in "
+        "modules_to_save",
+        "TrainableTokensWrapper": "rows of trainable_token_indices. Untie the head from the embeddings "
+        "(tie_word_embeddings=False), or train both whole (modules_to_save)",
+        "BaseTunerLayer": "adapter. Take lm_head out of the adapter's target_modules",
+    }
     quantized = any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
-    if "LoraLayer" in names:
-        reason = (
-            f": {ignored} the low-rank term. Take lm_head out of target_modules; to train it anyway, name it in "
-            "modules_to_save"
-        )
-    elif "TrainableTokensWrapper" in names:
-        reason = (
-            f": {ignored} the rows of trainable_token_indices. Untie the head from the embeddings "
-            "(tie_word_embeddings=False), or train both whole (modules_to_save)"
-        )
-    elif "BaseTunerLayer" in names:
-        reason = f": {ignored} the adapter. Take lm_head out of the adapter's target_modules"
+    if adapter := next((name for name in adapters if name in names), None):
+        reason = f"{ignored} {adapters[adapter]}"
     elif is_parametrized(module):
         reason = (
             ", which is parametrized: a fused loss reads a weight that is a plain parameter. Call "
@@ -115,10 +103,10 @@ def _head_refusal(module: nn.Module) -> str:
 
 # Whose code runs.
 
-# The attributes that may hold an instance's forward. accelerate's hooks move the forward they find to the second one.
+# The attributes that may hold an instance's forward. accelerate's hooks move it to the second one.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
-# Packages whose hooks and forwards gather, move, cast or count, and do not depend on the kind of output.
+# Packages whose hooks and forwards accept outputs of any kind.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
 
 
@@ -134,7 +122,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and then, one after the other, the functions that it is known to wrap."""
+    """Yield a function and the functions that it is known to wrap, from outside in."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)
@@ -142,15 +130,12 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Return the first function under `function`'s wrappers that no framework defines, or None.
-
-    The forwards of the class `known` and of its bases are not foreign, whoever defines them.
-    """
+    """Return the outermost wrapper that no framework defines, down to a forward of the class `known`, or None."""
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
             return None
-        # Not `__module__`, which functools.wraps copies from the wrapped function.
+        # functools.wraps copies `__module__` from the wrapped function, but not its globals.
         module = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
         if module.partition(".")[0] not in _FRAMEWORKS and not isinstance(code, functools.partial):
             return code
@@ -158,17 +143,17 @@ def foreign_code(function: Any, known: type | None = None) -> Any:
 
 
 def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> bool:
-    """Whether the modules of one class run `forward` and another method of `cls`."""
+    """Whether modules of the class `found` run `forward` and another method of `cls`."""
     return all(getattr(found, name, None) is getattr(cls, name, None) for name in ("forward", method))
 
 
 # What a forward computes between its backbone and its logits.
 
-_LENGTH, _MASKED = 6, 4  # positions of the probe, and the first one that its attention mask excludes
-_KEPT = 2  # positions that `logits_to_keep` selects in the probe
+_LENGTH, _MASKED = 6, 4  # positions, and the first one that the attention mask excludes
+_KEPT = 2  # positions that `logits_to_keep` selects
 _NUM_ITEMS = 7
 
-# Arguments that do not change the backbone's hidden states, or that belong to one call rather than to the model.
+# Arguments that do not change the backbone's hidden states.
 _FREE = {
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
     "past_key_values", "cache_position",
@@ -177,13 +162,7 @@ _FREE = {
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What `check_head` found out about a model.
-
-    - `options`: the transform of its logits
-    - `constants`: arguments that its forward passes to the backbone although the call did not name them
-    - `dropped`: arguments that its forward takes and does not pass to the backbone
-    - `backbone_takes_labels`: its forward passes the labels to the backbone
-    """
+    """The transform of a model's logits, and arguments that its forward adds for the backbone or does not pass on."""
 
     options: LogitOptions
     constants: tuple[tuple[str, Any], ...] = ()
@@ -192,14 +171,10 @@ class HeadFacts:
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
-    """Find the transform of the logits that `forward`, usually that of the model's class, computes.
-
-    Raises:
-        ValueError: the logits are not `transform(lm_head(last_hidden_state))`. The message says how they differ.
-    """
+    """Find the transform, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
     trial = _Trial(model, forward)
     with _explained(forward):
-        # Logits that cover a softcap from its slope at 0 to its limit.
+        # These logits cover a softcap from its slope at 0 to its limit.
         trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
         observed = trial.observe()
         factor = trial.factor(observed.reached, trial.hidden_states)
@@ -246,7 +221,7 @@ class _Part(Exception):
 
 @contextlib.contextmanager
 def _explained(forward: Callable[..., Any]) -> Iterator[None]:
-    """Compute on the CPU without gradients, and turn every error into a ValueError about `forward`."""
+    """Compute on the CPU without gradients, and turn errors into a ValueError about `forward`."""
     name = forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
@@ -262,19 +237,13 @@ def _explained(forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Observed(NamedTuple):
-    """One run of a forward on stand-ins. The core replaces the backbone, or the part of it that the forward calls.
+    """One run of a forward on stand-ins. The core is the backbone, or the part of it that the forward calls."""
 
-    - `reached`, `output`: the input of `lm_head`, and the output of the forward
-    - `given`: the arguments of the forward
-    - `passed`: the arguments that the core got from the forward
-    - `expected`: the arguments that the backbone would pass to the core; None where the core is the backbone
-    """
-
-    reached: Tensor
+    reached: Tensor  # the input of lm_head
     output: Any
-    given: dict[str, Any]
-    passed: dict[str, Any]
-    expected: dict[str, Any] | None
+    given: dict[str, Any]  # the arguments of the forward
+    passed: dict[str, Any]  # those that the core got from the forward
+    expected: dict[str, Any] | None  # those that the backbone passes to the core, if these are not the same
 
 
 class _Trial:
@@ -288,22 +257,16 @@ class _Trial:
         """Choose the hidden states (1, T, H) and the logits (1, T, V) that the stand-ins return."""
         generator = torch.Generator().manual_seed(0)
         sizes = (self.projection.out_features, self.projection.in_features)
-        logits, self.hidden_states = (
-            torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes
-        )
-        self.logits = logits * scale
-        # The numbers of the config and their reciprocals: an exact scale or softcap is one of them.
+        made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
+        self.logits, self.hidden_states = made[0] * scale, made[1]
+        # An exact scale or softcap is a number of the config, or its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward on stand-ins.
-
-        Some forwards call a part of the backbone, such as its `decoder`. That part is then the core, and the arguments
-        that the backbone passes to it are compared with those that the forward passes.
-        """
+        """Run the forward on stand-ins. If it calls only a part of the backbone, that part is the core."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -318,9 +281,7 @@ class _Trial:
                     raise
                 raise _Difference(f"it uses {used!r} of its backbone") from error
 
-    def _run(
-        self, core: nn.Module, loss_function: Callable[..., Tensor] | None, arguments: dict[str, Any]
-    ) -> _Observed:
+    def _run(self, core: nn.Module, loss_function: Callable[..., Tensor] | None, arguments: Any) -> _Observed:
         model, forward = self.model, self.forward
         real_head = model.get_output_embeddings()
         stand_in, head = _Core(core, self.hidden_states), _Head(self.logits)
@@ -335,9 +296,8 @@ class _Trial:
                 raise _Difference(f"it calls {part} {len(calls)} times, not once")
         expected = None
         if core is not self.backbone:
-            own = {
-                name: x for name, x in given.items() if name not in ("labels", "logits_to_keep", "num_items_in_batch")
-            }
+            of_head = ("labels", "logits_to_keep", "num_items_in_batch")
+            own = {name: x for name, x in given.items() if name not in of_head}
             result = stand_ins[self.backbone](**own, use_cache=False, return_dict=True)
             if len(stand_in.calls) != 2 or not _same(result.last_hidden_state, self.hidden_states):
                 raise _Difference(
@@ -366,12 +326,11 @@ class _Trial:
         return factor
 
     def transform(self, logits: Tensor, factor: float) -> LogitOptions:
-        """Return the options that turn the output of `lm_head` into `logits`; `factor` is that of the hidden states."""
+        """Return the options that turn the output of `lm_head` into `logits`."""
         raw = self.logits
         if logits.shape != raw.shape:
-            raise _Difference(
-                f"lm_head returns logits of the shape {tuple(raw.shape)}, and the model {tuple(logits.shape)}"
-            )
+            shapes = f"{tuple(raw.shape)}, and the model {tuple(logits.shape)}"
+            raise _Difference(f"lm_head returns logits of the shape {shapes}")
         scale = self._exact((logits / raw)[:, 0].median())
         if _same(logits, scale * raw):
             return LogitOptions(logit_scale=scale * factor)
@@ -387,7 +346,7 @@ class _Trial:
 
 
 class _Output(BaseModelOutputWithPast):
-    """The output of a backbone that has nothing but hidden states."""
+    """A backbone's output with None for all other fields."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -396,7 +355,7 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _Core(nn.Module):
-    """Replaces the backbone, or the part of it that the forward calls."""
+    """Replaces the backbone, or a part of it."""
 
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
@@ -420,7 +379,7 @@ class _Head(nn.Module):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype and device. It is empty, so a product with it raises.
+        # Some forwards read its dtype. A product with it raises.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -446,12 +405,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without its hooks, with stand-ins for its submodules and random tensors.
-
-    Args:
-        stand_ins: by the module that each replaces; this function adds to it.
-        inner: modules to copy although they have parameters, because they contain the core or `lm_head`.
-    """
+    """Copy a module without hooks, with random tensors, and stand-ins for submodules other than `inner` ones."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -466,7 +420,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode makes a dropout visible. The model itself is in evaluation mode, because its training may be fused.
+    # Training mode makes a dropout visible; the model's own might be fused.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -478,8 +432,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """`module` and those of its submodules in which `target` lies."""
-    # No recursive closure, which would keep the model alive until Python collects garbage.
+    """Return `module` and those of its submodules in which `target` lies."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 
@@ -490,14 +443,12 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _if_taken(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that a function takes by name or in its **kwargs."""
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: x for name, x in arguments.items() if open_ended or name in parameters}
 
 
 def _arguments(forward: Callable[..., Any], logits: Tensor) -> dict[str, Any]:
-    """Return token ids, and a mask and positions if the forward takes them."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(1, _LENGTH, dtype=torch.long)
     mask[:, _MASKED:] = 0
@@ -519,7 +470,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
-    """Compare the arguments that the forward passes to its backbone with those that it got."""
+    """Compare the arguments that the forward passes to its backbone with those that it gets."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
@@ -552,25 +503,18 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of a mixture of experts. Families name its settings differently, and some have no such loss.
-# The source of the forward says which, so two of its expressions are evaluated on the model: the call of
-# `load_balancing_loss_func`, and the factor in `loss += factor * aux_loss`.
+# The load-balancing loss of experts. Its settings have many names, so two expressions of the forward's source are
+# evaluated: `load_balancing_loss_func(...)`, and the factor of `aux_loss`.
 
 _SWITCH = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The parts of a forward that compute the load-balancing loss.
+    """How a forward computes the load-balancing loss, or why this is not known."""
 
-    - `asked(model, output_router_logits)`: whether this call computes the loss
-    - `loss(model, outputs, attention_mask)`: the loss from the backbone's outputs
-    - `coefficient(model)`: its factor in the model's loss
-    - `refusal`: why it cannot be computed outside of that forward, or None
-    """
-
-    asked: Callable[..., Any] = lambda model, asked: asked
-    loss: Callable[..., Any] = lambda *_: None
+    asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
+    loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
     coefficient: Callable[..., Any] = lambda model: 0.0
     refusal: str | None = None
 
@@ -608,15 +552,9 @@ def _balance_of_class(model_class: type) -> Balance | None:
 
 
 def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call]) -> Balance:
-    factors = [
-        node.value.left
-        for node in nodes
-        if isinstance(node, ast.AugAssign)
-        and ast.unparse(node.target) == "loss"
-        and isinstance(node.value, ast.BinOp)
-        and isinstance(node.value.op, ast.Mult)
-        and ast.unparse(node.value.right).startswith("aux_loss")
-    ]
+    sums = [n.value for n in nodes if isinstance(n, ast.AugAssign) and ast.unparse(n.target) == "loss"]
+    products = [x for x in sums if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+    factors = [x.left for x in products if ast.unparse(x.right).startswith("aux_loss")]
     asked = [n.value for n in nodes if isinstance(n, ast.Assign) and list(map(ast.unparse, n.targets)) == [_SWITCH]]
     try:
         ((call,), (factor,)) = calls, factors
@@ -626,16 +564,11 @@ def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call])
             _evaluator(forward, factor, "self"),
         )
     except (ValueError, NameError) as failure:
-        reason = f"{forward.__qualname__} computes it in another way than other models do ({failure})"
-        return Balance(refusal=reason)
+        return Balance(refusal=f"{forward.__qualname__} computes it in another way than other models do ({failure})")
 
 
 def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
-    """Return a function of `names` that evaluates an expression of `forward` with the globals of `forward`.
-
-    Raises:
-        NameError: the expression needs another local variable.
-    """
+    """Return a function of `names` that evaluates an expression of `forward`, or raise a NameError."""
     local = set(forward.__code__.co_varnames) - set(names)
     if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
         raise NameError(f"it needs {', '.join(missing)}")

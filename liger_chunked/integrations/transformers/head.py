@@ -1,10 +1,8 @@
-"""The fused head: run the backbone as usual, and code of ours in place of `lm_head` and the loss.
+"""The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
 
-`forward` is what a patched model runs. With `head_fn`, it returns `head_fn(head: Head, input: HeadInput)`; with a
-`Fusion`, it computes the model's loss without logits in training; otherwise it calls the original forward. The code runs
-inside `model.forward` and inside the forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have run:
-parameters are full, and gradients are reduced as usual. Modules are looked up on each call, because PEFT and FSDP may
-replace them after patching.
+Our code runs inside `model.forward` and the forward of `lm_head`, so that the hooks of DDP, FSDP, ZeRO and `device_map`
+have run: parameters are full, and gradients are reduced as usual. Modules are looked up on each call, because PEFT and
+FSDP may replace them after patching.
 """
 
 from __future__ import annotations
@@ -29,17 +27,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.engine import Like, Returns, loss_and, one_operation
-from liger_chunked.integrations.transformers.detect import (
-    FORWARD_SLOTS,
-    HeadFacts,
-    backbone_of,
-    balance_of,
-    check_head,
-    check_loss,
-    foreign_code,
-    forward_slot,
-    projections,
-)
+from liger_chunked.integrations.transformers import detect
+from liger_chunked.integrations.transformers.detect import HeadFacts, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head, LogitOptions
@@ -52,12 +41,11 @@ STATE = "_liger_forward"  # attribute of a model or class
 class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
-    - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` selects
+    - `hidden_states` (B, T, H): those that `logits_to_keep` selects
     - `options`: how this model transforms its logits, and the label that is ignored
-    - `outputs`: what the backbone returned
+    - `outputs`: the output of the backbone
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, or None
-    - `aux_loss` (): the unweighted load-balancing loss, or None unless the call or the config asks for router logits and
-      the model's own loss has this term
+    - `aux_loss` (): the unweighted load-balancing loss; None unless router logits are on and the model has this term
     - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
     """
 
@@ -72,11 +60,7 @@ class HeadInput:
 
     @property
     def target(self) -> Tensor:
-        """(B, T) the label that each position predicts: `shift_labels`, or else the label of the next position.
-
-        Raises:
-            ValueError: the call had no labels.
-        """
+        """Return (B, T), what each position predicts: `shift_labels`, or else the label of the next position."""
         target = self.shift_labels
         if target is None:
             if self.labels is None:
@@ -90,7 +74,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """The fused head and loss: the class that `model.forward` returns, and the most bytes of logits (None: automatic)."""
+    """The fused loss: the class that `model.forward` returns, and the most bytes of logits in memory at once."""
 
     output: type[Any]
     logits_budget: int | None = None
@@ -102,7 +86,7 @@ class Fusion:
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """Run `stock`, the forward of `model`, and support `head_fn` and, with a fused loss, `skip_logits`."""
+    """Run `stock`, the forward of `model`; or, in its place, `head_fn`, or the fused loss if there is one."""
     if args:  # by name, because the order may differ in the backbone
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -122,7 +106,7 @@ def forward(
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
-    """Whether `model.loss_function` is the causal loss now: somebody may have set another one since patching."""
+    """Whether the model's loss is the causal one now: a user may have set another one after patching."""
     return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
 
 
@@ -144,7 +128,7 @@ def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, A
 def _without_logits(
     model: PreTrainedModel, forward: Callable[..., Any] | None, fusion: Fusion, token_accuracy: bool, **kwargs: Any
 ) -> ModelOutput:
-    """Compute the output of `forward` for labels, without logits. None means the forward of the model's class."""
+    """Compute the output of `forward`, or else that of the model's class, without logits."""
     input = run_backbone(model, forward, **kwargs)
 
     def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
@@ -183,7 +167,6 @@ def _cross_entropy(
     num_items: int | Tensor | None = None, token_accuracy: bool, ignore_index: int, softcap: float | None = None,
     logit_scale: float, logits_budget: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the loss, and the token accuracy if it was requested."""
     loss = LigerFusedLinearCrossEntropyLoss(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -196,14 +179,14 @@ def _cross_entropy(
 
 
 def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """Return the output class of `forward` from its annotation, because it differs between versions of transformers."""
+    """Return the output class of `forward` from its annotation. It differs between versions of transformers."""
     returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
 # The checked facts about a model's head, which are cached.
 
-# Fields of a config, or of a model, that transform logits in some models. They guard a compiled graph.
+# Attributes of configs and models that transform logits in some models. They guard a compiled graph.
 _LOGIT_NAMES = (
     "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
     "output_multiplier", "lm_head_multiplier", "logits_mup_width_multiplier",
@@ -212,9 +195,10 @@ _CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that are a number or None."""
-    return {name: x for name, x in attributes.items() if x is None or type(x) in (int, float)}
+def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the numbers, and Nones, among the attributes of the model and its configs."""
+    owners = (model, model.config, model.config.get_text_config())
+    return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
 
 
 def _named(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -227,30 +211,19 @@ class _CheckedHead:
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        self.facts = check_head(model, forward)
+        self.facts = detect.check_head(model, forward)
         self.has_causal_loss = False
-        self.config = model.config
-        self._fields = [(config, dict(vars(config))) for config in (model.config, model.config.get_text_config())]
-        self._own = _numbers(vars(model))
-        self._named = _named(model)
+        self._config, self._numbers, self._named = model.config, _numbers(model), _named(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
         """Whether the numbers in the config and in the model's attributes are the same as at the check."""
         if torch.compiler.is_compiling():
             return self._named == _named(model)
-        if model.config is not self.config:
-            return False
-        for i, (config, before) in enumerate(self._fields):
-            if vars(config) != before:
-                if _numbers(vars(config)) != _numbers(before):
-                    return False
-                self._fields[i] = (config, dict(vars(config)))
-        own = vars(model)
-        return all(own.get(name, _CHECKED) == x for name, x in self._own.items())
+        return model.config is self._config and self._numbers == _numbers(model)
 
 
 class _CheckedHeads:
-    """The checked heads of a model. Copies of the model get an empty list and are checked again."""
+    """The checked heads of a model. Copies of the model are checked again."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
@@ -271,7 +244,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
 def _checked(
     model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...] = ()
 ) -> HeadFacts:
-    """Check the head of a model and, with `loss`, its loss. A compiled graph is valid for these `guards` only."""
+    """Check a model's head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
     checked = _known(model, forward)
     if checked is None:
         checked = _CheckedHead(model, forward)
@@ -279,13 +252,12 @@ def _checked(
         heads[:] = [head for head in heads if head.forward is not forward] + [checked]
         _CHECKED_MODELS.add(model)
     if loss and not checked.has_causal_loss:
-        check_loss(model, forward)
+        detect.check_loss(model, forward)
         checked.has_causal_loss = True
     return checked.facts
 
 
-# Dynamo calls it once and treats its result as a constant. Before torch 2.13 Dynamo cannot pass a module to such a
-# function, so the graph breaks there.
+# The result is a constant for Dynamo. Before torch 2.13 the graph breaks, because Dynamo cannot pass a module.
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
     _checked_while_tracing = torch.compiler.assume_constant_result(_checked)
 else:
@@ -298,14 +270,11 @@ else:
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
-    """Return the facts about a model's head. The check runs once and is cached.
-
-    Args:
-        forward: the function that computes the logits; None for that of the class.
-        causal_loss: also check that this function computes the causal loss of its logits.
+    """Return the cached facts about the head that `forward` computes, by default that of the class.
 
     Raises:
-        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or the loss is not the causal one.
+        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss of
+            `forward` is not the causal one.
     """
     if forward is None:
         of_class = type(model).forward
@@ -329,16 +298,11 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    It is measured by running the forward with stand-ins for the backbone and `lm_head`, because some models ignore the
-    numbers in their config. `logit_scale` includes a factor between backbone and `lm_head`.
-
-    Args:
-        model: a transformers model with an `lm_head`.
-        ignore_index: the label of tokens that no loss counts.
+    The transform is measured, because some models ignore the numbers in their config. `logit_scale` includes a factor
+    between backbone and `lm_head`.
 
     Raises:
-        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`. The message says how they
-            differ.
+        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -357,19 +321,15 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone on the arguments of `model.forward`, as `model.forward` itself would.
-
-    `forward` is the function that this call replaces; None for that of the model's class. The backbone gets no arguments
-    of head and loss, and `labels` only if `model.forward` passes them to its backbone.
-    """
+    """Run the backbone with the arguments that `forward`, by default that of the model's class, would pass to it."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
-    if isinstance(num_items, int):  # the losses clamp a tensor on the device, without a synchronization
+    if isinstance(num_items, int):  # the losses clamp a tensor, without a synchronization
         num_items = max(num_items, 1)
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
-    balance = balance_of(model)
+    balance = detect.balance_of(model)
     if balance is not None and not balance.asked(model, kwargs.get("output_router_logits")):
         balance = None
     if balance is not None:
@@ -388,7 +348,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
     if facts.backbone_takes_labels:
         kwargs["labels"] = labels
 
-    outputs = backbone_of(model)(**kwargs)
+    outputs = detect.backbone_of(model)(**kwargs)
     aux_loss: Any = None
     aux_loss_coef = 0.0
     if balance is not None:
@@ -398,11 +358,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the positions of `logits_to_keep`.
-
-    An int keeps that many at the end (0: all). A tensor (K,) keeps the same positions of every sample, (B, K) other
-    positions of each. A boolean mask (B, T) keeps those that are True, as (N, H).
-    """
+    """Select the last positions (an int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:
@@ -414,7 +370,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 # The head.
 
-# While one thread runs a head_fn inside an lm_head, others get logits from it, or wait to run theirs.
+# While one thread runs a head_fn inside an lm_head, others can get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -423,8 +379,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """Return `head_fn(head, input)`, computed inside the forward of `lm_head`, where its parameters are not sharded.
 
     Raises:
-        ValueError: `lm_head` is more than a weight and a bias (a LoRA adapter, for example), or another package's hook
-            or forward on it expects logits.
+        ValueError: `lm_head` is more than a weight and a bias, or a user's hook or forward on it expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -433,28 +388,27 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Whether only `nn.Linear.forward` would run. Then a compiler need not break the graph before the head."""
+    """Whether only `nn.Linear.forward` would run. Then a compiled graph need not break."""
     if type(lm_head) is not nn.Linear:
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
     return not any(hooks) and "forward" not in lm_head.__dict__
 
 
-# The head function is user code that may not be traceable.
-_run_untraced = torch.compiler.disable(run_head)
+_run_untraced = torch.compiler.disable(run_head)  # user code may not be traceable
 
 
 def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
     head = Head(_whole(projection.weight), _whole(projection.bias))
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # A float32 head after a bfloat16 backbone. The loss rejects the reverse, which would round the hidden states.
+        # For a float32 head after a bfloat16 backbone. The loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary. Every rank has all rows of the input, so the gradient is a slice.
+    # Tensor parallelism shards the vocabulary; the gradient is a slice, because every rank has all rows of the input.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -464,7 +418,7 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
     with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn), contextlib.ExitStack() as changes:
         for module in lm_head.modules():
             _guard_hooks(module, changes)
-        for projection in projections(model):
+        for projection in detect.projections(model):
             in_place = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
             changes.enter_context(_replaced(projection, forward_slot(projection), in_place))
         return lm_head(input.hidden_states)
@@ -480,7 +434,7 @@ def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInp
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make calls of `lm_head` by this thread run `head_fn`, or nothing but `lm_head` if it is None."""
+    """Make this thread's calls of `lm_head` run `head_fn`; None restores logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield
@@ -490,26 +444,20 @@ def _running(head_fn: HeadFn | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module for the duration of a block."""
+    """Set an attribute for the duration of a block, and keep what other code sets meanwhile."""
     before = {key: x for key, x in vars(module).items() if key == name}
     vars(module)[name] = value
     try:
         yield
     finally:
-        if vars(module).get(name) is value:  # keep what other code has set since
+        if vars(module).get(name) is value:
             del vars(module)[name]
             vars(module).update(before)
 
 
 def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject hooks and forwards of other packages that need the logits that this part of `lm_head` would return.
-
-    Hooks on its input run as usual. A forward hook sees the result of the fused loss, and may not edit it.
-
-    Raises:
-        ValueError: the module has a backward hook, or a forward set on the instance.
-    """
-    own = [("forward", vars(module).get(slot)) for slot in FORWARD_SLOTS]
+    """Reject users' forwards and backward hooks on a part of `lm_head`, and let forward hooks look but not edit."""
+    own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
     own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
     own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
     for kind, reader in own:
@@ -522,11 +470,7 @@ def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
 
 
 def _observe(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
-    """Run a forward hook that may look at the output, and change it only if it is logits.
-
-    Raises:
-        ValueError: the hook returns another output, modifies its tensors in place, or fails.
-    """
+    """Run a forward hook, and raise a ValueError if it fails or changes an output that is not logits."""
     if getattr(_RUNNING, "head_fn", None) is None:
         return hook(module, args, *kwargs_and_output)
     output = kwargs_and_output[-1]

@@ -27,7 +27,7 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(module, ...)` replaces `method`. `refusal(module)` returns why a module of the right class is not supported."""
+    """`run(module, ...)` replaces `method`. `refusal(module)` says why a module is not supported, or returns None."""
 
     run: Callable[..., Tensor]
     method: str = "forward"

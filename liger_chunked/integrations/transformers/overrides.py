@@ -1,14 +1,8 @@
 """The table of model families: which classes of a modeling module are served, and by which layer.
 
-To add a row:
-
-1. Find the norm, MLP and `apply_rotary_pos_emb` in `transformers/models/<name>/modeling_<name>.py`, and the entries of
-   `layers.py` that compute and round the same.
-2. List the classes with an `lm_head`. Their `forward` must compute backbone, `lm_head`, a scale or softcap, the causal
-   loss and, with experts, the load-balancing loss. It must annotate its return type.
-3. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family.
-
-Users add rows with `register_family`, which compares the kernels with the code that they replace.
+To add a row, name the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with the layers that
+compute and round the same. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family. Users add
+rows with `register_family`, which compares the kernels with the code that they replace.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +29,7 @@ from liger_chunked.integrations.transformers.layers import (
 )
 
 Layers = Mapping[str, Layer]
+Rope = Callable[..., Any] | None
 
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
@@ -53,7 +49,7 @@ class Family:
     name: str
     causal: tuple[str, ...]
     rms_norm: Layers = field(default_factory=dict)
-    rope: Callable | None = rotate_halves
+    rope: Rope = rotate_halves
     swiglu: Layers = field(default_factory=dict)
     geglu: Layers = field(default_factory=dict)
     layer_norm: Layers = field(default_factory=dict)
@@ -80,8 +76,23 @@ class Family:
         return (*rope, *self.layers, *(HEAD_SWITCHES if self.causal else ()))
 
 
+def _decoder(
+    name: str, prefix: str, norm: Layer = RMS_NORM, mlp: Layer = GLU, geglu: bool = False, rope: Rope = rotate_halves
+) -> Family:
+    """A family whose classes are named after one prefix."""
+    gated = {f"{prefix}MLP": mlp}
+    return Family(
+        name,
+        causal=(f"{prefix}ForCausalLM",),
+        rms_norm={f"{prefix}RMSNorm": norm},
+        rope=rope,
+        swiglu={} if geglu else gated,
+        geglu=gated if geglu else {},
+    )
+
+
 FAMILIES = (
-    Family("llama", causal=("LlamaForCausalLM",), rms_norm={"LlamaRMSNorm": RMS_NORM}, swiglu={"LlamaMLP": GLU}),
+    _decoder("llama", "Llama"),
     Family(
         "mllama",
         causal=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
@@ -89,19 +100,15 @@ FAMILIES = (
         swiglu={"MllamaTextMLP": GLU},
         layer_norm={"LayerNorm": LAYER_NORM},
     ),
-    Family(
-        "mistral", causal=("MistralForCausalLM",), rms_norm={"MistralRMSNorm": RMS_NORM}, swiglu={"MistralMLP": GLU}
-    ),
+    _decoder("mistral", "Mistral"),
     Family(
         "mixtral",
         causal=("MixtralForCausalLM",),
         rms_norm={"MixtralRMSNorm": RMS_NORM},
         swiglu={"MixtralExperts": EXPERTS},
     ),
-    Family("gemma", causal=("GemmaForCausalLM",), rms_norm={"GemmaRMSNorm": RMS_NORM_OFFSET}, geglu={"GemmaMLP": GLU}),
-    Family(
-        "gemma2", causal=("Gemma2ForCausalLM",), rms_norm={"Gemma2RMSNorm": RMS_NORM_OFFSET}, geglu={"Gemma2MLP": GLU}
-    ),
+    _decoder("gemma", "Gemma", RMS_NORM_OFFSET, geglu=True),
+    _decoder("gemma2", "Gemma2", RMS_NORM_OFFSET, geglu=True),
     Family(
         "gemma3",
         causal=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -110,7 +117,7 @@ FAMILIES = (
         layer_norm={"LayerNorm": LAYER_NORM},
         aliases=("gemma3_text",),
     ),
-    Family("qwen2", causal=("Qwen2ForCausalLM",), rms_norm={"Qwen2RMSNorm": RMS_NORM}, swiglu={"Qwen2MLP": GLU}),
+    _decoder("qwen2", "Qwen2"),
     Family(
         "qwen2_vl",
         causal=("Qwen2VLForConditionalGeneration",),
@@ -124,25 +131,17 @@ FAMILIES = (
         rms_norm={"Qwen2_5_VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
     ),
-    Family("qwen3", causal=("Qwen3ForCausalLM",), rms_norm={"Qwen3RMSNorm": RMS_NORM}, swiglu={"Qwen3MLP": GLU}),
+    _decoder("qwen3", "Qwen3"),
     Family(
         "qwen3_moe",
         causal=("Qwen3MoeForCausalLM",),
         rms_norm={"Qwen3MoeRMSNorm": RMS_NORM},
         swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
     ),
-    Family("phi3", causal=("Phi3ForCausalLM",), rms_norm={"Phi3RMSNorm": RMS_NORM}, swiglu={"Phi3MLP": PACKED_GLU}),
-    Family(
-        "granite", causal=("GraniteForCausalLM",), rms_norm={"GraniteRMSNorm": RMS_NORM}, swiglu={"GraniteMLP": GLU}
-    ),
-    Family("olmo2", causal=("Olmo2ForCausalLM",), rms_norm={"Olmo2RMSNorm": RMS_NORM_FP32}, swiglu={"Olmo2MLP": GLU}),
-    Family(
-        "glm4",
-        causal=("Glm4ForCausalLM",),
-        rms_norm={"Glm4RMSNorm": RMS_NORM},
-        swiglu={"Glm4MLP": PACKED_GLU},
-        rope=rotate_pairs,
-    ),
+    _decoder("phi3", "Phi3", mlp=PACKED_GLU),
+    _decoder("granite", "Granite"),
+    _decoder("olmo2", "Olmo2", RMS_NORM_FP32),
+    _decoder("glm4", "Glm4", mlp=PACKED_GLU, rope=rotate_pairs),
 )
 
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}

@@ -1,8 +1,8 @@
 """How a model, or all models of a family, are patched and restored.
 
-`replace_method` changes the class of a module to a subclass with the new method. All modules of a class share that
-subclass, so Dynamo compiles them once, and a copy of a module uses its own parameters. `Patches` sets attributes of
-classes. `attach_head` uses both to give a model the forward of `head.py`; `apply_liger_kernel` also replaces layers.
+`replace_method` gives a module a subclass of its class. All modules of a class share that subclass, so Dynamo compiles
+them once, and a copy of a module uses its own parameters. `Patches` sets attributes of classes. `attach_head` uses both
+to give a model the forward of `head.py`; `apply_liger_kernel` also replaces layers.
 """
 
 from __future__ import annotations
@@ -22,36 +22,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers import head
-from liger_chunked.integrations.transformers.detect import (
-    FORWARD_SLOTS,
-    foreign_code,
-    forward_slot,
-    inner_model,
-    own_forward,
-    runs_code_of,
-    unwrapped,
-)
+from liger_chunked.integrations.transformers import detect, head, overrides, verify
+from liger_chunked.integrations.transformers.detect import forward_slot, inner_model, own_forward
 from liger_chunked.integrations.transformers.head import STATE, STOCK, Fusion
 from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
-from liger_chunked.integrations.transformers.overrides import (
-    BY_NAME,
-    FAMILIES,
-    HEAD_SWITCHES,
-    SWITCHES,
-    Family,
-    family_by_name,
-    family_of,
-    layer_class,
-)
-from liger_chunked.integrations.transformers.verify import Difference, check_layers, check_row
+from liger_chunked.integrations.transformers.overrides import BY_NAME, Family, family_by_name, family_of, layer_class
 from liger_chunked.types import budget_bytes
 
 # The mechanism.
 
 Method = Callable[..., Any]
-Make = Callable[[Method], Method]
-"""A function from a method to its replacement. It must be hashable, and picklable if the model is pickled."""
+Make = Callable[[Method], Method]  # from a method to its replacement; hashable, and picklable like the model
 
 _PATCH = "_liger_patch"  # attribute of a patched class
 
@@ -82,7 +63,7 @@ def _patched_class(cls: Any, patch: Patch) -> Any:
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        """Refer to the original class in copies and pickles, because this subclass cannot be imported."""
+        # Copies and pickles refer to the original class, because this subclass cannot be imported.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -111,13 +92,12 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """Rebuild a class that `fully_shard` or `register_parametrization` derived from a patched one: unpatched."""
+    """Rebuild, unpatched, a class that `fully_shard` or `register_parametrization` derived from a patched one."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 
 
 def patch_of(module: nn.Module) -> Patch | None:
-    """Return which method of the module was replaced, and by what, or None."""
     return getattr(type(module), _PATCH, None)
 
 
@@ -132,7 +112,7 @@ def has_our_layer(module: nn.Module) -> bool:
 
 
 def replace_method(module: nn.Module, method: str, make: Make) -> None:
-    """Replace a method of the module by `make(method)`. A previous replacement is dropped."""
+    """Replace a method of the module by `make(method)`, and drop a previous replacement."""
     _set_class(module, _patched_class(stock_class(type(module)), Patch(method, make)))
 
 
@@ -147,7 +127,7 @@ def _set_class(module: nn.Module, cls: Any) -> None:
         return
     object.__setattr__(module, "__class__", cls)
     # accelerate's hooks hold the bound method of the previous class.
-    for slot in FORWARD_SLOTS:
+    for slot in detect.FORWARD_SLOTS:
         bound = vars(module).get(slot)
         if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
             vars(module)[slot] = types.MethodType(cls.forward, module)
@@ -183,14 +163,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model, or a class of models, has our forward, and how to restore the original.
-
-    - `head_fn`: `attach_head` added the keyword argument `head_fn`
-    - `fusion`: how head and loss are fused in training; None if they are not
-    - `patches`: replaced attributes of a class
-
-    A state is replaced, never modified, because shallow copies of a model share it.
-    """
+    """Why a model or a class has our forward: for `head_fn`, for a fused loss, or both. Shallow copies share it."""
 
     head_fn: bool = False
     fusion: Fusion | None = None
@@ -207,20 +180,13 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
                 state.patches.set(owner, "forward", _class_forward(owner.forward))
             else:
                 _install(owner)
-        _set_state(owner, state)
+        setattr(owner, STATE, state)
     elif before is not None:
         state.patches.undo()
         if not isinstance(owner, type):
             _uninstall(owner)
         delattr(owner, STATE)
         head.forget_facts(owner)
-
-
-def _set_state(owner: PreTrainedModel | type[PreTrainedModel], state: ForwardState) -> None:
-    if isinstance(owner, type):
-        setattr(owner, STATE, state)
-    else:
-        vars(owner)[STATE] = state
 
 
 # Both functions below keep the signature of the forward, because generate and Trainer read it.
@@ -267,15 +233,15 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 def _calls_ours(own: Callable[..., Any]) -> bool:
     """Whether a forward that other code has set wraps ours, as the autocast of Trainer does."""
-    return any(hasattr(function, STOCK) for function in unwrapped(own))
+    return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 
 def _refuse_foreign_forward(model: PreTrainedModel) -> None:
-    """Raise a ValueError if a fused step would silently skip a forward that no framework has set on this model."""
+    """Raise a ValueError if fused steps would silently skip a forward that no framework has set on this model."""
     own = own_forward(model)
     if own is None or _calls_ours(own):
         return
-    if (code := foreign_code(own, stock_class(type(model)))) is not None:
+    if (code := detect.foreign_code(own, stock_class(type(model)))) is not None:
         name = f"{getattr(code, '__module__', None)}.{getattr(code, '__qualname__', type(code).__qualname__)}"
         raise ValueError(
             f"the forward of this {type(model).__name__} was set on the instance, to {name}, and a fused head would "
@@ -287,9 +253,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
     """Make a model, or every model of a class, train without logits; None undoes this.
 
-    Raises:
-        ValueError: the model's own loss differs from the fused loss, or its forward was set on the instance. Models of a
-            class are checked before their first step.
+    A model whose loss differs from the fused loss is refused, here or, if its class is patched, in its first step.
     """
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
@@ -300,18 +264,16 @@ def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
     Calls without `head_fn` do not change. `fn` gets a `Head` and a `HeadInput`. It runs inside `model.forward`, so
-    under the hooks of DDP, FSDP and ZeRO, and under autocast. It returns a tensor, or tensors in a tuple, dict or
-    `ModelOutput`; FSDP and ZeRO do not find tensors in other containers. The `labels` and `shift_labels` of the call
-    are in `HeadInput`, padded if PEFT prepends virtual tokens.
+    under autocast and the hooks of DDP, FSDP and ZeRO. It returns a tensor, or tensors in a tuple, dict or
+    `ModelOutput`, where FSDP and ZeRO find them.
 
     Args:
         model: a transformers model with an `lm_head`, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
 
     Raises:
         TypeError: `model` contains no transformers model.
-        ValueError: the model has no backbone with an `lm_head`, its `lm_head` is more than weight and bias, its logits
-            are not `transform(lm_head(last_hidden_state))` (see `logit_options`), or its forward was set on the
-            instance by code that is not a framework's.
+        ValueError: the `lm_head` is more than weight and bias, the logits are not `transform(lm_head(
+            last_hidden_state))`, or code that is no framework's has set a forward on this instance.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -343,7 +305,7 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """The result of a patch: for each switch, the names of the replaced parts and their counts. `print` shows it."""
+    """The replaced parts by switch, with the count of each; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -354,8 +316,7 @@ class Applied:
         counts[name] = counts.get(name, 0) + 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy of a model also needs the family's rope function for as long as it lives."""
-        vars(self).update(state)
+        vars(self).update(state)  # of a copied model, which needs the rope function too
         if "rope" in self.replaced:
             ROPES[self.family].hold(family_by_name(self.family), self)
 
@@ -386,7 +347,6 @@ class _Rope:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the function of transformers inside the `with` block."""
         family = self._family
         self._patches.undo()
         try:
@@ -412,21 +372,16 @@ FAMILY_WIDE: dict[str, Applied] = {}
 
 
 def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool | None]) -> tuple[str, ...]:
-    """Return the switches that are on: those requested, and by default all available ones but `cross_entropy`.
-
-    Raises:
-        TypeError: a switch is unknown, or is not True, False or None.
-        ValueError: a switch is on but not available.
-    """
-    if unknown := switches.keys() - set(SWITCHES):
-        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(SWITCHES)}")
+    """Return the switches that are on, or raise an error if they are unknown or not available."""
+    if unknown := switches.keys() - set(overrides.SWITCHES):
+        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
     for switch, on in switches.items():
         if not (on is None or isinstance(on, bool)):
             raise TypeError(f"{switch} must be True, False or None, got {on!r}")
     wanted = {switch for switch, on in switches.items() if on}
     if absent := wanted - set(available):
         raise ValueError(f"{sorted(absent)} matches nothing in {family.name} here; it has {list(available)}")
-    if set(HEAD_SWITCHES) <= wanted:
+    if set(overrides.HEAD_SWITCHES) <= wanted:
         raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
     off = {switch for switch, on in switches.items() if on is False}
     off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
@@ -434,28 +389,28 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
 
 
 def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """Return the modules that a switch replaces, with their names in the table. Skips modules with their own code."""
+    """Return the modules that a switch replaces, with their names in the table, except those with their own code."""
     layers = [(name, layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
         for module in model.modules()
         for name, cls, method in layers
         if isinstance(module, cls)
-        and runs_code_of(stock_class(type(module)), cls, method)
+        and detect.runs_code_of(stock_class(type(module)), cls, method)
         and own_forward(module) is None
     ]
 
 
 def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str]]) -> None:
-    """Raise a ValueError if a kernel does not support a layer. The layers of a user's row are compared too."""
+    """Raise a ValueError if a kernel does not support a layer, or, in a user's row, computes something else."""
     for name, layer in family.layers.get(switch, {}).items():
         modules = [module for module, known in found if known == name]
         reasons = (_refusal(layer, module) for module in modules)
         reason = next(filter(None, reasons), None)
-        if reason is None and family not in FAMILIES:  # the test suite compares the built-in rows
+        if reason is None and family not in overrides.FAMILIES:  # the test suite compares the built-in rows
             try:
-                check_layers(layer, modules, layer_class(family, name))
-            except Difference as difference:
+                verify.check_layers(layer, modules, layer_class(family, name))
+            except verify.Difference as difference:
                 reason = str(difference)
         if reason is not None:
             raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False skips it")
@@ -473,31 +428,24 @@ def apply_liger_kernel(
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    In training, `model(labels=...)` then builds no logits: its output has `logits=None`. Evaluation and generation
-    still build them. The keyword argument `skip_logits` of `forward` overrides this choice, and
-    `return_token_accuracy=True` adds `token_accuracy` to an output without logits. `revert_liger_kernel` undoes the
-    patch. Copies and pickles of a patched model are patched too.
+    In training, `model(labels=...)` then returns `logits=None`; `skip_logits=` overrides this. Evaluation and
+    generation still build logits. `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
+    Copies and pickles of a patched model are patched too.
 
-    Everything is patched on this model only, except `rope`. It is a function of the family's modeling module, so it
-    also serves the other models of the family, until the last model patched with it is reverted or deleted.
+    Only this model is patched, except for `rope`, a function of the modeling module: it serves all models of the family
+    until the last model patched with it is reverted or deleted.
 
     Args:
         model: a transformers model of a family in `overrides.py`, or a wrapper of one (PEFT, DDP).
-        logits_budget: the most bytes of logits that the fused loss keeps in memory at once, as a number or a string
-            such as "512MiB". None chooses automatically.
+        logits_budget: the most bytes of logits in memory at once, a number or "512MiB"; None chooses automatically.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
-            By default, all that the model has are on except `cross_entropy`, which turns off
-            `fused_linear_cross_entropy`.
-
-    Returns:
-        The parts that were patched.
+            By default all that the model has are on except `cross_entropy`, which excludes the last one.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
-        ValueError: the family is unknown, a switch matches nothing in the model, a kernel does not support a layer, the
-            model runs hub kernels (`use_kernels=True`), its loss is not the causal one, its `lm_head` is more than a
-            weight and a bias (a LoRA adapter, for example), or its forward was set on the instance by code that is not
-            a framework's.
+        ValueError: the family is unknown, a switch matches nothing, a kernel does not support a layer, the model runs
+            hub kernels (`use_kernels=True`), its loss is not the causal one, its `lm_head` is more than weight and bias
+            (LoRA, for example), or code that is no framework's has set a forward on this instance.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -526,21 +474,21 @@ def apply_liger_kernel(
     found = {switch: layers_in(inner, family, switch) for switch in family.layers}
     absent = {switch for switch in found if not found[switch]}
     if causal not in family.causal:  # a forward of the user's own
-        absent |= set(HEAD_SWITCHES)
+        absent |= set(overrides.HEAD_SWITCHES)
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
     for switch in on:
         _refuse_layers(family, switch, found.get(switch, []))
-    for switch in set(HEAD_SWITCHES) & set(on):
+    for switch in set(overrides.HEAD_SWITCHES) & set(on):
         if not head.has_causal_loss(inner):
             raise ValueError(
                 f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
                 f"{switch}=False leaves it alone"
             )
     if FUSED in on:
-        head.head_facts(inner, causal_loss=True)
         state = vars(inner).get(STATE)
         if state is None or not state.head_fn:  # else our forward is installed and stays
             _refuse_foreign_forward(inner)
+        head.head_facts(inner, causal_loss=True)
 
     revert_liger_kernel(inner)
     applied = Applied(family.name)
@@ -573,11 +521,7 @@ def _fuse(owner: Any, family: Family, causal: str, logits_budget: int | None, ap
 def revert_liger_kernel(model: nn.Module | str) -> None:
     """Undo `apply_liger_kernel(model)`, or, for the name of a family, `apply_liger_kernel_to_<family>()`.
 
-    A model that is not patched stays as it is. Forwards that other code has set since are kept.
-
-    Raises:
-        ValueError: the family is unknown.
-        TypeError: `model` contains no transformers model.
+    Forwards that other code has set since are kept.
     """
     if isinstance(model, str):
         _revert_family(family_by_name(model))
@@ -608,15 +552,10 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch the classes of a family, and with them all its existing and future models.
+    """Patch the classes of a family, and with them all its existing and future models, but not classes of torch.
 
-    The switches are those of `apply_liger_kernel`, except for layers whose class does not belong to the family, such as
-    `nn.LayerNorm`. No model is inspected. An unsupported activation therefore raises only when the layer runs. Experts
-    that never call `_apply_gate` run unchanged; `apply_liger_kernel` rejects them.
-
-    Raises:
-        TypeError: a switch is unknown.
-        ValueError: the family does not have a switch that is on.
+    No model is inspected: an unsupported activation raises only when the layer runs, and experts that never call
+    `_apply_gate` run unchanged.
     """
     logits_budget = budget_bytes(logits_budget)
     shared = {
@@ -626,11 +565,11 @@ def apply_to_family(
     }
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in shared), switches)
     _revert_family(family)
-    if family not in FAMILIES:
+    if family not in overrides.FAMILIES:
         off: dict[str, Any] = {
             switch: None if switch == "rope" else {} for switch in ("rope", *family.layers) if switch not in on
         }
-        check_row(dataclasses.replace(family, **off), needs_all=True)
+        verify.check_row(dataclasses.replace(family, **off), needs_all=True)
     applied = Applied(family.name)
     for switch in on:
         for name, layer in family.layers.get(switch, {}).items():
@@ -660,8 +599,8 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
             raise ValueError(f"model is a {found.name}, not a {family.name}: use apply_liger_kernel")
         return apply_liger_kernel(model, **options)
 
-    names = (*family.switches, "logits_budget", "model")
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    options = (*family.switches, "logits_budget", "model")
+    keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = (
         f"Patch `model`, or the classes of {family.name} if it is None, before or after models are built.\n\n"
@@ -675,20 +614,19 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
 def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
     """Add a row to the table of families, for `apply_liger_kernel` and `AutoLigerKernelForCausalLM`.
 
-    Each kernel of the row is compared with the code that it replaces, on a few random tokens: the rotary embedding and
-    small instances of the layers now, and the actual layers of each model in `apply_liger_kernel`.
+    Each kernel is compared with the code that it replaces, on small layers now, and on each model when it is patched.
 
     Args:
         family: the row.
         replace: replace rows that share a name with `family`. Models that are already patched stay as they are.
 
     Returns:
-        The function `apply_liger_kernel_to_<name>`, which becomes an attribute of `liger_chunked` too.
+        `apply_liger_kernel_to_<name>`, which becomes an attribute of `liger_chunked` too.
 
     Raises:
-        TypeError: `causal` or `aliases` is a string instead of a tuple of strings.
-        ValueError: another family has that name and `replace` is False; the modeling module does not exist or lacks a
-            name in the row; or a kernel computes something else than the code that it replaces.
+        TypeError: `causal` or `aliases` is no tuple.
+        ValueError: another family has that name, the modeling module lacks a name in the row, or a kernel computes
+            something else than the code that it replaces.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(
@@ -718,7 +656,7 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
     replaced = {BY_NAME[name].name for name in taken}
     if patched := sorted(replaced & FAMILY_WIDE.keys()):
         raise ValueError(f"the classes of {patched[0]} are patched: revert_liger_kernel({patched[0]!r}) first")
-    check_row(family)
+    verify.check_row(family)
     for name in [name for name, old in BY_NAME.items() if old.name in replaced and old.name == family.name]:
         del BY_NAME[name], APPLY_TO[f"apply_liger_kernel_to_{name}"]
     BY_NAME.update(dict.fromkeys(names, family))
@@ -731,10 +669,7 @@ APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` whose models are patched by `apply_liger_kernel`.
-
-    `from_pretrained` and `from_config` also take the keyword arguments of `apply_liger_kernel`.
-    """
+    """`AutoModelForCausalLM` that patches its models, and also takes the keyword arguments of `apply_liger_kernel`."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
@@ -746,7 +681,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 
 def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    options = {name: kwargs.pop(name) for name in ("logits_budget", *SWITCHES) if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("logits_budget", *overrides.SWITCHES) if name in kwargs}
     model = build(*args, **kwargs)
     apply_liger_kernel(model, **options)
     return model

@@ -1,7 +1,6 @@
-"""Compare each kernel of a row with the code that it replaces, on a few random tokens.
+"""Compare each kernel of a row with the code that it replaces, on random tokens and small layers.
 
-`register_family` compares modules built on the meta device, `apply_liger_kernel` small copies of the model's layers.
-Weights are random, because the initial ones and zeros of a new norm would hide errors.
+Weights are random too, because the initial ones and zeros of a norm would hide errors.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from liger_chunked.integrations.transformers.layers import Layer, rotate_halves,
 from liger_chunked.integrations.transformers.overrides import Family, layer_class
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth of them or more
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # of tokens: small ones reveal the eps of a norm, large ones a clamp
+_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal the eps of a norm, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
@@ -33,14 +32,13 @@ class Difference(ValueError):
 
 
 class Incomparable(Exception):
-    """The original code does not run on the inputs of the comparison."""
+    """The original code does not run on the probe."""
 
 
 def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Compare the kernels of a row with the original code, for all modules that can be built without a model.
+    """Raise a Difference if a kernel of a row differs on a module that can be built without a model.
 
-    Raises:
-        Difference: one of them differs; with `needs_all`, also if a class cannot be built or run.
+    With `needs_all`, every class must be built and run.
     """
     if family.rope is not None:
         check_rope(family)
@@ -60,7 +58,7 @@ def check_row(family: Family, *, needs_all: bool = False) -> None:
 
 
 def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration; a module that cannot be compared is a difference too."""
+    """Run `check_layer` on one module of each configuration. What cannot be compared is a Difference."""
     seen = set()
     for module in modules:
         plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
@@ -75,12 +73,7 @@ def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module
 
 
 def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Compare `layer.run` with the method of `cls` that it replaces, on a small copy of `module`.
-
-    Raises:
-        Difference: they differ, or the module lacks attributes that `layer` reads.
-        Incomparable: the original does not run on the copy.
-    """
+    """Raise a Difference unless `layer.run` computes the same as the method of `cls`, on a small copy of `module`."""
     with _quiet():
         probe = _probe(module, cls)
         width, expected = _stock_output(layer, probe, cls)
@@ -94,11 +87,7 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def check_rope(family: Family) -> None:
-    """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
-
-    Raises:
-        Difference: they differ, or the original has another signature than in other families.
-    """
+    """Raise a Difference unless `family.rope` computes the same as the `apply_rotary_pos_emb` that it replaces."""
     ours: Any = family.rope
     advice = "set rope=None in the row, which leaves the rotary embedding as it is"
     title = f"rope: apply_rotary_pos_emb of {family.module_name}"
@@ -119,7 +108,6 @@ def check_rope(family: Family) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Compute on the CPU, without gradients and autocast."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         yield
 
@@ -133,7 +121,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference of two results; None if it is within rounding."""
+    """Describe the largest difference, or return None if it is within rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -190,7 +178,7 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
                 rotary = cls(config)
                 layered = "layer_type" in inspect.signature(rotary.forward).parameters
                 more = {"layer_type": config.layer_types[0]} if layered else {}
-                for ids in (positions, positions.expand(3, 1, -1)):  # the second form is for models of text and images
+                for ids in (positions, positions.expand(3, 1, -1)):  # then as models of text and images
                     cos, sin = rotary(x, ids, **more)
                     if cos.ndim == 3 and cos.shape[0] == 1:
                         return cos, sin, width
@@ -212,12 +200,7 @@ def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], 
 
 
 def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
-    """Build a module on the meta device from a default configuration.
-
-    Raises:
-        Incomparable: no configuration fits, or `layer` supports none of the modules.
-        Difference: the module lacks attributes that `layer` reads.
-    """
+    """Build a module that `layer` supports from a default configuration, on the meta device."""
     reasons = []
     for config in (*_configs(family), None):
         if hasattr(config, "_experts_implementation"):
@@ -255,7 +238,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Map each dimension of a layer to a small one. What is twice another dimension stays so."""
+    """Maps each dimension of a layer to a small one. Twice another dimension stays so."""
 
     def __init__(self) -> None:
         self._small: dict[int, int] = {1: 1}
@@ -272,20 +255,19 @@ class _Sizes:
         return small[size]
 
     def of_attribute(self, value: Any) -> Any:
-        """Return the replacement for an attribute that holds a size or a tuple of sizes."""
         if isinstance(value, tuple):
             return tuple(map(self.of_attribute, value))
         return self._small.get(value, value) if type(value) is int else value
 
 
 def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
-    """Return a module of class `cls` with the attributes of `module` and small random weights in float32."""
+    """Return a copy of `module` of class `cls` with small random weights in float32."""
     sizes = _Sizes() if sizes is None else sizes
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # DeepSpeed's ZeRO-3 keeps a parameter's shape in ds_shape while its data are sharded.
+        # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*map(sizes, shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
@@ -307,7 +289,7 @@ def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # This also replaces an adapter or a quantized layer; the comparison does not depend on the projection.
+    # The comparison does not depend on the projection, which may have an adapter or be quantized.
     linear = nn.Linear(sizes(n_in), sizes(n_out), bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
         setattr(linear, name, _weight(*parameter.shape, seed=seed))
@@ -319,11 +301,7 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return the width of an input that the original accepts, and its output.
-
-    Raises:
-        Incomparable: no width was accepted.
-    """
+    """Return the width of an input that the original accepts, and its output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
     failure: Exception | None = None
     for width in dict.fromkeys(widths):
@@ -349,7 +327,7 @@ def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: 
 
 
 def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare a norm with the original on bfloat16 rows, with float32 and bfloat16 weights."""
+    """Compare the rounding of a norm in bfloat16, with float32 and bfloat16 weights."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = copy.deepcopy(probe).to(dtype)
