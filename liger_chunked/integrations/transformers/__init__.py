@@ -1,10 +1,10 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
 
-head.py       the fused head: what a patched model runs in place of `lm_head` and loss
-patch.py      patches and restores one model or a family; `AutoLigerKernelForCausalLM`
-layers.py     the base kernels as replacements for norms, MLPs, rotary embeddings and losses
-detect.py     facts about a model's code: its parts, the transform of its logits, the loss of its experts
-overrides.py  the table of families: which class is which layer
+head.py       what a patched model runs in place of `lm_head` and loss
+patch.py      patches and restores one model or a family
+layers.py     the parts of a model that base kernels replace
+detect.py     facts about a model's code
+overrides.py  the table of families
 verify.py     compares the kernels of a row with the code that they replace
 check.py      compares a patched model with the original one
 """
@@ -34,19 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "FAMILIES",
-    "Applied",
-    "AutoLigerKernelForCausalLM",
-    "Family",
-    "HeadFn",
-    "HeadInput",
-    "ModelReport",
-    "apply_liger_kernel",
-    "attach_head",
-    "check_model",
-    "detach_head",
-    "logit_options",
-    "register_family",
-    "revert_liger_kernel",
-    *APPLY_TO,
-]
+    "FAMILIES", "Applied", "AutoLigerKernelForCausalLM", "Family", "HeadFn", "HeadInput", "ModelReport",
+    "apply_liger_kernel", "attach_head", "check_model", "detach_head", "logit_options", "register_family",
+    "revert_liger_kernel", *APPLY_TO,
+]  # fmt: skip

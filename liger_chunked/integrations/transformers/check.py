@@ -18,13 +18,12 @@ from liger_chunked.integrations.transformers.layers import Layer
 from liger_chunked.integrations.transformers.overrides import family_by_name
 from liger_chunked.integrations.transformers.patch import APPLIED, Applied, apply_liger_kernel, revert_liger_kernel
 
-# What patching changes in a module, in addition to its class.
 _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Norms: the errors of the patched (`ours`) and the original (`stock`) result, the exact result, the bound."""
+    """Norms: both errors, the exact result, and the bound."""
 
     ours: float
     stock: float
@@ -42,7 +41,7 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """The result of `check_model`: errors of the loss and of each gradient, and differences by layer class, if any."""
+    """The errors of the loss and of each gradient, and the difference of each class of layers."""
 
     patched: Applied
     loss: Comparison
@@ -76,21 +75,18 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout), and so does a float64 copy, which must fit into memory. Errors
-    are distances from the copy. A float64 model is allowed the rounding of float32, in which the kernels compute. The
-    model, its gradients and the random state stay the same.
+    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
+    float64 model is allowed the rounding of float32, in which the kernels compute. The model stays as it is.
 
     Args:
         model: a transformers model, or a wrapper of one (PEFT), not quantized, sharded or offloaded.
-        input_ids: (B, T); None for a few random tokens.
-        labels: (B, T), as in `model(labels=...)`; None for `input_ids` without the first three tokens.
-        factor: the allowed multiple of the unpatched model's error, to which the rounding of the dtype is added.
-        logits_budget, **switches: see `apply_liger_kernel`. Without any of them, a patched model keeps its patches.
+        input_ids, labels: (B, T), as in `model(input_ids, labels=labels)`; None for random tokens.
+        factor: the allowed multiple of the stock error, plus the rounding of the dtype.
+        logits_budget, **switches: see `apply_liger_kernel`. Without any, a patched model keeps its patches.
 
     Raises:
-        AssertionError: something differs; the message says what, and by how much.
-        TypeError, ValueError: as `apply_liger_kernel`; or the classes of the family are patched, parameters are on the
-            meta device, or labels leave no token to predict.
+        AssertionError: something differs.
+        TypeError, ValueError: as `apply_liger_kernel`, or the comparison is not possible.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -150,7 +146,6 @@ def check_model(
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Undo patches and `eval` when the block ends."""
     inner = inner_model(model)
     before = [(m, type(m), {n: vars(m)[n] for n in _CHANGED if n in vars(m)}) for m in model.modules()]
     try:
@@ -178,10 +173,8 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
         labels = input_ids.clone()
         labels[:, :3] = -100
     if not (labels[:, 1:] != -100).any():
-        shape = tuple(labels.shape)
-        raise ValueError(
-            f"labels of shape {shape} leave no token to predict: all but those of the first position are -100"
-        )
+        left = "leave no token to predict: all but those of the first position are -100"
+        raise ValueError(f"labels of shape {tuple(labels.shape)} {left}")
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -214,4 +207,4 @@ def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
 
 def _check_patched(module: nn.Module) -> None:
     found: Any = patch.patch_of(module)
-    verify.check_layer(Layer(found.make.run, found.method), module, patch.stock_class(type(module)))
+    verify.check_layer(Layer(found.run, found.method), module, patch.stock_class(type(module)))

@@ -1,9 +1,8 @@
 """Facts about a model's code: its parts, whose code runs, and what its forward computes after the backbone.
 
-The config does not say how a model transforms its logits: some ignore the softcap of their text config, others have
-layers before `lm_head`. So `check_head` runs the forward on a copy of the model in which the backbone returns known
-hidden states, `lm_head` returns known logits, and every other module with parameters raises. It reads no parameter, and
-takes milliseconds for a model of any size, sharded or quantized.
+The config does not say how a model transforms its logits. `check_head` runs the forward on a copy of the model in which
+backbone and `lm_head` return known values and other modules with parameters raise. It reads no parameter, and takes
+milliseconds at any size.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head, or raise a ValueError."""
-    # If base_model_prefix names no attribute, as in MllamaForCausalLM, base_model is the model itself.
+    # base_model may be the model itself, as in MllamaForCausalLM.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if backbone is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -52,7 +51,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules one of which is all that `lm_head` calls, or raise a ValueError."""
+    """Return the Linear modules of which `lm_head` calls one, or raise a ValueError if it does more."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -66,12 +65,11 @@ def projections(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _base_names(module: nn.Module) -> set[str]:
-    # With the bases, because FSDP shards a module by giving it a subclass with a new name.
+    # FSDP shards a module by giving it a subclass with a new name.
     return {base.__name__ for base in type(module).__mro__}
 
 
 def _head_refusal(module: nn.Module) -> str:
-    """Return why a fused loss cannot use the weight of this part of `lm_head`."""
     names, ignored = _base_names(module), ": a fused loss reads its weight and would ignore the"
     adapters = {
         "LoraLayer": "low-rank term. Take lm_head out of target_modules; to train it anyway, name it in "
@@ -103,7 +101,7 @@ def _head_refusal(module: nn.Module) -> str:
 
 # Whose code runs.
 
-# The attributes that may hold an instance's forward. accelerate's hooks move it to the second one.
+# Attributes for an instance's forward. accelerate's hooks move it to the second one.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
 # Packages whose hooks and forwards accept outputs of any kind.
@@ -111,12 +109,12 @@ _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl"
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the attribute that holds the module's forward, or would hold it."""
+    """Return the attribute for the module's forward."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that other code has set on this instance, or None if the forward of its class runs."""
+    """Return the forward that other code has set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
@@ -143,7 +141,6 @@ def foreign_code(function: Any, known: type | None = None) -> Any:
 
 
 def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> bool:
-    """Whether modules of the class `found` run `forward` and another method of `cls`."""
     return all(getattr(found, name, None) is getattr(cls, name, None) for name in ("forward", method))
 
 
@@ -162,7 +159,7 @@ _FREE = {
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The transform of a model's logits, and arguments that its forward adds for the backbone or does not pass on."""
+    """The transform of the logits, and how the arguments of forward and backbone differ."""
 
     options: LogitOptions
     constants: tuple[tuple[str, Any], ...] = ()
@@ -174,7 +171,7 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
     """Find the transform, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
     trial = _Trial(model, forward)
     with _explained(forward):
-        # These logits cover a softcap from its slope at 0 to its limit.
+        # From the slope of a softcap at 0 to its limit.
         trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
         observed = trial.observe()
         factor = trial.factor(observed.reached, trial.hidden_states)
@@ -216,34 +213,32 @@ class _Difference(Exception):
 
 
 class _Part(Exception):
-    """The forward reads a module of the backbone by this name."""
+    """The forward reads this attribute of the backbone."""
 
 
 @contextlib.contextmanager
 def _explained(forward: Callable[..., Any]) -> Iterator[None]:
-    """Compute on the CPU without gradients, and turn errors into a ValueError about `forward`."""
+    """Compute on the CPU, and turn errors into a ValueError about `forward`."""
     name = forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             yield
-    except _Difference as difference:
-        raise ValueError(f"a fused loss cannot stand in for {name}: {difference}. {advice}") from None
     except Exception as error:  # the model's forward may raise anything
-        raise ValueError(
-            f"a fused loss cannot stand in for {name}: the forward could not be followed from the backbone to "
-            f"the logits ({type(error).__name__}: {error}). {advice}"
-        ) from error
+        known = isinstance(error, _Difference)
+        lost = "the forward could not be followed from the backbone to the logits"
+        reason = str(error) if known else f"{lost} ({type(error).__name__}: {error})"
+        raise ValueError(f"a fused loss cannot stand in for {name}: {reason}. {advice}") from (None if known else error)
 
 
 class _Observed(NamedTuple):
-    """One run of a forward on stand-ins. The core is the backbone, or the part of it that the forward calls."""
+    """One run on stand-ins."""
 
     reached: Tensor  # the input of lm_head
     output: Any
     given: dict[str, Any]  # the arguments of the forward
-    passed: dict[str, Any]  # those that the core got from the forward
-    expected: dict[str, Any] | None  # those that the backbone passes to the core, if these are not the same
+    passed: dict[str, Any]  # those of the core
+    expected: dict[str, Any] | None  # those that the backbone passes to the core
 
 
 class _Trial:
@@ -254,7 +249,7 @@ class _Trial:
         self.backbone, self.projection = backbone_of(model), projections(model)[0]
 
     def prepare(self, scale: Tensor | float = 1.0) -> None:
-        """Choose the hidden states (1, T, H) and the logits (1, T, V) that the stand-ins return."""
+        """Choose what the stand-ins return."""
         generator = torch.Generator().manual_seed(0)
         sizes = (self.projection.out_features, self.projection.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
@@ -266,7 +261,7 @@ class _Trial:
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward on stand-ins. If it calls only a part of the backbone, that part is the core."""
+        """Run the forward on stand-ins. The core is the backbone, or the part of it that the forward calls."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -311,7 +306,7 @@ class _Trial:
         return next((x for x in self.numbers if math.isclose(x, value, rel_tol=2e-6)), value)
 
     def factor(self, reached: Tensor, hidden_states: Tensor) -> float:
-        """Return the factor on the backbone's last hidden state before `lm_head`."""
+        """Return the factor between backbone and `lm_head`."""
         if reached.shape != hidden_states.shape:
             raise _Difference(
                 f"what reaches lm_head has the shape {tuple(reached.shape)}, and the backbone's last hidden state "
@@ -326,7 +321,6 @@ class _Trial:
         return factor
 
     def transform(self, logits: Tensor, factor: float) -> LogitOptions:
-        """Return the options that turn the output of `lm_head` into `logits`."""
         raw = self.logits
         if logits.shape != raw.shape:
             shapes = f"{tuple(raw.shape)}, and the model {tuple(logits.shape)}"
@@ -405,7 +399,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks, with random tensors, and stand-ins for submodules other than `inner` ones."""
+    """Copy a module without hooks, with stand-ins for submodules that are not `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -420,7 +414,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode makes a dropout visible; the model's own might be fused.
+    # Training mode makes a dropout visible, but may fuse the model's own forward.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -432,7 +426,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return `module` and those of its submodules in which `target` lies."""
+    """Return `module` and its submodules in which `target` lies."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 
@@ -470,7 +464,6 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
-    """Compare the arguments that the forward passes to its backbone with those that it gets."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
@@ -503,15 +496,14 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of experts. Its settings have many names, so two expressions of the forward's source are
-# evaluated: `load_balancing_loss_func(...)`, and the factor of `aux_loss`.
+# The load-balancing loss of experts. Its settings have many names, so two expressions of the source are evaluated.
 
 _SWITCH = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes the load-balancing loss, or why this is not known."""
+    """How a forward computes the load-balancing loss, or why this is unknown."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
@@ -523,7 +515,7 @@ _BALANCES: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Return how a model's forward computes the load-balancing loss, or None if it has none."""
+    """Return how a model computes its load-balancing loss, if it has one."""
     model_class = type(model)
     _read_balance(model_class)
     return _BALANCES[model_class]

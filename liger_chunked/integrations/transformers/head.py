@@ -1,8 +1,7 @@
 """The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
 
-Our code runs inside `model.forward` and the forward of `lm_head`, so that the hooks of DDP, FSDP, ZeRO and `device_map`
-have run: parameters are full, and gradients are reduced as usual. Modules are looked up on each call, because PEFT and
-FSDP may replace them after patching.
+Our code runs inside `model.forward` and the forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have
+run. Modules are looked up on each call, because PEFT and FSDP may replace them after patching.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
-    - `options`: how this model transforms its logits, and the label that is ignored
+    - `options`: the transform of the logits, and the ignored label
     - `outputs`: the output of the backbone
     - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, or None
-    - `aux_loss` (): the unweighted load-balancing loss; None unless router logits are on and the model has this term
-    - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's own loss
     """
 
     hidden_states: Tensor
@@ -60,7 +58,7 @@ class HeadInput:
 
     @property
     def target(self) -> Tensor:
-        """Return (B, T), what each position predicts: `shift_labels`, or else the label of the next position."""
+        """(B, T) what each position predicts: `shift_labels`, or else the next labels."""
         target = self.shift_labels
         if target is None:
             if self.labels is None:
@@ -74,7 +72,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """The fused loss: the class that `model.forward` returns, and the most bytes of logits in memory at once."""
+    """The output class of `model.forward`, and the most bytes of logits in memory at once."""
 
     output: type[Any]
     logits_budget: int | None = None
@@ -86,8 +84,8 @@ class Fusion:
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """Run `stock`, the forward of `model`; or, in its place, `head_fn`, or the fused loss if there is one."""
-    if args:  # by name, because the order may differ in the backbone
+    """Run `stock`, the forward of `model`, or in its place `head_fn` or the fused loss."""
+    if args:  # the order may differ in the backbone
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
     if head_fn is not None:
@@ -106,7 +104,7 @@ def forward(
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
-    """Whether the model's loss is the causal one now: a user may have set another one after patching."""
+    # A user may have set another loss after patching.
     return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
 
 
@@ -114,21 +112,19 @@ def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, A
     labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     if skip_logits and not labelled:
         raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
-    if not (labelled and (model.training if skip_logits is None else skip_logits)):
-        return False
-    if skip_logits and not has_causal_loss(model):
+    wanted = model.training if skip_logits is None else skip_logits
+    if labelled and skip_logits and not has_causal_loss(model):
         raise ValueError(
             f"skip_logits=True is the causal loss, but the loss_function of this model is {model.loss_function}: leave "
             "skip_logits out, and that function gets its logits"
         )
-    return has_causal_loss(model)
+    return bool(labelled and wanted and has_causal_loss(model))
 
 
 @can_return_tuple
 def _without_logits(
     model: PreTrainedModel, forward: Callable[..., Any] | None, fusion: Fusion, token_accuracy: bool, **kwargs: Any
 ) -> ModelOutput:
-    """Compute the output of `forward`, or else that of the model's class, without logits."""
     input = run_backbone(model, forward, **kwargs)
 
     def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
@@ -179,14 +175,14 @@ def _cross_entropy(
 
 
 def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """Return the output class of `forward` from its annotation. It differs between versions of transformers."""
+    """Return the annotated output class of `forward`, which differs between versions of transformers."""
     returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
 # The checked facts about a model's head, which are cached.
 
-# Attributes of configs and models that transform logits in some models. They guard a compiled graph.
+# Attributes of configs and models that may transform logits. They guard a compiled graph.
 _LOGIT_NAMES = (
     "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
     "output_multiplier", "lm_head_multiplier", "logits_mup_width_multiplier",
@@ -196,7 +192,6 @@ _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the numbers, and Nones, among the attributes of the model and its configs."""
     owners = (model, model.config, model.config.get_text_config())
     return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
 
@@ -207,7 +202,7 @@ def _named(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 class _CheckedHead:
-    """The facts about one model's head, and the forward and the config that they hold for."""
+    """The facts about a head, and the forward and numbers that they hold for."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -216,14 +211,13 @@ class _CheckedHead:
         self._config, self._numbers, self._named = model.config, _numbers(model), _named(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
-        """Whether the numbers in the config and in the model's attributes are the same as at the check."""
         if torch.compiler.is_compiling():
             return self._named == _named(model)
         return model.config is self._config and self._numbers == _numbers(model)
 
 
 class _CheckedHeads:
-    """The checked heads of a model. Copies of the model are checked again."""
+    """The checked heads of a model, but not of its copies."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
@@ -244,7 +238,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
 def _checked(
     model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...] = ()
 ) -> HeadFacts:
-    """Check a model's head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
+    """Check a head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
     checked = _known(model, forward)
     if checked is None:
         checked = _CheckedHead(model, forward)
@@ -257,7 +251,7 @@ def _checked(
     return checked.facts
 
 
-# The result is a constant for Dynamo. Before torch 2.13 the graph breaks, because Dynamo cannot pass a module.
+# A constant for Dynamo, which cannot pass a module before torch 2.13.
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
     _checked_while_tracing = torch.compiler.assume_constant_result(_checked)
 else:
@@ -288,7 +282,6 @@ def head_facts(
 
 
 def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
-    """Drop the cached facts of one model, or of every model of a class."""
     for model in list(_CHECKED_MODELS):
         if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
             vars(model).pop(_CHECKED, None)
@@ -321,7 +314,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone with the arguments that `forward`, by default that of the model's class, would pass to it."""
+    """Run the backbone as `forward`, by default that of the model's class, would."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
@@ -358,7 +351,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the last positions (an int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
+    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:
@@ -370,16 +363,16 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 # The head.
 
-# While one thread runs a head_fn inside an lm_head, others can get logits, or wait to run theirs.
+# While one thread runs a head_fn inside an lm_head, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`, where its parameters are not sharded.
+    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
 
     Raises:
-        ValueError: `lm_head` is more than a weight and a bias, or a user's hook or forward on it expects logits.
+        ValueError: `lm_head` is more than weight and bias, or a user's hook or forward on it expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -388,7 +381,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Whether only `nn.Linear.forward` would run. Then a compiled graph need not break."""
+    """Whether only `nn.Linear.forward` would run, so that a compiled graph need not break."""
     if type(lm_head) is not nn.Linear:
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
@@ -402,13 +395,13 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
     head = Head(_whole(projection.weight), _whole(projection.bias))
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head after a bfloat16 backbone. The loss rejects the reverse.
+        # A float32 head after a bfloat16 backbone; the loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary; the gradient is a slice, because every rank has all rows of the input.
+    # Tensor parallelism shards the vocabulary. The gradient is a slice.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -425,7 +418,6 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
 
 
 def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    """The forward of a projection while `lm_head` runs `head_fn`."""
     if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
         return nn.Linear.forward(projection, hidden_states)
     with _running(None):
@@ -444,7 +436,7 @@ def _running(head_fn: HeadFn | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the duration of a block, and keep what other code sets meanwhile."""
+    """Set an attribute for the duration of a block."""
     before = {key: x for key, x in vars(module).items() if key == name}
     vars(module)[name] = value
     try:
@@ -456,7 +448,7 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject users' forwards and backward hooks on a part of `lm_head`, and let forward hooks look but not edit."""
+    """Reject users' forwards and backward hooks, and let forward hooks look but not edit."""
     own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
     own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
     own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
@@ -470,7 +462,7 @@ def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
 
 
 def _observe(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
-    """Run a forward hook, and raise a ValueError if it fails or changes an output that is not logits."""
+    """Run a forward hook, which may only change logits."""
     if getattr(_RUNNING, "head_fn", None) is None:
         return hook(module, args, *kwargs_and_output)
     output = kwargs_and_output[-1]

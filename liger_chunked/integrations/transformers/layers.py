@@ -1,4 +1,4 @@
-"""Which parts of a model the base kernels can replace, and how.
+"""Parts of a model that the base kernels can replace.
 
 A `Layer` fits every class that has the attributes it reads and computes the same; `overrides.py` lists these classes.
 """
@@ -27,7 +27,7 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(module, ...)` replaces `method`. `refusal(module)` says why a module is not supported, or returns None."""
+    """`run(module, ...)` replaces `method`, unless `refusal(module)` returns a reason."""
 
     run: Callable[..., Tensor]
     method: str = "forward"
@@ -75,7 +75,7 @@ def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    # In place, because no hook can see the gate's input.
+    # No hook can see the gate's input.
     return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 
@@ -133,7 +133,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """`ForCausalLMLoss` of transformers, without a float32 copy of the logits; 0, not NaN, without labels."""
+    """`ForCausalLMLoss` without a float32 copy of the logits; 0, not NaN, without labels."""
     target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
     loss = liger_cross_entropy(
         logits.view(-1, vocab_size),

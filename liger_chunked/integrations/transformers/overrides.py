@@ -1,8 +1,7 @@
 """The table of model families: which classes of a modeling module are served, and by which layer.
 
-To add a row, name the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with the layers that
-compute and round the same. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family. Users add
-rows with `register_family`, which compares the kernels with the code that they replace.
+To add a row, name the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with layers that compute
+and round the same. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
 class Family:
     """One row of the table. `rms_norm`, `layer_norm`, `swiglu` and `geglu` map class names to layers.
 
-    - `name`: names the modeling module, and `apply_liger_kernel_to_<name>`
+    - `name`, `aliases`: of `apply_liger_kernel_to_<name>`
     - `causal`: names of the classes with an `lm_head`
     - `rope`: replaces `apply_rotary_pos_emb`, unless None
-    - `aliases`: further names of `apply_liger_kernel_to_<name>`
     - `module`: the modeling module, if it is not that of `name`
     """
 
@@ -66,7 +64,6 @@ class Family:
 
     @property
     def layers(self) -> Mapping[str, Layers]:
-        """The layers that each switch replaces, by class name."""
         names = ("rms_norm", "layer_norm", "swiglu", "geglu")
         return {name: layers for name in names if (layers := getattr(self, name))}
 
@@ -81,38 +78,27 @@ def _decoder(
 ) -> Family:
     """A family whose classes are named after one prefix."""
     gated = {f"{prefix}MLP": mlp}
-    return Family(
-        name,
-        causal=(f"{prefix}ForCausalLM",),
-        rms_norm={f"{prefix}RMSNorm": norm},
-        rope=rope,
-        swiglu={} if geglu else gated,
-        geglu=gated if geglu else {},
-    )
+    switches = ({}, gated) if geglu else (gated, {})
+    return Family(name, (f"{prefix}ForCausalLM",), {f"{prefix}RMSNorm": norm}, rope, *switches)
 
 
 FAMILIES = (
     _decoder("llama", "Llama"),
     Family(
         "mllama",
-        causal=("MllamaForCausalLM", "MllamaForConditionalGeneration"),
-        rms_norm={"MllamaTextRMSNorm": RMS_NORM},
+        ("MllamaForCausalLM", "MllamaForConditionalGeneration"),
+        {"MllamaTextRMSNorm": RMS_NORM},
         swiglu={"MllamaTextMLP": GLU},
         layer_norm={"LayerNorm": LAYER_NORM},
     ),
     _decoder("mistral", "Mistral"),
-    Family(
-        "mixtral",
-        causal=("MixtralForCausalLM",),
-        rms_norm={"MixtralRMSNorm": RMS_NORM},
-        swiglu={"MixtralExperts": EXPERTS},
-    ),
+    Family("mixtral", ("MixtralForCausalLM",), {"MixtralRMSNorm": RMS_NORM}, swiglu={"MixtralExperts": EXPERTS}),
     _decoder("gemma", "Gemma", RMS_NORM_OFFSET, geglu=True),
     _decoder("gemma2", "Gemma2", RMS_NORM_OFFSET, geglu=True),
     Family(
         "gemma3",
-        causal=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        rms_norm={"Gemma3RMSNorm": RMS_NORM_OFFSET},
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        {"Gemma3RMSNorm": RMS_NORM_OFFSET},
         geglu={"Gemma3MLP": GLU},
         layer_norm={"LayerNorm": LAYER_NORM},
         aliases=("gemma3_text",),
@@ -120,22 +106,22 @@ FAMILIES = (
     _decoder("qwen2", "Qwen2"),
     Family(
         "qwen2_vl",
-        causal=("Qwen2VLForConditionalGeneration",),
-        rms_norm={"Qwen2VLRMSNorm": RMS_NORM},
+        ("Qwen2VLForConditionalGeneration",),
+        {"Qwen2VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU},
         layer_norm={"LayerNorm": LAYER_NORM},
     ),
     Family(
         "qwen2_5_vl",
-        causal=("Qwen2_5_VLForConditionalGeneration",),
-        rms_norm={"Qwen2_5_VLRMSNorm": RMS_NORM},
+        ("Qwen2_5_VLForConditionalGeneration",),
+        {"Qwen2_5_VLRMSNorm": RMS_NORM},
         swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
     ),
     _decoder("qwen3", "Qwen3"),
     Family(
         "qwen3_moe",
-        causal=("Qwen3MoeForCausalLM",),
-        rms_norm={"Qwen3MoeRMSNorm": RMS_NORM},
+        ("Qwen3MoeForCausalLM",),
+        {"Qwen3MoeRMSNorm": RMS_NORM},
         swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
     ),
     _decoder("phi3", "Phi3", mlp=PACKED_GLU),
@@ -145,23 +131,21 @@ FAMILIES = (
 )
 
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
-"""Families by name and alias, with those of `register_family`."""
 
 
 def family_by_name(name: str) -> Family:
-    """Return the family of this name or alias, or raise a ValueError."""
     if name not in BY_NAME:
         raise ValueError(f"unknown family {name!r}; supported families: {', '.join(BY_NAME)}")
     return BY_NAME[name]
 
 
 def layer_class(family: Family, name: str) -> type[nn.Module]:
-    """Return the class of this name from the modeling module, or else from torch.nn."""
+    """Return a class of the modeling module, or else of torch.nn."""
     return getattr(family.modeling, name, None) or getattr(nn, name)
 
 
 def family_of(model_class: type) -> Family:
-    """Return the family whose modeling module defines the class or one of its bases, or raise a ValueError."""
+    """Return the family whose modeling module defines the class or one of its bases."""
     modules = {cls.__module__ for cls in model_class.__mro__}
     for family in BY_NAME.values():
         if family.module_name in modules:

@@ -1,8 +1,7 @@
 """How a model, or all models of a family, are patched and restored.
 
-`replace_method` gives a module a subclass of its class. All modules of a class share that subclass, so Dynamo compiles
-them once, and a copy of a module uses its own parameters. `Patches` sets attributes of classes. `attach_head` uses both
-to give a model the forward of `head.py`; `apply_liger_kernel` also replaces layers.
+A patched module gets a subclass of its class. All modules of a class share that subclass, so Dynamo compiles them once,
+and a copy of a module uses its own parameters. `Patches` sets attributes of classes.
 """
 
 from __future__ import annotations
@@ -25,45 +24,33 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_chunked.integrations.transformers import detect, head, overrides, verify
 from liger_chunked.integrations.transformers.detect import forward_slot, inner_model, own_forward
 from liger_chunked.integrations.transformers.head import STATE, STOCK, Fusion
-from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
+from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import BY_NAME, Family, family_by_name, family_of, layer_class
 from liger_chunked.types import budget_bytes
 
 # The mechanism.
 
 Method = Callable[..., Any]
-Make = Callable[[Method], Method]  # from a method to its replacement; hashable, and picklable like the model
-
 _PATCH = "_liger_patch"  # attribute of a patched class
 
 
 @dataclass(frozen=True)
-class Instead:
-    """Makes `run` the replacement of any method."""
-
-    run: Method
-
-    def __call__(self, method: Method) -> Method:
-        return self.run
-
-
-@dataclass(frozen=True)
 class Patch:
-    """Which method of a class was replaced, and by what."""
+    """A method and its picklable replacement; None is the forward of `head.py`."""
 
     method: str
-    make: Make
+    run: Method | None = None
 
 
 def _patched_class(cls: Any, patch: Patch) -> Any:
-    """Return a subclass of the same name with the method replaced; the same one for equal arguments."""
+    """Return the subclass of the same name with the method replaced."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Copies and pickles refer to the original class, because this subclass cannot be imported.
+        # Refers to the original class, because this subclass cannot be imported.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -72,7 +59,8 @@ def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
         return (_rebuilt, (patch, make, arguments), *state)
 
     named = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace = {**named, "__reduce_ex__": reduce, patch.method: patch.make(method), _PATCH: patch}
+    replacement = _class_forward(method) if patch.run is None else patch.run
+    namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
     subclass = type(cls)(cls.__name__, (cls,), namespace)
     return subclass
 
@@ -84,7 +72,6 @@ def _rebuilt(patch: Patch, make: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def stock_class(cls: Any) -> Any:
-    """Return the class without our patch."""
     if _PATCH in vars(cls):
         return cls.__bases__[0]
     return _rebased(cls) if hasattr(cls, _PATCH) else cls
@@ -92,7 +79,7 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """Rebuild, unpatched, a class that `fully_shard` or `register_parametrization` derived from a patched one."""
+    """Rebuild a class that `fully_shard` or `register_parametrization` derived from a patched one."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 
@@ -106,19 +93,14 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def has_our_layer(module: nn.Module) -> bool:
-    """Whether `apply_liger_kernel` replaced a method of this layer."""
     patch = patch_of(module)
-    return patch is not None and isinstance(patch.make, Instead)
+    return patch is not None and patch.run is not None
 
 
-def replace_method(module: nn.Module, method: str, make: Make) -> None:
-    """Replace a method of the module by `make(method)`, and drop a previous replacement."""
-    _set_class(module, _patched_class(stock_class(type(module)), Patch(method, make)))
-
-
-def restore_method(module: nn.Module) -> None:
-    """Undo `replace_method`."""
-    _set_class(module, stock_class(type(module)))
+def set_patch(module: nn.Module, patch: Patch | None) -> None:
+    """Replace a method of the module in place of a previous patch; None restores it."""
+    stock = stock_class(type(module))
+    _set_class(module, stock if patch is None else _patched_class(stock, patch))
 
 
 def _set_class(module: nn.Module, cls: Any) -> None:
@@ -137,7 +119,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Attributes of classes and Python modules that were replaced and can be restored exactly."""
+    """Replaced attributes of classes and Python modules."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -147,7 +129,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore the attributes, except those that other code has replaced since."""
+        """Restore the attributes that other code has not replaced since."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:
@@ -163,7 +145,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model or a class has our forward: for `head_fn`, for a fused loss, or both. Shallow copies share it."""
+    """Why a model or a class has our forward. Shallow copies of a model share it."""
 
     head_fn: bool = False
     fusion: Fusion | None = None
@@ -171,7 +153,7 @@ class ForwardState:
 
 
 def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Change the reasons to have our forward. The first one installs it, the last one restores the original."""
+    """Install our forward for the first reason, and restore the original after the last one."""
     before = vars(owner).get(STATE)
     state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
     if state.head_fn or state.fusion is not None:
@@ -189,11 +171,8 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
         head.forget_facts(owner)
 
 
-# Both functions below keep the signature of the forward, because generate and Trainer read it.
-
-
-def _class_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward for a class whose forward is `stock`."""
+def _class_forward(stock: Method) -> Method:
+    """Return the forward of a patched class, with the signature of `stock` for generate and Trainer."""
     stock = getattr(stock, STOCK, stock)  # if the family is already patched
 
     @functools.wraps(stock)
@@ -204,27 +183,21 @@ def _class_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _instance_forward(model: PreTrainedModel, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward for one model on which a framework has set the forward `own`."""
-    # A partial, because a model must be picklable with it.
-    forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
-    vars(forward)[STOCK] = own
-    return forward
-
-
 def _install(model: PreTrainedModel) -> None:
     _refuse_foreign_forward(model)
     own = own_forward(model)
     if own is None or _calls_ours(own):
-        replace_method(model, "forward", _class_forward)
-    else:
-        vars(model)[forward_slot(model)] = _instance_forward(model, own)
+        set_patch(model, Patch("forward"))
+        return
+    # A framework has set it. A partial, because the model must be picklable.
+    forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
+    vars(forward)[STOCK] = own
+    vars(model)[forward_slot(model)] = forward
 
 
 def _uninstall(model: PreTrainedModel) -> None:
-    patch = patch_of(model)
-    if patch is not None and patch.make is _class_forward:
-        restore_method(model)
+    if patch_of(model) == Patch("forward"):
+        set_patch(model, None)
     slot = forward_slot(model)
     forward = vars(model).get(slot)
     if isinstance(forward, functools.partial) and forward.func is head.forward:
@@ -232,12 +205,12 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 
 def _calls_ours(own: Callable[..., Any]) -> bool:
-    """Whether a forward that other code has set wraps ours, as the autocast of Trainer does."""
+    """Whether this forward wraps ours, as the autocast of Trainer does."""
     return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 
 def _refuse_foreign_forward(model: PreTrainedModel) -> None:
-    """Raise a ValueError if fused steps would silently skip a forward that no framework has set on this model."""
+    """Raise a ValueError if a fused step would skip a user's forward."""
     own = own_forward(model)
     if own is None or _calls_ours(own):
         return
@@ -253,7 +226,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
     """Make a model, or every model of a class, train without logits; None undoes this.
 
-    A model whose loss differs from the fused loss is refused, here or, if its class is patched, in its first step.
+    A model of a patched class is checked in its first step.
     """
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
@@ -263,17 +236,13 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) 
 def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
-    Calls without `head_fn` do not change. `fn` gets a `Head` and a `HeadInput`. It runs inside `model.forward`, so
-    under autocast and the hooks of DDP, FSDP and ZeRO. It returns a tensor, or tensors in a tuple, dict or
-    `ModelOutput`, where FSDP and ZeRO find them.
-
-    Args:
-        model: a transformers model with an `lm_head`, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
+    `fn` gets a `Head` and a `HeadInput`. It runs inside `model.forward`, so under autocast and the hooks of DDP, FSDP
+    and ZeRO. It returns a tensor, or tensors in a tuple, dict or `ModelOutput`.
 
     Raises:
-        TypeError: `model` contains no transformers model.
-        ValueError: the `lm_head` is more than weight and bias, the logits are not `transform(lm_head(
-            last_hidden_state))`, or code that is no framework's has set a forward on this instance.
+        TypeError: `model` is not, and does not wrap, a transformers model.
+        ValueError: the `lm_head` is more than weight and bias, the logits are not `transform(lm_head(hidden_states))`,
+            or a user has set a forward on this instance.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -329,7 +298,7 @@ class Applied:
 
 
 class _Rope:
-    """The rope function of one modeling module, which all models of a family call: ours while a holder lives."""
+    """The rope function of a modeling module, which all its models call: ours while a holder lives."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -340,10 +309,12 @@ class _Rope:
         if self._family is None or self._family.rope is not family.rope:  # the row may have been replaced
             self._set(family)
         key = id(applied)
-        self._holders[key] = weakref.ref(applied, lambda _: self._drop(key))
+        self._holders[key] = weakref.ref(applied, lambda _: self.release(key))
 
-    def release(self, applied: Applied) -> None:
-        self._drop(id(applied))
+    def release(self, key: int) -> None:
+        self._holders.pop(key, None)
+        if not self._holders:
+            self._set(None)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -352,7 +323,7 @@ class _Rope:
         try:
             yield
         finally:
-            if self._holders:
+            if self._holders and family is not None:
                 self._set(family)
 
     def _set(self, family: Family | None) -> None:
@@ -361,18 +332,12 @@ class _Rope:
         if family is not None:
             self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
 
-    def _drop(self, key: int) -> None:
-        self._holders.pop(key, None)
-        if not self._holders:
-            self._set(None)
-
 
 ROPES: defaultdict[str, _Rope] = defaultdict(_Rope)
 FAMILY_WIDE: dict[str, Applied] = {}
 
 
 def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool | None]) -> tuple[str, ...]:
-    """Return the switches that are on, or raise an error if they are unknown or not available."""
     if unknown := switches.keys() - set(overrides.SWITCHES):
         raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
     for switch, on in switches.items():
@@ -389,7 +354,7 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
 
 
 def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """Return the modules that a switch replaces, with their names in the table, except those with their own code."""
+    """Return the modules that a switch replaces, and their names in the table."""
     layers = [(name, layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
@@ -402,11 +367,13 @@ def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Mo
 
 
 def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str]]) -> None:
-    """Raise a ValueError if a kernel does not support a layer, or, in a user's row, computes something else."""
+    """Raise a ValueError if a kernel does not support a layer."""
     for name, layer in family.layers.get(switch, {}).items():
         modules = [module for module, known in found if known == name]
-        reasons = (_refusal(layer, module) for module in modules)
-        reason = next(filter(None, reasons), None)
+        try:
+            reason = next(filter(None, map(layer.refusal, modules)), None)
+        except AttributeError as missing:
+            reason = f"it is laid out differently: {missing}"
         if reason is None and family not in overrides.FAMILIES:  # the test suite compares the built-in rows
             try:
                 verify.check_layers(layer, modules, layer_class(family, name))
@@ -416,36 +383,25 @@ def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str
             raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False skips it")
 
 
-def _refusal(layer: Layer, module: nn.Module) -> str | None:
-    try:
-        return layer.refusal(module)
-    except AttributeError as missing:
-        return f"it is laid out differently: {missing}"
-
-
 def apply_liger_kernel(
     model: nn.Module, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
     """Patch the base kernels and the fused loss into one model, in place.
 
-    In training, `model(labels=...)` then returns `logits=None`; `skip_logits=` overrides this. Evaluation and
-    generation still build logits. `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
-    Copies and pickles of a patched model are patched too.
-
-    Only this model is patched, except for `rope`, a function of the modeling module: it serves all models of the family
-    until the last model patched with it is reverted or deleted.
+    A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
+    `token_accuracy`. Copies and pickles of the model are patched too. `rope` serves
+    all models of the family until the last model patched with it is reverted or deleted.
 
     Args:
-        model: a transformers model of a family in `overrides.py`, or a wrapper of one (PEFT, DDP).
-        logits_budget: the most bytes of logits in memory at once, a number or "512MiB"; None chooses automatically.
+        model: a transformers model of a family in `overrides.py`, or a wrapper of one.
+        logits_budget: the most bytes of logits in memory at once, a number or "512MiB"; None for automatic.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
             By default all that the model has are on except `cross_entropy`, which excludes the last one.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
         ValueError: the family is unknown, a switch matches nothing, a kernel does not support a layer, the model runs
-            hub kernels (`use_kernels=True`), its loss is not the causal one, its `lm_head` is more than weight and bias
-            (LoRA, for example), or code that is no framework's has set a forward on this instance.
+            hub kernels, its loss or head is not the causal one, or a user has set a forward on this instance.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -462,7 +418,7 @@ def apply_liger_kernel(
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
-    logits_budget = budget_bytes(logits_budget)  # everything that raises comes before the first patch
+    logits_budget = budget_bytes(logits_budget)  # all errors come before the first patch
     inner = inner_model(model)
     family = family_of(type(inner))
     if inner.use_kernels:
@@ -495,7 +451,7 @@ def apply_liger_kernel(
     for switch in on:
         for module, name in found.get(switch, ()):
             layer = family.layers[switch][name]
-            replace_method(module, layer.method, Instead(layer.run))
+            set_patch(module, Patch(layer.method, layer.run))
             applied.count(switch, name)
     if "rope" in on:
         _hold_rope(family, applied)
@@ -521,7 +477,7 @@ def _fuse(owner: Any, family: Family, causal: str, logits_budget: int | None, ap
 def revert_liger_kernel(model: nn.Module | str) -> None:
     """Undo `apply_liger_kernel(model)`, or, for the name of a family, `apply_liger_kernel_to_<family>()`.
 
-    Forwards that other code has set since are kept.
+    Forwards that other code has set since stay.
     """
     if isinstance(model, str):
         _revert_family(family_by_name(model))
@@ -529,7 +485,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
     inner = inner_model(model)
     fuse(inner, None)
     for module in filter(has_our_layer, inner.modules()):
-        restore_method(module)
+        set_patch(module, None)
     if vars(inner).get("_loss_function") is causal_lm_loss:
         del inner._loss_function
         if not head.has_causal_loss(inner):  # it was set before patching
@@ -546,16 +502,15 @@ def _revert_family(family: Family) -> None:
 def _release(applied: Applied | None) -> None:
     if applied is not None:
         applied.patches.undo()
-        ROPES[applied.family].release(applied)
+        ROPES[applied.family].release(id(applied))
 
 
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch the classes of a family, and with them all its existing and future models, but not classes of torch.
+    """Patch the classes of a family, except those of torch, and with them all existing and future models.
 
-    No model is inspected: an unsupported activation raises only when the layer runs, and experts that never call
-    `_apply_gate` run unchanged.
+    An unsupported activation raises when it runs.
     """
     logits_budget = budget_bytes(logits_budget)
     shared = {
@@ -566,10 +521,9 @@ def apply_to_family(
     on = _chosen(family, tuple(switch for switch in family.switches if switch not in shared), switches)
     _revert_family(family)
     if family not in overrides.FAMILIES:
-        off: dict[str, Any] = {
-            switch: None if switch == "rope" else {} for switch in ("rope", *family.layers) if switch not in on
-        }
-        verify.check_row(dataclasses.replace(family, **off), needs_all=True)
+        off = {switch for switch in ("rope", *family.layers) if switch not in on}
+        unused: Any = {switch: None if switch == "rope" else {} for switch in off}
+        verify.check_row(dataclasses.replace(family, **unused), needs_all=True)
     applied = Applied(family.name)
     for switch in on:
         for name, layer in family.layers.get(switch, {}).items():
@@ -589,8 +543,6 @@ def apply_to_family(
 
 
 def _function_of(name: str, family: Family) -> Callable[..., Applied]:
-    """Return `apply_liger_kernel_to_<name>`, with the switches of the family in its signature."""
-
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
         if model is None:
             return apply_to_family(family, **options)
@@ -612,21 +564,17 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
 
 
 def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
-    """Add a row to the table of families, for `apply_liger_kernel` and `AutoLigerKernelForCausalLM`.
+    """Add a row to the table of families.
 
-    Each kernel is compared with the code that it replaces, on small layers now, and on each model when it is patched.
-
-    Args:
-        family: the row.
-        replace: replace rows that share a name with `family`. Models that are already patched stay as they are.
+    Its kernels are compared with the code that they replace, now and when a model is patched. `replace` allows to
+    replace rows with the same name; patched models stay as they are.
 
     Returns:
         `apply_liger_kernel_to_<name>`, which becomes an attribute of `liger_chunked` too.
 
     Raises:
         TypeError: `causal` or `aliases` is no tuple.
-        ValueError: another family has that name, the modeling module lacks a name in the row, or a kernel computes
-            something else than the code that it replaces.
+        ValueError: the name is taken, the modeling module lacks a class, or a kernel computes something else.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
     >>> row = Family(
@@ -665,11 +613,10 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
 
 
 APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name, family in BY_NAME.items()}
-"""`apply_liger_kernel_to_<family>` for every family of the table."""
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` that patches its models, and also takes the keyword arguments of `apply_liger_kernel`."""
+    """`AutoModelForCausalLM` with the keyword arguments of `apply_liger_kernel`, which patches its models."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(laye
 
 
 class Difference(ValueError):
-    """A kernel and the code that it replaces compute different things."""
+    """A kernel and the code that it replaces differ."""
 
 
 class Incomparable(Exception):
@@ -36,10 +36,7 @@ class Incomparable(Exception):
 
 
 def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Raise a Difference if a kernel of a row differs on a module that can be built without a model.
-
-    With `needs_all`, every class must be built and run.
-    """
+    """Raise a Difference if a kernel differs on a module that can be built without a model; all can if `needs_all`."""
     if family.rope is not None:
         check_rope(family)
     for switch, layers in family.layers.items():
@@ -58,7 +55,7 @@ def check_row(family: Family, *, needs_all: bool = False) -> None:
 
 
 def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration. What cannot be compared is a Difference."""
+    """Run `check_layer` on one module of each configuration, all of which must be comparable."""
     seen = set()
     for module in modules:
         plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
@@ -73,9 +70,9 @@ def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module
 
 
 def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise a Difference unless `layer.run` computes the same as the method of `cls`, on a small copy of `module`."""
+    """Raise a Difference unless `layer.run` computes the same as `cls`, on a small copy of `module`."""
     with _quiet():
-        probe = _probe(module, cls)
+        probe = _probe(module, cls, {1: 1})
         width, expected = _stock_output(layer, probe, cls)
         difference = _layer_difference(layer, probe, cls, width, expected)
         if difference is None:
@@ -87,7 +84,7 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def check_rope(family: Family) -> None:
-    """Raise a Difference unless `family.rope` computes the same as the `apply_rotary_pos_emb` that it replaces."""
+    """Raise a Difference unless `family.rope` computes the same as the function that it replaces."""
     ours: Any = family.rope
     advice = "set rope=None in the row, which leaves the rotary embedding as it is"
     title = f"rope: apply_rotary_pos_emb of {family.module_name}"
@@ -131,7 +128,7 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
 
 
 def _configs(family: Family) -> Iterator[Any]:
-    """Yield default configurations of the family's models and of their parts."""
+    """Yield default configurations of the family."""
     named = [getattr(family.modeling, name) for name in family.causal]
     others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
@@ -151,7 +148,7 @@ def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, and the cos and sin of the family's rotary embedding."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
-    if found is None:  # the module has no rotary embedding: use Llama's
+    if found is None:  # use Llama's
         angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
         found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
     cos, sin, width = found
@@ -237,44 +234,38 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
     return arguments
 
 
-class _Sizes:
-    """Maps each dimension of a layer to a small one. Twice another dimension stays so."""
-
-    def __init__(self) -> None:
-        self._small: dict[int, int] = {1: 1}
-
-    def __call__(self, size: int) -> int:
-        small = self._small
-        if size not in small:
-            if 2 * size in small:
-                small[size] = small[2 * size] // 2
-            elif size % 2 == 0 and size // 2 in small:
-                small[size] = 2 * small[size // 2]
-            else:
-                small[size] = 8 + 16 * len(small)
-        return small[size]
-
-    def of_attribute(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(self.of_attribute, value))
-        return self._small.get(value, value) if type(value) is int else value
+def _small(size: int, sizes: dict[int, int]) -> int:
+    """Map a dimension of a layer to a small one. Twice another dimension stays so."""
+    if size not in sizes:
+        if 2 * size in sizes:
+            sizes[size] = sizes[2 * size] // 2
+        elif size % 2 == 0 and size // 2 in sizes:
+            sizes[size] = 2 * sizes[size // 2]
+        else:
+            sizes[size] = 8 + 16 * len(sizes)
+    return sizes[size]
 
 
-def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
-    """Return a copy of `module` of class `cls` with small random weights in float32."""
-    sizes = _Sizes() if sizes is None else sizes
+def _attribute(value: Any, sizes: dict[int, int]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_attribute(x, sizes) for x in value)
+    return sizes.get(value, value) if type(value) is int else value
+
+
+def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
+    """Return a copy of `module` with small random weights."""
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
         # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
-        probe._parameters[name] = None if shape is None else _weight(*map(sizes, shape), seed=i)
+        probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
         probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
     for name, buffer in module._buffers.items():
-        probe._buffers[name] = None if buffer is None else _random(*map(sizes, buffer.shape))
-    vars(probe).update({name: sizes.of_attribute(x) for name, x in vars(module).items() if name not in internal})
+        probe._buffers[name] = None if buffer is None else _random(*(_small(n, sizes) for n in buffer.shape))
+    vars(probe).update({name: _attribute(x, sizes) for name, x in vars(module).items() if name not in internal})
     return probe.eval()
 
 
@@ -283,14 +274,15 @@ def _weight(*shape: int, seed: int) -> nn.Parameter:
     return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
 
 
-def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
+def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
         return copy.deepcopy(child).eval()
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # The comparison does not depend on the projection, which may have an adapter or be quantized.
-    linear = nn.Linear(sizes(n_in), sizes(n_out), bias=getattr(child, "bias", None) is not None, device="meta")
+    # In place of a projection that may be quantized.
+    width, height = _small(n_in, sizes), _small(n_out, sizes)
+    linear = nn.Linear(width, height, bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
         setattr(linear, name, _weight(*parameter.shape, seed=seed))
     return linear
