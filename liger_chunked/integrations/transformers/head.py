@@ -180,7 +180,7 @@ def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
-# The checked facts about a model's head, which are cached.
+# The cached facts about heads.
 
 # Attributes of configs and models that may transform logits. They guard a compiled graph.
 _LOGIT_NAMES = (

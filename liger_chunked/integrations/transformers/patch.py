@@ -266,7 +266,7 @@ def detach_head(model: nn.Module) -> None:
     _update(inner_model(model), head_fn=False)
 
 
-# Layers and heads of one model or of a family.
+# Layers and heads.
 
 FUSED = "fused_linear_cross_entropy"
 APPLIED = "_liger_applied"  # attribute of a model
