@@ -27,7 +27,7 @@ from liger_chunked.engine.routes import ByAutograd, ClosedForm
 from liger_chunked.engine.schedule import Group, Layout, along, lay_out, lay_out_every
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.checks import plain
+from liger_chunked.kernels.operands import plain
 
 __all__ = [
     "ByAutograd",
