@@ -1,7 +1,4 @@
-"""What kernels share: the choice between Triton and torch, memory layouts, autograd, grids, device functions.
-
-Kernels of a step also take tensors on the meta device: they allocate what a GPU would, and launch nothing.
-"""
+"""What kernels share. Those of a step also take meta tensors, which allocate what a GPU would, and launch nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no wheels outside Linux
+except ImportError:
     triton = None
     tl = None
     TensorDescriptor = None
@@ -29,8 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_ROWS = 65_535  # of axes y and z of a launch grid
 
-# Hopper and data-centre Blackwell have a tensor memory accelerator and 227 KiB of shared memory. Blackwell, which was
-# not measured, runs `project_exp` only on request.
+# A tensor memory accelerator and 227 KiB of shared memory: Hopper, and data-centre Blackwell, which was not measured.
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
@@ -57,7 +53,6 @@ def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
 
 WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
-# Whether kernels are compiled to PTX.
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
 # Largest value of a row above the centre of its sums: the sum of squared exponentials still fits in float32.
@@ -65,7 +60,6 @@ REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Apply `triton.jit` if Triton is installed."""
     return function if triton is None else triton.jit(function)
 
 
@@ -77,7 +71,6 @@ def use_triton(x: Tensor) -> bool:
 
 
 def wide_tiles(capability: tuple[int, int]) -> bool:
-    """Return whether `project_exp` runs on NVIDIA GPUs of this compute capability."""
     return capability[0] in WIDE_TILES
 
 
@@ -119,7 +112,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` (..., D) as rows with a uniform stride, and that stride. Copies only if there is none."""
+    """Return `x` (..., D) with contiguous rows and their uniform stride; copy only if there is none."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.stride(-1) != 1:
@@ -129,13 +122,13 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return `x` (..., D) as (N, D) with contiguous rows and a uniform stride, if possible a view."""
+    """Return `x` (..., D) as (N, D) by `strided_rows`."""
     return strided_rows(x)[0].view(-1, x.shape[-1])
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Return whether the elements of `x` have distinct addresses: it was not expanded, and its rows do not overlap."""
-    reached = 0  # offset of the last element of the inner dimensions
+    """Return whether the elements of `x` have distinct addresses."""
+    reached = 0
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
             if stride <= reached:
@@ -159,10 +152,7 @@ _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a backward raise on second derivatives with respect to saved tensors and upstream gradients.
-
-    torch's `once_differentiable` raises only for the upstream gradient.
-    """
+    """Make second derivatives raise, for saved tensors too, which torch's `once_differentiable` does not cover."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -178,7 +168,6 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             gradients = backward(_Unpacked(ctx, saved), *upstream)
         several = gradients if isinstance(gradients, tuple) else (gradients,)
-        # One tensor may be the gradient of two inputs.
         distinct = list({id(g): g for g in several if g is not None}.values())
         if not distinct:
             return gradients
@@ -193,12 +182,11 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:
-    """Raise RuntimeError."""
     raise RuntimeError("second derivatives through fused losses and base kernels are not supported")
 
 
 class _Unpacked:
-    """A backward's context with unpacked tensors: a checkpoint allows unpacking only once."""
+    """A context with unpacked tensors: a checkpoint allows unpacking once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
         vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
@@ -228,7 +216,7 @@ def power_of_two(n: int) -> int:
 
 
 def block_size(n: int, most: int) -> int:
-    """Return the next power of two of `n`, at most `most`, which is one."""
+    """Return the next power of two, at most `most`, which is one."""
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
@@ -257,7 +245,7 @@ def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
 
 @jit
 def grid_row():
-    """Return the row of this program, which may be beyond the last row."""
+    """Return this program's row, which may be beyond the last."""
     return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
 
 
@@ -265,7 +253,7 @@ def grid_row():
 def exp(x, PRECISE: tl.constexpr):
     """Return exp(x). PRECISE is for float32 logits: 2 ** (x log2 e) loses bits of a large argument."""
     if PRECISE:
-        # exp(x) = exp(x - n log 2) 2**n. The first of two parts of log 2 times n is exact. 0 below -120.
+        # exp(x - n log 2) 2**n, with log 2 in two parts, of which n times the first is exact; 0 below -120.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4
@@ -295,7 +283,6 @@ def log2(x):
 
 @jit
 def log(x):
-    """Return log, with the error of `log2`."""
     if PTX:
         return log2(x) * 0.6931471805599453
     else:

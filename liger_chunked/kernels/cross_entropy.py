@@ -1,7 +1,7 @@
 """Cross entropy of materialized logits.
 
-The loss is a function of each row's statistics (logits_stats.py); the backward turns their gradients into that of the
-logits (logits_grad.py). Bytes, in units of the logits: forward 1, backward 2.
+The loss is a function of logits_stats.py, whose gradient is logits_grad.py. Bytes, in units of the logits: forward 1,
+backward 2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _stats(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, regularized: bool, softcap: float | None,
     logit_scale: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `logps`, `lse` and `mean_logits` (both None unless `regularized`), `max` and `sum_exp` of each row."""
+    """Return `logps`, `lse` and `mean_logits` (None unless `regularized`), `max` and `sum_exp` of each row."""
     target = target.reshape(-1)
     vocab_size = logits.shape[-1]
     if target.device.type == "cpu":  # on a GPU the check would wait for the device
@@ -160,7 +160,7 @@ def liger_cross_entropy(
         The loss in float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: `logits` is not floating, or `target` is not an integer tensor.
+        TypeError: `logits` is not floating-point, or `target` not of integers.
         ValueError: shapes or devices do not match, a target is out of range, or the reduction is unknown.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])

@@ -5,11 +5,11 @@
 
     T dD/dz_v = p_v (a_v - slope)        a_v = dD/dp_v        slope = sum_u p_u a_u
 
-TVD has a = 1/2 where p > q, and -1/2 where p < q. `a - slope` would cancel. It is `below` where p > q and `-above`
-where p < q: the student's mass where p < q and where p > q, each with half of that where p = q.
+TVD stores what does not cancel: a - slope is `below` where p > q and `-above` where p < q, the student's mass where
+p < q and where p > q, each with half of that where p = q.
 
-KL and the cosine need the sweep of divergence_sums.py. JSD, skewed KL and TVD need its normalisers, and take a second
-sweep. Bytes: 2 tile reads, or 4. The gradient (divergence_grad.py) reads 2 tiles and writes 1.
+KL and the cosine need the sweep of divergence_sums.py, and read both tiles once. JSD, skewed KL and TVD need its
+normalisers for a second sweep.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class DivergenceStats(NamedTuple):
 
 @jit
 def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.constexpr):
-    """Return `p` and `log p`."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -64,9 +63,8 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """Return `log(p / m)` and `log(q / m)`, with `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL, for 16-bit logits and a beta away from 0 and 1, has an error of 2**-22 of the gap between `log p` and
-    `log q`, at least 2**-22. The other path works relative to the larger part of m, from p or q, and is accurate
-    everywhere. The parts are equal at `log(q / p) = even`.
+    CENTRAL, for 16-bit logits and a beta away from 0 and 1, has an error of 2**-22 of the gap `log(q / p)`, at least
+    2**-22. The other path works relative to the larger part of m; the parts are equal at the gap `even`.
     """
     # -1e4 is LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
@@ -78,8 +76,8 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
         return log_p_over_m, gap + log_p_over_m
     else:
         mostly_teacher = gap > even
-        share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the smaller part
-        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)  # smaller part over larger part
+        share = tl.where(mostly_teacher, one_minus_beta, beta)
+        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)
         x = share * ratio - share
         mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
         # Near 0, 1 + x loses the low bits of x.
@@ -90,11 +88,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """Return `log2 p`, at least -120, so that `p * (q / p)` still gives q.
-
-    A p that matters in a sum has -log2 p up to 43, thus a relative error of 2e-6, a thousandth of that of 16-bit
-    logits.
-    """
+    """Return `log2 p`, at least -120. The relative error of p is a thousandth of that from 16-bit logits."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -163,7 +157,7 @@ def _second_sweep_kernel(
     teacher_centre = tl.load(teacher_centre_ptr + row)
     teacher_sum_exp = tl.load(teacher_sum_exp_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-    on_p = tl.zeros([BLOCK], tl.float32)  # per lane
+    on_p = tl.zeros([BLOCK], tl.float32)
     on_q = tl.zeros([BLOCK], tl.float32)
     ratio_sum = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
@@ -206,7 +200,6 @@ def _even(beta: float) -> float:
 
 
 def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, float | bool | None]:
-    """Return the mixture's kernel arguments. Terms without effect are None, and compile to nothing."""
     return {
         "beta": float(divergence.beta),
         "one_minus_beta": 1.0 - divergence.beta,
@@ -218,7 +211,6 @@ def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, f
 
 
 def normaliser_arguments(stats: DivergenceStats) -> dict[str, Tensor | None]:
-    """Return the kernel arguments of both normalisers."""
     names = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
     return {f"{name}_ptr": getattr(stats, name) for name in names}
 
@@ -245,7 +237,6 @@ def _second_sweep_triton(
 
 
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return `log_ratios`, with torch."""
     gap = log_q - log_p
     mostly_teacher = gap > _even(beta)
     of_student, of_teacher = gap.new_tensor(1.0 - beta), gap.new_tensor(beta)
@@ -284,7 +275,6 @@ def log_probs_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `log p` and `log q` of some rows."""
     assert stats.teacher_centre is not None and stats.teacher_log_sum is not None
     dtype = accumulation_dtype(student.dtype)
     z = widened(student[rows], options, dtype)
@@ -295,7 +285,6 @@ def log_probs_torch(
 
 
 def _normalised(sums: Sums) -> DivergenceStats:
-    """Return the statistics of the first sweep."""
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
@@ -341,8 +330,7 @@ def divergence_stats(
 
     Args:
         student, teacher: (N, V) logits before the transform, each row contiguous; any floating dtypes.
-        target: (N,) int64 token ids whose log-probabilities at temperature 1 to return, or None.
-        divergence: which one.
+        target: (N,) int64 token ids whose log-probabilities to return, or None.
         options, teacher_options: the logit transforms.
     """
     if divergence.kind == "cosine":
@@ -358,8 +346,5 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return the normalisers of rows of logits without their holes, entries that are -inf before the transform.
-
-    `hard` asks for the normaliser at temperature 1, too. The other arguments are those of `divergence_stats`.
-    """
+    """Return the normalisers of rows without entries that are -inf before the transform; `hard` as in `sums`."""
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

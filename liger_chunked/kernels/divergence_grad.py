@@ -209,8 +209,7 @@ def divergence_grad_(
     """Overwrite the student's logits with their gradient, and return it.
 
     Args:
-        student, teacher, target, divergence, options, teacher_options: of `divergence_stats`.
-        stats: its result.
+        stats: the result of `divergence_stats` for the same arguments.
         g_divergence, g_logps: (N,) upstream gradients; `g_logps` may be None.
         out: write the gradient here, and keep `student`.
     """
@@ -225,8 +224,7 @@ def tail_grad_(
     """Overwrite logits with their gradient, 0 in holes, and return it.
 
     Args:
-        logits, options: of `tail_stats`.
-        stats: its result.
+        stats: the result of `tail_stats`.
         g_log_sum, g_hard_log_sum: (N,) upstream gradients of the normalisers; the second may be None.
     """
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_

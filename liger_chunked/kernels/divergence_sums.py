@@ -71,7 +71,7 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
+    """Add one block of both rows to the sums of each lane, as in logits_stats.py."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -113,7 +113,6 @@ def _sums_kernel(
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # The scheme of sums, centres and second sweeps is that of logits_stats.py.
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     if t_ptr is not None:
@@ -267,7 +266,6 @@ def _sums_triton(
 
 
 def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row maximum and, in place, `z - max`; rows of -inf are not shifted."""
     maximum = z.amax(1)
     return maximum, z.sub_(torch.where(maximum == -torch.inf, 0.0, maximum)[:, None])
 
@@ -314,7 +312,6 @@ def _sums_torch(
 
 
 def both_on_triton(student: Tensor, teacher: Tensor | None) -> bool:
-    """Return whether the Triton kernels handle both tensors."""
     return use_triton(student) and (teacher is None or use_triton(teacher))
 
 

@@ -5,8 +5,7 @@
     dgate  = dy * up * act'(gate)
     dup    = dy * act(gate)
 
-The computation is in float32 and rounds once. The backward recomputes the activation. Bytes, in units of `gate`:
-forward 3, backward 5. The peak of an MLP's backward is 5 units, or 3 if the gradients overwrite gate and up.
+in float32, rounded once. Bytes, in units of `gate`: forward 3, backward 5.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ def _forward_kernel(
     gate_stride, up_stride, y_stride, n_cols, blocks_per_row,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Rows and column blocks share axis x: the others are limited to 65,535.
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
@@ -96,7 +94,6 @@ def _backward_kernel(
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return gate and up; `gate` holds both if `up` is None."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -152,7 +149,6 @@ def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Allocate the gradients."""
     return contiguous_like(gate), None if up is None else contiguous_like(up)
 
 
@@ -246,9 +242,9 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
     Args:
         gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side (Phi-3, GLM-4, fused experts).
         up: (..., I) of the same dtype; None for packed halves.
-        inplace: let a backward that does not retain its graph overwrite `gate` and `up` with their gradients, unless
-            they are leaves or share memory. Nothing may read them again: an operation that saved them raises, or
-            reads gradients if hooks (a checkpoint's too) pack its saved tensors.
+        inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
+            share memory. Another operation that saved them raises, or reads gradients if hooks (a checkpoint's too)
+            pack its saved tensors.
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.
@@ -270,12 +266,8 @@ def liger_geglu(
 ) -> Tensor:
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
-    Args:
-        gate, up, inplace: see `liger_swiglu`.
-        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function.
-
-    Raises:
-        TypeError, ValueError: see `liger_swiglu`; also for an unknown `approximate`.
+    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. `liger_swiglu` documents the
+    rest.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

@@ -26,13 +26,12 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # Not on AMD, where Triton compiles for a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# The function that runs a compiled variant, its handle, its launch options, and the function that returns a device's
-# current stream.
+# Of a compiled variant: run, handle, launch options, and the function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Return whether a kernel finds the elements of `x`: see `Kernel` for tensors with and without strides."""
+    """Return whether a kernel finds the elements of `x`, see `Kernel`."""
     if x.is_contiguous():
         return True
     if strided:
@@ -42,7 +41,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether a call received the expected arguments: the same tensors, numbers of equal type and value."""
+    """Return whether tensors are the same, and numbers equal in type and value."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -75,7 +74,7 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
         self.variants: dict[Any, _Variant] = {}
-        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with the kernel that Triton compiled
+        self._unproven: dict[Any, tuple[_Variant, Any]] = {}
         self._remembers = _REMEMBERS
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
@@ -129,7 +128,7 @@ class Kernel:
                 or hooks.debug
                 or getattr(hooks, "add_stages_inspection_hook", None)
             )
-        except AttributeError:  # another version of Triton, or another kind of hook
+        except AttributeError:
             by_triton = True
         if by_triton:
             self._launch(*call)
@@ -166,7 +165,6 @@ class Kernel:
         run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and cache the variant for equal launches."""
         for remembered in (self.variants, self._unproven):
             if len(remembered) >= _MOST_REMEMBERED:  # not ==: autograd's threads add to it too
                 remembered.clear()
@@ -191,7 +189,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and check that it calls the compiled kernel as a cached launch will."""
+        """Launch through Triton, and check that it does what a cached launch will."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -199,14 +197,13 @@ class Kernel:
         by_address = self._in_order((*addresses, *numbers, *descriptors))
 
         def observe(*received: Any, **named: Any) -> Any:
-            # The metadata for the hooks and both hooks follow `start`.
             start = (*grid, stream(device), function, options)
             end = (hooks.launch_enter_hook, hooks.launch_exit_hook, *by_tensor)
             if named or not (_same(received[:6], start) and _same(received[7:], end)):
                 return run(*received, **named)
             try:
                 result = run(*start, None, None, None, *by_address)
-            except TypeError:  # before anything is enqueued
+            except TypeError:
                 return run(*received, **named)
             self._is_proven = True
             return result

@@ -129,17 +129,15 @@ def liger_kl_div_with_logits(
     The result is not multiplied by `temperature ** 2`.
 
     Args:
-        student_logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad the labels
-            instead.
-        teacher_logits: (..., V), any floating dtype; gets no gradient.
+        student_logits, teacher_logits: (..., V) of floating dtypes. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied: pad the labels instead.
         shift_labels: (...) labels; None uses all rows.
         reverse: compute `KL(student || teacher)`.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; both are 0 without
-            valid rows. "none" returns (...), one value per row, 0 in ignored rows.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
+            (...), one value per row, 0 in ignored rows.
         temperature: divides both models' logits.
         ignore_index: the label of ignored rows.
-        inplace: let the backward overwrite `student_logits` with the gradient, to save memory; a second backward
-            raises. No effect under torch.compile or on expanded logits.
+        inplace: as of `liger_cross_entropy`.
 
     Returns:
         The divergence in float32, or float64 for float64 student logits.

@@ -48,7 +48,6 @@ def _add_block(
     MEAN: tl.constexpr,
 ):  # fmt: skip
     """Add one block of logits to the sums of each lane; entries of -inf add nothing."""
-    # The transform keeps the zeros past the row's end.
     z = transform_block(load_block(row_ptr, cols, n_cols, WHOLE), scale, softcap, inv_temperature)
     if MEAN:
         if class_weight_ptr is not None:
@@ -78,9 +77,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # FINISH: store what `finish` makes of each sum, for whole rows. Sums are relative to the maximum of the row's first
-    # block, and per lane until the end of the row: a running maximum would need a reduction across lanes per block. A
-    # row that rises too far above this centre is swept again from its maximum.
+    # Sums are per lane and relative to the maximum of the row's first block: a running maximum would need a reduction
+    # per block. A row that rises too far above this centre is swept again. FINISH stores what `finish` computes.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -127,7 +125,6 @@ def _logits_stats_kernel(
         sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
         centre = tl.where(sweep, row_max, centre)
 
-    # Move the sums from the centre to the maximum.
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
         # In float64: the error of one factor for the whole row would not average out.
@@ -179,7 +176,7 @@ def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, whole: bool,
 ) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
-    """Return the kernel's sums; for `whole` rows, `finish`ed values in their place, and the lse if requested."""
+    """Return the sums; for `whole` rows, `finish`ed values and the lse if requested."""
     n, n_cols = logits.shape
 
     def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -280,10 +277,7 @@ def logits_stats(
 def row_stats(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
 ) -> tuple[PartialStats, TokenStats]:
-    """Return the `PartialStats`, of which only `max` and `sum_exp` are always set, and `TokenStats` of whole rows.
-
-    The arguments are those of `logits_stats`.
-    """
+    """Return the `PartialStats`, of which only `max` and `sum_exp` are always set, and `TokenStats` of whole rows."""
     if not (use_triton(logits) or logits.is_meta):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
         return partial, finish(partial, target, logits.shape[1], outputs)
@@ -301,7 +295,6 @@ def row_stats(
 
 
 def concatenate(parts: list[PartialStats]) -> PartialStats:
-    """Concatenate the statistics of blocks of rows, in order."""
     if len(parts) == 1:
         return parts[0]
     fields = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))

@@ -64,7 +64,7 @@ def _sum_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.float32)  # per lane
+    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         # Past the row's end both are 0, and so is every kind of term.
@@ -88,7 +88,6 @@ def _grad_kernel(
 
 
 def _arguments(x: Tensor, t: Tensor, kind: str, beta: float) -> dict[str, Any]:
-    """Return the arguments that both kernels take."""
     mixture = mixture_arguments(Divergence("mixture", beta), x.dtype)
     most, num_warps = TUNING[x.device].pointwise_divergence
     return {
@@ -121,7 +120,6 @@ def _grad_triton(x: Tensor, t: Tensor, g: Tensor, kind: str, beta: float) -> Ten
 
 
 def _terms_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
-    """Return `f(x, t)`, differentiable in `x`."""
     if kind == "kl":
         return weighted(t, t.log() - x)
     if kind == "kl_log":
@@ -136,7 +134,6 @@ def _terms_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def _slopes_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
-    """Return `df/dx`."""
     if kind == "kl":
         return -t
     if kind == "kl_log":
@@ -213,7 +210,6 @@ def _reduced(
 
 
 def reduced_rows(rows: Tensor, valid: Tensor | None, n_cols: int, reduction: str) -> Tensor:
-    """Return the sum of the valid rows; "batchmean" divides it by their number, "mean" by that of their elements."""
     if valid is not None:
         rows = rows.where(valid, 0.0)
     total = rows.sum()
@@ -234,7 +230,7 @@ def liger_kl_div(
 
     Args:
         input: (N, V) log-probabilities.
-        target: (N, V) probabilities (`log_target`: log-probabilities), in the dtype of `input`; gets no gradient.
+        target: (N, V) probabilities (`log_target`: log-probabilities), in the dtype of `input`.
         reduction: "batchmean" divides the sum by N, "mean" by N * V.
 
     Returns:
@@ -264,17 +260,13 @@ def liger_jsd(
     The result is `KL(p || q)` at `beta` 0 and `KL(q || p)` at 1, where this formula is 0.
 
     Args:
-        log_q: (N, V) log-probabilities of the student.
-        log_p: (N, V) log-probabilities of the teacher, in the same dtype; gets no gradient.
+        log_q, log_p: (N, V) log-probabilities of student and teacher, in one dtype.
         shift_labels: (N,) labels; None uses all rows.
         beta: in [0, 1].
         ignore_index: the label of ignored rows.
 
     Returns:
-        The mean over the valid rows, or 0 without any, in float32 (float64 for float64 inputs).
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div`; ValueError also for a `beta` outside [0, 1].
+        The mean over the valid rows, or 0 without any; dtype and errors as of `liger_kl_div`.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -296,18 +288,10 @@ def liger_tvd(
     """Return the total variation distance of probabilities, `sum_v |p_v - q_v| / 2` per row.
 
     Args:
-        p: (N, V) probabilities of the student.
-        q: (N, V) probabilities of the teacher, in the same dtype; gets no gradient.
-        shift_labels: (N,) labels; None uses all rows.
+        p, q: (N, V) probabilities of student and teacher, in one dtype.
+        shift_labels, ignore_index: as of `liger_jsd`.
         reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; "none" returns the
-            (N, V) terms, 0 in ignored rows.
-        ignore_index: the label of ignored rows.
-
-    Returns:
-        The distance in float32, or float64 for float64 inputs.
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div`.
+            (N, V) terms, 0 in ignored rows. Dtype and errors as of `liger_kl_div`.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

@@ -4,13 +4,10 @@
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
     rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
 
-`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit:
-bfloat16 has float32's exponent range. If a row rises 44 nats above it, two more launches find the maximum and write the
-128-row block again, at the cost of two products of those rows. The entropy's error is up to 5e-6 if the centre is far
-from the maximum. The mean of a row's logits is the dot product of x with the sum of all weights, because a sum in the
-epilogue would slow the product down.
-
-FLOPs: 2 N V H. Bytes: E, x and W, and 4 (V / 128) N of partial sums per statistic, half of that at H > 1536.
+`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit. If a
+row rises 44 nats above it, two more launches find the maximum and write its 128-row block again. The entropy's error is
+up to 5e-6 if the centre is far from the maximum. The mean of a row's logits is the dot product of x with the sum of all
+weights. FLOPs: 2 N V H. Bytes: E, x and W, and 4 (V / 128) N of partial sums per statistic, half of that at H > 1536.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ class Exponentials(NamedTuple):
 
 @jit
 def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
-    """Return a tile of x W^T, 0 outside the matrix."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for k in range(tl.cdiv(hidden, INNER)):
         x = x_desc.load([row_block * ROWS, k * INNER])
@@ -145,7 +141,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Return 1 for rows that rose too far above their centre, or are infinite or NaN."""
+    """Return 1 for rows too far above their centre, infinite or NaN."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -181,7 +177,6 @@ def _centre_kernel(
     x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, centre_ptr, mean_ptr,
     n_cols, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The target's logit, which is the row's centre, and the mean of all logits.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
@@ -202,7 +197,6 @@ def _centre_kernel(
 
 @jit
 def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Sum over the column blocks, always in the same order."""
     total = tl.zeros((PARTS, ROWS), tl.float32)
     for start in range(0, n_parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -217,7 +211,6 @@ def _reduce_kernel(
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    # AGAIN: after `_rescue_kernel`.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     if AGAIN:
@@ -311,7 +304,6 @@ def project_exp(
         )
 
     reduce(again=False)
-    # One wave is enough: few row blocks are recomputed.
     rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
         grid = row_blocks, rescuers, 1

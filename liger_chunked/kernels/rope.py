@@ -5,11 +5,9 @@ In the first `R` columns of a head, pair `i` is rotated by its frequency's angle
     y_1 = x_1 cos_i - x_2 sin_i
     y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
 
-in float32, rounded once. Columns beyond R are copied. The backward is the same launch with the negative angle. Results
-and gradients have the memory layout of q, which later operations would otherwise copy them to. Bytes: q and k read and
-written once in either direction.
-
-In place, q and k need no second copy, but autograd copies the gradient of an overwritten view twice.
+in float32, rounded once. Columns beyond R are copied. The backward rotates by the negative angle. Results and gradients
+have the memory layout of q. Bytes: q and k read and written once in either direction. In place, autograd copies the
+gradient of an overwritten view twice.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ def _rope_kernel(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of q, then those of k.
     tile = tl.program_id(0)
     q_tiles = tl.cdiv(q_rows, ROWS)
     if tile < q_tiles:
@@ -102,11 +99,10 @@ def _rope_kernel(
 
 @functools.cache
 def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the heads per tile, the block sizes for pairs and for copied columns (0 if none), and the warps."""
+    """Return the heads per tile, the blocks of pairs and of copied columns, and the warps."""
     pairs, num_warps = TUNING[device].rope
     half = power_of_two(rotary_dim // 2)
     rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
-    # Copied columns need registers too.
     return max(1, pairs // max(half, rest // 2)), half, rest, num_warps
 
 
@@ -219,14 +215,12 @@ class _WrittenOver(torch.autograd.Function):
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k out of place."""
     if not torch.is_grad_enabled():
         return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
     return _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k in place."""
     if torch.compiler.is_compiling():
         # A compiler removes these copies if it owns q and k.
         rotated = _rotated(q, k, cos, sin, interleaved)
@@ -254,7 +248,6 @@ def _check_inplace(x: Tensor, name: str) -> None:
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Check the arguments, with q and k as (B, heads, T, D)."""
     q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
         len(q_shape) != 4
@@ -300,21 +293,17 @@ def liger_rotary_pos_emb(
     """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` does.
 
     Args:
-        q: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, in any layout.
-        k: the same, with its own number of heads, in the dtype of `q`.
-        cos, sin: (B or 1, T, R) of any floating dtype; the first R <= D columns of a head are rotated. The second half
-            of `cos` and `sin` is not read: it repeats the first.
+        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype, in any layout.
+        cos, sin: (B or 1, T, R) of any floating dtype, R <= D. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: the dimension of the heads in `q` and `k`: 1 or 2.
-        interleaved: whether pairs are neighbouring columns (GLM-4), rather than R / 2 apart.
+        interleaved: whether pairs are neighbouring columns (GLM-4).
         inplace: overwrite `q` and `k`. They must not share elements, or be inputs of a checkpointed region, which would
-            rotate them again. While a gradient is recorded, autograd refuses results of `split`, `chunk` and `unbind`
-            (RuntimeError), but takes other views. Upstream gradients are not overwritten.
+            rotate them again. Autograd refuses results of `split`, `chunk` and `unbind` (RuntimeError).
 
     Raises:
         TypeError: an argument is not floating-point.
-        ValueError: shapes do not match, or `cos` or `sin` requires a gradient; in place, `q` or `k` is a leaf that
-            requires a gradient, or cannot be overwritten.
+        ValueError: shapes do not match, `cos` or `sin` requires a gradient, or `q` or `k` cannot be overwritten.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)

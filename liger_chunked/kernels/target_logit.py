@@ -4,10 +4,9 @@
     log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]              p: from the rounded logits, p': corrected
     gradient of log p' by the row's logits:                       (1 - p') / (1 - p) times that of log p
 
-Rounding errors of logits average out in a sum over the vocabulary. That of the target's logit enters its
-log-probability in full and adds up over a sequence, by which preference losses scale their gradient (docs/tuning.md).
-The other logits keep their rounded values: the gradient gives the target `1 - p'`, and takes it from token j in
-proportion to `p[j] / (1 - p)`. Bytes: x and as many rows of W, 4 N H.
+Rounding errors average out in a sum over the vocabulary, but that of the target's logit adds up over a sequence
+(docs/tuning.md). The gradient gives the target `1 - p'`, and takes it from token j in proportion to `p[j] / (1 - p)`.
+Bytes: x and as many rows of W, 4 N H.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ def _scale_rows_kernel(
     x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
     hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # `scaled_ptr` is None for a frozen head.
     row = tl.program_id(0).to(tl.int64)
     unit = scale / tl.load(sum_exp_ptr + row)
     others = 0.0
@@ -64,7 +63,6 @@ def scale_rows(
 
     Args:
         x: (N, H), each row contiguous.
-        exponentials: of the same rows.
         logps, lse: (N,) float32 upstream gradients, None for zeros.
         scale: multiplies the logits.
         scaled: (N, H), contiguous; None if the weight needs no gradient.
@@ -139,7 +137,6 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 def _order_kernel(
     target_ptr, order_ptr, start_ptr, length_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    # Each token counts the lower targets, the equal ones before it, and all equal ones.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)[:, None]
@@ -148,7 +145,6 @@ def _order_kernel(
     equal = tl.zeros([ROWS, COLS], tl.int32)
     for start in range(0, n_rows, COLS):
         other = start + tl.arange(0, COLS)
-        # Lanes past the last token compare as higher.
         others = tl.load(target_ptr + other, mask=other < n_rows, other=2147483647).to(tl.int32)[None, :]
         lower += (others < target).to(tl.int32)
         same = others == target
