@@ -162,7 +162,7 @@ def _second_sweep_kernel(
     ratio_sum = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
         on_p, on_q, ratio_sum = _compare_block(
-            z_ptr, t_ptr, start + lanes, n_cols,
+            z_ptr + start, t_ptr + start, lanes, n_cols,
             centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, ratio_sum,
             scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
             beta, one_minus_beta, even, KIND, on_ratio is not None, True, PRECISE, CENTRAL,
