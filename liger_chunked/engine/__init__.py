@@ -29,7 +29,7 @@ from liger_chunked.engine.loss import StatsLoss
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import NegativeLogLikelihood, fused_loss
 from liger_chunked.engine.top_k import TopK
-from liger_chunked.kernels.checks import plain
+from liger_chunked.kernels.operands import plain
 
 __all__ = [
     "ByAutograd",
