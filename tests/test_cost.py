@@ -137,7 +137,7 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(gradients, "_UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden

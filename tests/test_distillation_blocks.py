@@ -18,7 +18,7 @@ def test_blocks_of_a_chunk(monkeypatch):
     batch = students(SMALL, seed=0)
     losses = {**LOSSES, "one's own": SymmetricKL(**SOFT)}
     whole = {name: evaluate(lambda b, loss=loss: loss(**b)[0], batch) for name, loss in losses.items()}
-    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
+    for name in ("FEWEST_TEACHER_TOKENS", "TEACHER_TOKENS", "TEACHER_VOCAB"):
         monkeypatch.setattr(plan, name, 4)
     projected, added = [], []
     project, add = HeadPass.project, HeadGradients.add
@@ -57,7 +57,7 @@ def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
         assert block == tokens == 1 or held <= budget
         assert tokens == 1 or beside == 0 or held > budget - vocab * (2 + beside)
     else:
-        assert held <= 1.5 * plan._ONE_CHUNK
+        assert held <= 1.5 * plan.ONE_CHUNK
         assert tokens >= n or beside == 34
     if beside == 2:
         assert block == tokens or block * vocab >= 512 * 128000, "of a small vocabulary as many logits"

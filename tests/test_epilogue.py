@@ -35,13 +35,13 @@ OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
 FACTOR = 1.1 * (8**0.5 if backend.INTERPRETED else 1)
 HIDDEN, VOCAB = 72, 603  # ragged last tiles in both, and buffer rows that need padding
 BUDGET = 13 * VOCAB * 2  # 13 tokens per chunk
-_SMALLEST = epilogue._SMALLEST
+SMALLEST = epilogue.SMALLEST
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ AUTOMATIC = {
 @pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
 def test_the_automatic_budget(change, tokens, monkeypatch):
     """The fused epilogue takes two chunks, where the step could be one chunk of logits."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
     estimate = estimate_memory(arguments.pop("loss"), **arguments)
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
@@ -336,7 +336,7 @@ def test_chunks_in_the_place_of_one_chunk_are_large():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
-    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = step.Plan.of(
         Head(weight if transposed else weight.contiguous()),
@@ -354,10 +354,10 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
 def test_small_chunks_are_left_to_the_logits(monkeypatch):
     """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
-    monkeypatch.setattr(epilogue, "_SMALLEST", largest)
+    monkeypatch.setattr(epilogue, "SMALLEST", largest)
     chunks = [cut.tiles(n, 16, 64) for n in (1, 3, 2)]
     assert served({"chunks": chunks})
-    monkeypatch.setattr(epilogue, "_SMALLEST", largest + 1)
+    monkeypatch.setattr(epilogue, "SMALLEST", largest + 1)
     assert not served({"chunks": chunks})
 
 

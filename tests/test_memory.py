@@ -168,7 +168,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
 @pytest.mark.parametrize("part", [1.0, 0.3])
 @pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
 def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
-    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
+    for name in ("FEWEST_TEACHER_TOKENS", "TEACHER_TOKENS", "TEACHER_VOCAB"):
         monkeypatch.setattr(plan, name, 16)
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch)
 

@@ -86,7 +86,7 @@ def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Te
 @pytest.fixture(autouse=True)
 def small_chunks(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
 
 
 FORK, JOIN = "other waits for current", "current waits for other"
@@ -95,7 +95,7 @@ FORK, JOIN = "other waits for current", "current waits for other"
 @pytest.mark.triton
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
-    monkeypatch.setattr(epilogue, "_PRODUCT", 8 * HIDDEN // blocks)
+    monkeypatch.setattr(epilogue, "PRODUCT", 8 * HIDDEN // blocks)
     step(device)
     begin = ["current: exponentials", "current: scale", FORK, "other: order of targets"]
     end = ["current: product of dX", JOIN, "current: write dX"]

@@ -30,25 +30,14 @@ from liger_chunked.kernels import (
     project_exp,
     scale_rows,
 )
+from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 # Tensor descriptors need rows that start at multiples of 16 bytes: this many elements of bfloat16.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# Largest H for which the fused epilogue is faster than storing logits. See docs/tuning.md.
-_WIDEST = 3072
-# Smallest chunk, in multiplications of one product: below, the host is the bottleneck. See docs/tuning.md.
-_SMALLEST = 1 << 37
-# Limits for splitting a step that could be one chunk of logits: tokens per chunk on average, and multiplications of one
-# product in each. See `instead_of_one_chunk` and docs/tuning.md.
-_FEWEST_TOKENS = 3584
-_LARGE = 1 << 39
-# Largest H for which this split was measured.
-_WIDEST_CUT = 2048
 # The statistics that the epilogue can compute. An argmax or a sum of squares would need more registers than it has.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
-# dX is formed in float32 in pieces of one to two times this many elements: such a product fills a GPU.
-_PRODUCT = 1 << 22
 
 
 def _fits_descriptor(x: Tensor) -> bool:
@@ -85,8 +74,8 @@ def serves(
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
         and all(len(tiles) == 1 for tiles in chunks)
-        and hidden_size <= _WIDEST
-        and max(map(largest, chunks)) * hidden_size >= _SMALLEST
+        and hidden_size <= WIDEST
+        and max(map(largest, chunks)) * hidden_size >= SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
@@ -103,9 +92,9 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
     """
     return (
         len(chunks) > 1
-        and hidden_size <= _WIDEST_CUT
-        and sum(tiles[-1].rows.stop for tiles in chunks) >= _FEWEST_TOKENS * len(chunks)
-        and all(largest(tiles) * hidden_size >= _LARGE for tiles in chunks)
+        and hidden_size <= WIDEST_CUT
+        and sum(tiles[-1].rows.stop for tiles in chunks) >= FEWEST_TOKENS * len(chunks)
+        and all(largest(tiles) * hidden_size >= LARGE for tiles in chunks)
     )
 
 
@@ -217,7 +206,7 @@ class EpiloguePass:
     ) -> None:
         """Compute dX (n, H), in float32 for some of the rows at a time."""
         n, hidden = dx.shape
-        rows = -(-n // max(1, dx.numel() // _PRODUCT))
+        rows = -(-n // max(1, dx.numel() // PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)
         for start in range(0, n, rows):
             block = slice(start, min(start + rows, n))

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from liger_chunked.engine.batch import Layout, along
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
+from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import Head, accumulation_dtype
-
-# Rows that a CPU upcasts at a time, because it has no product with 16-bit inputs and a float32 result.
-_UPCAST_BLOCK = 1 << 20
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -27,7 +25,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
-        rows = max(1, _UPCAST_BLOCK // max(a.shape[1], 1))
+        rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
         for start in range(0, a.shape[0], rows):
             block = out[start : start + rows]

@@ -13,20 +13,16 @@ from typing import NamedTuple
 import torch
 
 from liger_chunked.engine.batch import Chunk, Layout
+from liger_chunked.kernels.tuning.generic import (
+    CHUNK_TOKENS,
+    FEWEST_TEACHER_TOKENS,
+    MIN_TILE_COLUMNS,
+    ONE_CHUNK,
+    ROUND,
+    TEACHER_TOKENS,
+    TEACHER_VOCAB,
+)
 from liger_chunked.types import LogitOptions
-
-# Fewest columns of a tile. If the budget holds fewer, the chunk is cut along its rows too, because narrower products do
-# not fill the matrix units.
-_MIN_SLICE = 1024
-# Automatic budget: bytes of logits up to which a step is one chunk, else the fewest tokens of a chunk. See
-# docs/tuning.md.
-_ONE_CHUNK = 2_500_000_000
-_CHUNK_TOKENS = 4096
-# Tokens of teacher logits in memory at once: at most the second number, under a small budget down to the first. A
-# vocabulary smaller than the third allows proportionally more. See docs/tuning.md.
-_FEWEST_BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_VOCAB = 512, 2048, 152_000
-# Chunks and vocabulary slices are rounded to whole cuBLAS tiles, which have up to 256 rows. See docs/tuning.md.
-_ROUND = 256
 
 
 class Tile(NamedTuple):
@@ -41,10 +37,10 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds all logits of a step if they take at most `_ONE_CHUNK` bytes: the weight gradient is then
+    The automatic budget holds all logits of a step if they take at most `ONE_CHUNK` bytes: the weight gradient is then
     one product and needs no accumulator. (`Plan.of` may still prefer several chunks with the fused epilogue, which take
     less memory.) Otherwise it holds the logits of 2 H tokens, in bfloat16 as many bytes as the float32 accumulator
-    (V, H), but of at least `_CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
+    (V, H), but of at least `CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
 
     Args:
         options: with the caller's budget, if any.
@@ -60,8 +56,8 @@ def budget_elements(
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
     # If more than a teacher's logits is in memory per logit, chunks are shorter.
-    tokens = max(accumulator, _CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
-    if n_valid * vocab_size * bytes_per_logit <= _ONE_CHUNK:
+    tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
+    if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
 
@@ -129,19 +125,19 @@ def budget_chunk_size(
     beside = max(0, bytes_per_logit - logit)
     if not (beside and wants_weight):
         return ChunkSize(tokens, tokens)
-    more = max(1, _BLOCK_VOCAB // vocab_size)
-    if options.logits_budget is None and n_valid * vocab_size * logit <= _ONE_CHUNK:
-        block = max(1, min(n_valid, more * _BLOCK_TOKENS))
+    more = max(1, TEACHER_VOCAB // vocab_size)
+    if options.logits_budget is None and n_valid * vocab_size * logit <= ONE_CHUNK:
+        block = max(1, min(n_valid, more * TEACHER_TOKENS))
         if 2 * block * beside <= n_valid * logit:
             return ChunkSize(max(tokens, n_valid), block)
-    block = max(min(tokens, more * _FEWEST_BLOCK_TOKENS), min(tokens // 2, more * _BLOCK_TOKENS))
+    block = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
     return ChunkSize((tokens * bytes_per_logit - block * beside) // logit, block)
 
 
 def _even(n: int, limit: int) -> int:
     """Return the size of nearly equal pieces of `n`, no more of them than there would be pieces of `limit`."""
     size = -(-n // -(-n // limit))
-    return min(limit, -(-size // _ROUND) * _ROUND)
+    return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
@@ -187,12 +183,12 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
     rows = n_rows
     if columns >= vocab_size:
         columns = vocab_size
-    elif columns < min(_MIN_SLICE, vocab_size):
-        columns = min(_MIN_SLICE, vocab_size, elements)
+    elif columns < min(MIN_TILE_COLUMNS, vocab_size):
+        columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
         # The last slice is the one that is not recomputed, so a short one would save little.
-        columns = _even(vocab_size, columns // _ROUND * _ROUND or columns)
+        columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
         for v in range(0, vocab_size, columns)
