@@ -237,14 +237,20 @@ class Shifted(LigerFusedLinearPreferenceBase):
 
 
 @pytest.mark.triton
-def test_a_gradient_that_was_not_foretold_starts_the_pack_over(device, passes):
+def test_a_gradient_must_be_declared(device, passes):
     def oracle(batch):
         stats = reference.token_stats(**batch, outputs=("logps", "mean_logits"))
         return (stats["mean_logits"] - stats["logps"]).sum() / 2
 
     loss = Shifted(logits_budget=20 * VOCAB * 2, use_ref_model=False)
+    batch = moved(sequences(7), torch.bfloat16, device)
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"reaches mean_logits, .*: set token_outputs = \('mean_logits',\)"):
+        loss(**batch)
+    passes.clear()
+    loss.token_outputs = ("mean_logits",)
     assert_error_is_that_of_eager_code(lambda batch: loss(**batch)[0], oracle, sequences(7), device=device)
-    assert len(passes) == 1
+    assert not passes
 
 
 # Which steps

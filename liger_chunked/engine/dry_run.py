@@ -184,7 +184,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
     head = projection.computed_head()
     with ledger.part("logits"):
-        head_pass = plan.open(head, grads, plan.differentiates)
+        head_pass = plan.open(head, grads)
     all_stats = []
     for chunk, chunk_tiles in zip(plan.chunks, plan.tiles, strict=True):
         x = projection.rows(ledger, layout, chunk.rows)

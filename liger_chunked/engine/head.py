@@ -8,7 +8,6 @@ backward     for each tile, last first: project again unless it is in memory,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class HeadPass:
     options: LogitOptions
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # set by `statistics`, read by `backward`
-    differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
 

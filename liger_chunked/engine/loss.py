@@ -66,7 +66,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that its gradient reaches, as far as known."""
+        """The statistics that its gradient may reach."""
         raise NotImplementedError
 
     def _fuse(

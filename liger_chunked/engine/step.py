@@ -36,8 +36,7 @@ class Objective(Protocol):
     """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
 
     `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
-    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch. The
-    engine may call it twice on the same groups. Both calls must return the same value.
+    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -128,20 +127,15 @@ class Plan:
         """Number of products that are added to each element of dW."""
         return sum(row_blocks(t) for t in self.tiles)
 
-    def open(self, head: Head, grads: Gradients | None, differentiates: tuple[str, ...]) -> HeadPass | EpiloguePass:
+    def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
         """Return the pass that runs the step, with its buffer.
 
         Args:
             head: in the dtype of the matrix products.
             grads: what the backward of the pass adds to; None if there is no backward.
-            differentiates: the statistics that the gradient reaches.
         """
         head_pass: HeadPass | EpiloguePass
-        if (
-            self.by_epilogue
-            and (grads is None or grads.accumulates)
-            and set(EpiloguePass.differentiable).issuperset(differentiates)
-        ):
+        if self.by_epilogue and (grads is None or grads.accumulates):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
         else:
             head_pass = HeadPass(head, self.options, self.class_weight)
@@ -166,7 +160,7 @@ class _Step:
         grads = None
         if any(needs):
             grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
-        head_pass = plan.open(head, grads, plan.differentiates)
+        head_pass = plan.open(head, grads)
 
         all_dense: list[TokenStats] = []
         loss: Tensor | None = None
@@ -177,12 +171,6 @@ class _Step:
                 target = along(layout.target, chunk.rows)
                 partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
                 dense, share, gradients = self._differentiate(stats, chunk, with_gradient=grads is not None)
-                if not gradients.keys() <= set(head_pass.differentiable):
-                    # The gradient reaches a statistic that was not declared. Restart this chunk with the slower path.
-                    head_pass.release()
-                    head_pass = plan.open(head, grads, tuple(gradients))
-                    partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
-                    dense, share, gradients = self._differentiate(stats, chunk, with_gradient=True)
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
                 if grads is not None and chunk_tiles:
@@ -236,7 +224,14 @@ class _Step:
                 )
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-        by_name = {name: layout.compact(g, chunk) for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        reached = {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        undeclared = tuple(name for name in reached if name not in self.plan.differentiates)
+        if undeclared:
+            raise ValueError(
+                f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: set "
+                f"token_outputs = {undeclared}"
+            )
+        by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
 
 
@@ -327,8 +322,8 @@ def fused_loss(
         objective: the loss, see `Objective`.
         outputs: the fields of `TokenStats` that the objective or the caller reads.
         options: the logit transform and the budget.
-        differentiates: the outputs that its gradient reaches, as far as known. A step of several chunks takes a faster
-            path without entropy and mean_logits. If the gradient reaches another output, the chunk starts over.
+        differentiates: the outputs that its gradient may reach. A step of several chunks takes a faster path without
+            entropy and mean_logits.
         whole_batch: the objective needs all groups at once.
         class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
 
@@ -336,7 +331,7 @@ def fused_loss(
         The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
 
     Raises:
-        ValueError: an output is not a field of `TokenStats`.
+        ValueError: an output is not a field of `TokenStats`, or the gradient reaches an output that is not declared.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

@@ -110,11 +110,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     Attributes that a subclass, or its constructor, may set:
         scope: "token" promises that `policy_loss` treats each token independently, see `Rollouts`. A sequence larger
             than the logits budget then costs nothing extra. "sequence": `policy_loss` gets whole sequences.
+        token_outputs: `("entropy",)` if the gradient of `policy_loss` reaches `Rollouts.entropy`.
         weighs: True if `policy_loss` reads `Rollouts.importance_weights`; the base then does not multiply by them.
         clips_low: whether `clipped` fills `Clipped.low`. torch.compile needs to know it before the call.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
+    token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence")
@@ -189,7 +191,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @property
     def _differentiates(self) -> tuple[str, ...]:
         """The statistics that the gradient reaches."""
-        return ("logps", "entropy") if self.entropy_coef else ("logps",)
+        return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
         """Return an estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""

@@ -138,7 +138,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     Attributes that a subclass, or its constructor, may set:
         scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort). With "batch" it
             gets all pairs at once; with "pair" such a loss would depend on how the budget cuts the batch.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
+        token_outputs: fields of `TokenStats` that it reads, other than `logps`. `mean_logits` may be read without a
+            declaration, but not be differentiated.
     """
 
     scope: Literal["pair", "batch"] = "pair"

@@ -96,7 +96,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     Attributes that a subclass, or its constructor, may set:
         reference_point: the meaning of `Examples.reference_point`: "kl" (KTO's, in nats), "delta" (BCO's, in rewards),
             or None for a loss that reads none. The caller must pass the named one, and no other.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
+        token_outputs: fields of `TokenStats` that it reads, other than `logps`. `mean_logits` may be read without a
+            declaration, but not be differentiated.
     """
 
     reference_point: ReferencePoint | None = None
