@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from liger_chunked.integrations.transformers.forward import attach_head
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, _kept, backbone_of, inner_model
 from liger_chunked.integrations.transformers.trie import PackedTrie, gather_rows, pack_trie
-from liger_chunked.integrations.transformers.trie_attention import BLOCK, dense_mask, serve, trie_mask
+from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
 from liger_chunked.types import Head
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,8 @@ def _share(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | N
     else:
         dense = implementation in ("sdpa", "eager")
         trie = pack_trie(input_ids, attention_mask, row_tokens=_DENSE, multiple=8 if dense else 2 * BLOCK)
+    if not dense:
+        serve(implementation)
     return SharedBatch(trie, _inputs(model, trie, implementation, dense))
 
 
@@ -165,9 +167,6 @@ def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense
     """Return the arguments of the forward of `model` or of its backbone."""
     windows = _windows(model.config)
     has_windows = any(window is not None for window in windows.values())
-    if not dense:
-        serve(implementation)
-
     def mask(window: int | None) -> Any:
         if not dense:
             return trie_mask(trie.end, trie.position_ids, window, has_windows=has_windows)
@@ -327,13 +326,13 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> st
     from_stock = "sdpa" if implementation == "sdpa" else "eager"
     ways = [(from_stock, True)] if implementation in ("sdpa", "eager") else []
     if implementation != "eager":
-        ways.append((implementation if implementation == "sdpa" else "flex_attention", False))
+        ways.append((TRIES_ONLY, False))
     width = max(map(len, _PROBE))
     ids = torch.tensor([[*s, *[1] * (width - len(s))] for s in _PROBE])
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in _PROBE])
     try:
         torch.manual_seed(0)
-        config._attn_implementation = from_stock
+        config._attn_implementation, config._experts_implementation = from_stock, "eager"
         small = cls(config).float().eval()
         for p in small.parameters():
             p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim > 1 else p + 0.2 * torch.randn_like(p))
@@ -356,7 +355,6 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> st
 
 
 _INNER = ("intermediate", "ffn", "inner", "mlp")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MOST_LAYERS = 8
 
 
@@ -379,11 +377,12 @@ def _small(config: Any) -> Any:
         "vocab_size": _VOCABULARY,
         "num_attention_heads": 4,
         "num_key_value_heads": 4 if kv == n_heads else min(kv, 2),
-        "hidden_size": _VOCABULARY if getattr(config, "head_dim", None) else 4 * (config.hidden_size // n_heads),
+        "hidden_size": 4 * (getattr(config, "head_dim", None) or config.hidden_size // n_heads),
         "sliding_window": 5,
         "pad_token_id": 0,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
         "num_experts_per_tok": 2,
-        **{name: 4 for name in _EXPERTS},
+        **dict.fromkeys(("n_group", "topk_group"), 1),
     }
     for name, value in vars(config).items():
         if isinstance(value, int) and value > 64 and any(part in name for part in _INNER):

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BLOCK = 128  # tokens; rows of a `TrieMask` are multiples of it
+TRIES_ONLY = "liger_tries_only"  # an attention implementation that accepts no mask but a `TrieMask`
 _SERVED = "_liger_serves_tries"  # attribute of an attention function
 
 
@@ -201,6 +202,17 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _attend_only(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    if not isinstance(attention_mask, TrieMask):
+        raise TypeError(f"its attention layers got a {type(attention_mask).__name__} in place of the given mask")
+    return attend(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+AttentionInterface.register(TRIES_ONLY, _attend_only)
+
+
 def serve(implementation: str) -> None:
     """Make an attention implementation of transformers accept a `TrieMask`. Other masks take the same path as before.
 
@@ -221,8 +233,6 @@ def serve(implementation: str) -> None:
     ) -> Any:
         if not isinstance(attention_mask, TrieMask):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        if implementation == "sdpa":
-            kwargs.pop("softcap", None)  # SDPA ignores it, or raises an error before the first shared batch
         return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
     vars(attention)[_SERVED] = True
