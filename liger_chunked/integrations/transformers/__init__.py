@@ -11,6 +11,7 @@ verify.py      compares the kernels of a table row with the code that they repla
 check.py       compares a patched model with the original one
 experts.py     computes the load-balancing loss as the model's own forward does
 patches.py     replaces methods and attributes, and restores them
+shared_prefix.py  computes prompts that sequences share once; trie.py packs them, trie_attention.py has the masks
 auto.py        an `AutoModelForCausalLM` that returns patched models
 """
 
@@ -28,6 +29,13 @@ from liger_chunked.integrations.transformers.check import ModelReport, check_mod
 from liger_chunked.integrations.transformers.families import FAMILIES, Family
 from liger_chunked.integrations.transformers.forward import attach_head, detach_head
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
+from liger_chunked.integrations.transformers.shared_prefix import (
+    SharedBatch,
+    maybe_share,
+    share_batch,
+    shared_prefix_hidden_states,
+    why_not_shared,
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -45,12 +53,17 @@ __all__ = [
     "HeadFn",
     "HeadInput",
     "ModelReport",
+    "SharedBatch",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
     "detach_head",
     "logit_options",
+    "maybe_share",
     "register_family",
     "revert_liger_kernel",
+    "share_batch",
+    "shared_prefix_hidden_states",
+    "why_not_shared",
     *APPLY_TO,
 ]

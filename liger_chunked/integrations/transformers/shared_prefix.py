@@ -167,6 +167,7 @@ def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense
     """Return the arguments of the forward of `model` or of its backbone."""
     windows = _windows(model.config)
     has_windows = any(window is not None for window in windows.values())
+
     def mask(window: int | None) -> Any:
         if not dense:
             return trie_mask(trie.end, trie.position_ids, window, has_windows=has_windows)
@@ -331,7 +332,7 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> st
     ids = torch.tensor([[*s, *[1] * (width - len(s))] for s in _PROBE])
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in _PROBE])
     try:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPUs
         config._attn_implementation, config._experts_implementation = from_stock, "eager"
         small = cls(config).float().eval()
         for p in small.parameters():

@@ -150,7 +150,9 @@ def _attend(
     return (output * share[..., None]).to(query.dtype)
 
 
-_compiled_attend = torch.compile(_attend, fullgraph=True)
+@functools.cache
+def _compiled_attend() -> Callable[..., Tensor]:
+    return torch.compile(_attend, fullgraph=True)
 
 
 def _attend_densely(
@@ -193,9 +195,9 @@ def attend(
     if query.device.type == "cpu":
         output = _attend_densely(query, key, value, mask, scaling, softcap, s_aux)
     else:
-        run = _attend
+        run: Callable[..., Tensor] = _attend
         if not torch.compiler.is_compiling():
-            run = _compiled_attend
+            run = _compiled_attend()
             for x in (query, key, value):
                 torch._dynamo.maybe_mark_dynamic(x, 2)
         output = run(query, key, value, mask.end, mask.depth, mask.window, mask.blocks, scaling, softcap, s_aux)
