@@ -256,7 +256,7 @@ SMALL = build("mistral", "sdpa")
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(forests(), st.sampled_from(["left", "right"]), st.booleans())
 def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
-    """Whatever branches where, over a window of six tokens, on rows that are cut."""
+    """Random tries, in a model with a window of six tokens, on rows that are cut."""
     ids, mask = padded(sequences, side)
     trie = pack_trie(ids, mask, **({"multiple": 4, "row_tokens": 10} if dense else {}))
     inputs = shared_prefix._inputs(SMALL, trie, "sdpa", dense)
@@ -471,7 +471,7 @@ def test_dropout_and_biases_are_refused() -> None:
         trie_attention.attend(nn.Identity(), q, k, v, mask, position_bias=q)
 
 
-# Which models may share, and the decision.
+# The check of a model, and the decision.
 
 _LM = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 _HEADS = {**_LM, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

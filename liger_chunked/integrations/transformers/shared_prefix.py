@@ -4,10 +4,10 @@
     loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
 
 The model's own forward runs on a trie (`trie.py`) in place of the padded batch, with `position_ids` and a mask that it
-passes to its attention layers. So wrappers, adapters, hooks and gradient checkpointing work as on any batch. `head_fn`
+passes to its attention layers. Wrappers, adapters, hooks and gradient checkpointing work as on any batch. `head_fn`
 then hands the loss the hidden states of the padded batch.
 
-Not every model may compute on a trie. `why_not_shared` runs a small copy of the model on a padded batch and on its
+A model with state, ALiBi or unusual positions cannot compute on a trie. `why_not_shared` runs a small copy of the model on a padded batch and on its
 trie, and compares the hidden states.
 """
 
@@ -93,13 +93,13 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
     """Merge the common prefixes of a batch if the model allows it and a tenth of the tokens or more is saved.
 
-    What it decides and saves is logged (INFO), once for each model.
+    The decision and the saving are logged (INFO), once for each model.
     """
     reason = why_not_shared(model)
     inner = inner_model(model)
     batch = None if reason is not None else _share(inner, input_ids, attention_mask)
     if batch is not None and batch.trie.saved < WORTHWHILE:
-        return None  # not logged: the next batch may differ
+        return None  # without a log line, because the next batch may differ
     if inner not in _LOGGED:
         _LOGGED.add(inner)
         name = type(inner).__name__
@@ -221,7 +221,7 @@ def _windows(config: Any) -> dict[str, int | None]:
     return {kind: known[kind] for kind in dict.fromkeys(layer_types)}
 
 
-# Which models may share.
+# The check of a model.
 
 
 def why_not_shared(model: nn.Module) -> str | None:

@@ -104,7 +104,7 @@ def pack_trie(
         index = node + offset + row * row_length
 
     size = n_rows * row_length
-    cells = index.masked_fill(ended.T, size).flatten()  # what has ended is written behind the last row
+    cells = index.masked_fill(ended.T, size).flatten()  # cells behind the end of a sequence go behind the last row
     filler = torch.arange(row_length, device=input_ids.device).repeat(n_rows)
 
     def packed(fill: Tensor, values: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _rows(
     """Return how many rows there are, their length, and where each sequence goes: its row, and the distance from its
     place in a single row.
 
-    Trees are placed by size, each into the first row with room for it.
+    Each tree, the largest first, goes into the first row that has room for it.
     """
     nodes = sum(fresh)
     longest = nodes
