@@ -7,8 +7,8 @@ The model's own forward runs on a trie (`trie.py`) in place of the padded batch,
 passes to its attention layers. Wrappers, adapters, hooks and gradient checkpointing work as on any batch. `head_fn`
 then hands the loss the hidden states of the padded batch.
 
-A model with state, ALiBi or unusual positions cannot compute on a trie. `why_not_shared` runs a small copy of the model on a padded batch and on its
-trie, and compares the hidden states.
+A model with state, ALiBi or unusual positions cannot compute on a trie. `why_not_shared` runs a small copy of the model
+on a padded batch and on its trie, and compares the hidden states.
 """
 
 from __future__ import annotations
