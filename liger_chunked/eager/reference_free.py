@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import logits
+from liger_chunked.eager.token_stats import logits
 
 
 def cross_entropy(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 SURROGATES = ("clip", "reinforce", "cispo", "sapo", "vespo")
 REDUCTIONS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
