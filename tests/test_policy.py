@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
-from liger_chunked.losses.grpo import LOSS_TYPES
-from liger_chunked.losses.surrogates import SURROGATES
+from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
 
 EXACT = 1e-12
 PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64

@@ -23,7 +23,7 @@ from liger_chunked import (
     eager,
 )
 from liger_chunked.compat.chunked_loss import PairMetrics
-from liger_chunked.losses.probability import complement, log_odds
+from liger_chunked.losses.formulas import complement, log_odds
 
 SEVERAL_PACKS = 8 * 9 * SMALL.vocab
 

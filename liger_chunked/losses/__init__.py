@@ -7,8 +7,8 @@ accept only the first form; `liger_chunked.functional` has a typed function for 
 losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
            cosine.py
 bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
-formulas   margin.py, probability.py, f_divergence.py, distributions.py, surrogates.py, importance.py, reductions.py
-inputs     sequences.py, rollouts.py, reference.py (the reference model), reference_point.py (of KTO and BCO), checks.py
+helpers    formulas.py, settings.py (checks), rollouts.py (of the policy base), reference_model.py,
+           reference_point.py (of KTO and BCO)
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss

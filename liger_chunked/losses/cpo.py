@@ -12,19 +12,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.checks import check_finite, refuse_unread
-from liger_chunked.losses.margin import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
+    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each."""
 
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
@@ -63,7 +59,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
     Notation: `l` is the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the
-    chosen sequence minus that of the rejected one. No reference is used. The loss of a pair is
+    chosen sequence minus that of the rejected one. There is no reference. The loss of a pair is
 
     | loss_type | loss | reward |
     |---|---|---|
@@ -74,17 +70,15 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to
     `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, for any loss type. The losses are TRL's; its `alphapo` is
-    `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. `label_smoothing` raises an error with the loss types
-    for which TRL ignores it.
-
-    In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
+    `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. TRL ignores a setting that a loss type does not read;
+    here it is refused. In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
 
     Args:
         beta: scale of the rewards. For IPO it is the divisor tau, and must be positive.
         cpo_alpha: weight of the NLL of the chosen tokens, named as in TRL; 0 disables the term.
-        label_smoothing: `eps` above; refused if the loss type does not read it.
+        label_smoothing: `eps` above.
         loss_type: a name from the table.
-        simpo_gamma: the margin of `simpo`; refused if the loss type does not read it.
+        simpo_gamma: the margin of `simpo`.
         alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward unchanged.
         **options: see `LogitOptions`.
 

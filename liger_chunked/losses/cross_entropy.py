@@ -26,8 +26,8 @@ from liger_chunked.engine import (
     plain,
     token_stats,
 )
-from liger_chunked.losses.checks import check_finite, checked_items
-from liger_chunked.losses.probability import complement
+from liger_chunked.losses.formulas import complement
+from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -44,10 +44,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """Computes the loss of each token from its statistics.
-
-    `cross_entropy` and `regularizer` are separate because their means may have different denominators.
-    """
+    """The loss of each token. `cross_entropy` and `regularizer` may have different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -144,13 +141,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    Tokens are flattened, and values are in nats. The mean over a batch without any target is 0 instead of NaN, and
-    still connected to the graph. `forward` also computes the gradients; with `reduction="none"`, backward computes them
-    from the upstream gradient of each token.
+    Values are in nats. The mean over a batch without any target is 0 instead of NaN, and still connected to the graph.
+    With `reduction="none"`, backward computes the gradients instead of forward.
 
     Args:
-        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss is not
-            weighted), "sum", or "none" for one value per token in the shape of `target`.
+        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss and the
+            entropy are not), "sum", or "none" for one value per token in the shape of `target`.
         label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1] (Szegedy et al. 2016,
             https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
@@ -159,9 +155,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             https://arxiv.org/abs/1708.02002, equation 4). Denominators do not change.
         dft: multiplies the cross entropy of a token by `p_y`, without its gradient (Dynamic Fine-Tuning,
             https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change.
-        entropy_weight: weight of the entropy bonus, which is subtracted from the loss
-            (https://arxiv.org/abs/1701.06548). The bonus keeps distributions wide; a negative weight narrows them. It
-            is averaged like the z-loss.
+        entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548), which keeps distributions wide;
+            a negative weight narrows them.
         return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
             fields filled.
         **options: see `LogitOptions`.
@@ -247,10 +242,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """Compute the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
         Args:
-            weight: (V, H), `lm_head.weight`.
+            weight, bias: (V, H) and (V,) or None, the `lm_head`.
             input: (B, T, H) or (N, H) hidden states; `input[t]` predicts `target[t]`.
             target: (B, T) or (N,) token ids. Unshifted labels silently train to a loss near 0, see `shifted`.
-            bias: (V,) or None.
             num_items: with "mean", divide by this number instead of by this batch's number of tokens. For gradient
                 accumulation, pass the tokens of all steps (`num_items_in_batch` of transformers). A tensor below 1
                 counts as 1.
@@ -304,14 +298,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         top1 = ("is_top1",) if self.return_token_accuracy else ()
         argmax = ("argmax",) if self.return_predicted_tokens else ()
         return (*self._differentiates, *argmax, *top1)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches."""
         wanted = {
             "lse": self.label_smoothing or self.lse_square_scale,
             "mean_logits": self.label_smoothing,

@@ -15,23 +15,52 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
-from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
-from liger_chunked.losses.margin import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
+
+# The scores that replace log-ratios for other divergences than the reverse KL.
+
+# The largest exponent: float32 overflows at 88.7.
+_MAX_EXPONENT = 80.0
+
+
+def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
+    return logratios
+
+
+def _alpha(logratios: Tensor, alpha: float) -> Tensor:
+    power = alpha - 1
+    if abs(power) < 1e-6:
+        return logratios  # the limit as alpha goes to 1
+    return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
+
+
+def _forward_kl(logratios: Tensor, alpha: float) -> Tensor:
+    return _alpha(logratios, 0.0)
+
+
+def _js(logratios: Tensor, alpha: float) -> Tensor:
+    return math.log(2) + F.logsigmoid(logratios)
+
+
+class _FDivergence(NamedTuple):
+    score: Callable[[Tensor, float], Tensor]  # `f'(pi / pi_ref)` from log-ratios and alpha, up to a constant
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
+
+
+F_DIVERGENCES: Mapping[str, _FDivergence] = {
+    "reverse_kl": _FDivergence(_reverse_kl),
+    "forward_kl": _FDivergence(_forward_kl),
+    "js_divergence": _FDivergence(_js),
+    "alpha_divergence": _FDivergence(_alpha, reads=("f_alpha_divergence_coef",)),
+}
 
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """Settings that loss types read in addition to `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
-
-    `LOSS_TYPES` lists the readers of each. `f_divergence_type` and `f_alpha_divergence_coef` turn log-ratios into
-    scores, see `losses.f_divergence.scores`.
-
-    Raises:
-        ValueError: if the divergence is unknown or a number is out of range.
-    """
+    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each."""
 
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
@@ -49,7 +78,7 @@ class DPOSettings:
 
     def scores(self, pairs: Pairs) -> Tensor:
         """Return the scores (n, 2), which are the log-ratios for the reverse KL."""
-        return scores(pairs.logratios, self.f_divergence_type, self.f_alpha_divergence_coef)
+        return F_DIVERGENCES[self.f_divergence_type].score(pairs.logratios, self.f_alpha_divergence_coef)
 
 
 def _margin(pairs: Pairs, s: DPOSettings) -> Tensor:
@@ -206,39 +235,37 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`.
+    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change the inputs of
+    the formulas, as in TRL:
 
-    Three options change the inputs of these formulas, as in TRL:
-
-    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240) replaces `c` and `r` in `d` by `f'(pi / pi_ref)` of
-      another divergence: "forward_kl", "js_divergence" or "alpha_divergence", see `losses.f_divergence.scores`. The
-      normaliser cancels only in the difference `d`, so losses that use `c` or `r` alone are refused. Rewards in the
-      metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow to infinity; here it is bounded.
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces the `c` and `r` in `d` by another
+      score of `t = pi / pi_ref`. The normaliser cancels only in the difference `d`, so losses that use `c` or `r` alone
+      are refused. Rewards in the metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow; here exponents
+      are clamped at 80.
     - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) multiplies the log-probabilities of some tokens by
       `ld_alpha`, in `pi` and in `pi_ref`: those that come later than the end of the pair's shorter sequence. A
       reference must be given as hidden states or per token.
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
       `w(chosen) w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of
-      `log p_y - log(sum of p ** 2)`. The option is refused with `aot`, `aot_unpaired` and `sft`, which have no loss per
-      pair.
+      `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired` and `sft` have no loss per pair and refuse it.
+
+    | f_divergence_type | score |
+    |---|---|
+    | `reverse_kl` | `log(t)` |
+    | `forward_kl` | `1 - 1 / t` |
+    | `js_divergence` | `log(2 t / (1 + t))` |
+    | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
     Args:
         beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard" divide by it, so it must
             be positive there.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: a weight for each entry of a list of loss types; None for ones.
-        label_smoothing: `eps` above; refused if no loss type reads it.
-        discopop_tau: `tau` above; refused if no loss type reads it.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
-            an `alpha` without `compute_nll_loss` is refused.
-        average_log_prob: log-ratios per token instead of per sequence.
-        f_divergence_type: "reverse_kl", or see above.
+        label_smoothing, discopop_tau: `eps` and `tau` above; refused if no loss type reads them.
+        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
         f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
-        ld_alpha: see above, in [0, 1]; None and 1 change nothing.
-        use_weighting: see above.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
-            plain log-probabilities, and None warns once.
-        **options: see `LogitOptions`.
+        average_log_prob, ld_alpha, use_ref_model, **options: see `LigerFusedLinearPreferenceBase`. Without a reference,
+            a `use_ref_model` of None warns once.
 
     Raises:
         ValueError: if a loss type or divergence is unknown, weights do not match, a number is out of range, or an

@@ -6,9 +6,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.margin import logistic
+from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.probability import log_odds
 from liger_chunked.types import LogitOptionsDict, Pairs
 
 
@@ -19,11 +18,9 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    in nats. There is no reference. The negative log-likelihood is a mean over the tokens of `nll_target` if it is
-    given, else of `target`. TRL's NLL includes the prompt; to match it, pass an `nll_target` that includes the prompt.
-    `P` is clamped to `1 - 1e-12`, where TRL's odds become infinite.
-
-    In the metrics, `logps` are means over tokens and rewards are `beta` times these, as in TRL.
+    in nats, without a reference. The NLL is a mean over the tokens of `nll_target` if it is given, else of `target`. To
+    match TRL, pass an `nll_target` that includes the prompt. `P` is clamped to `1 - 1e-12`, where TRL's odds become
+    infinite. In the metrics, `logps` are means over tokens and rewards are `beta` times these, as in TRL.
 
     Args:
         beta: weight of the odds ratio term, the paper's lambda.

@@ -25,9 +25,9 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_scope
-from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
-from liger_chunked.losses.sequences import sequence_logps, share_of_mean
+from liger_chunked.losses.formulas import sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.settings import check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -106,9 +106,7 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
-    """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if requested.
-
-    A subclass defines only the loss of a pair:
+    """Mean over the pairs of `preference_loss`, which a subclass defines, plus `alpha` times an NLL if requested.
 
         class SimPO(LigerFusedLinearPreferenceBase):
             def preference_loss(self, pairs):
@@ -117,8 +115,9 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     The batch stacks all chosen sequences, then all rejected ones, on dim 0. A pair without a valid token adds 0 to the
     loss, but counts in the mean. A pair with one empty sequence is a normal pair, as in TRL: the empty sequence has
-    log-probability 0, that is probability 1, so the pair trains only its other sequence. Remove such pairs, which
-    result from truncation or missing answers, from the data.
+    probability 1, so the pair trains only its other sequence. Remove such pairs from the data.
+
+    `docs/writing-a-loss.md` describes the hooks `scope` and `token_outputs`.
 
     Args:
         beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
@@ -129,16 +128,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ld_alpha: weight, in [0, 1], of the tokens of the pair's longer sequence that come after the length of the
             shorter one (LD-DPO); None for 1. Lengths do not change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
+            plain log-probabilities.
         **options: see `LogitOptions`. The transform applies to policy and reference.
 
     Raises:
         ValueError: if an option is invalid.
-
-    Attributes that a subclass, or its constructor, may set:
-        scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort). With "batch" it
-            gets all pairs at once; with "pair" such a loss would depend on how the budget cuts the batch.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -176,10 +171,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term.
-
-        It may be set to None: then there is one if `alpha` is not 0 when the loss is called.
-        """
+        """Whether the loss has an NLL term. Set it to None for a term if `alpha` is not 0 when the loss is called."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -193,12 +185,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         return ("logps", "mean_logits", *self.token_outputs)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
@@ -260,7 +250,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         union = target if nll_target is None else self._union(target, nll_target, input)
         layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        batch = self._batch(weight, target, nll_target, layout, reference)
+        batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by the first pair of each chunk
 
@@ -298,7 +288,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        weight: Tensor,
+        head: Head,
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
@@ -315,7 +305,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             at_least_1 = lengths.clamp(min=1)
             nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
             nll_only = layout.mask & ~mask
-        dtype = accumulation_dtype(weight.dtype)
+        dtype = accumulation_dtype(head.weight.dtype)
         sequences = _Sequences(
             mask=mask,
             lengths=at_least_1,
@@ -327,33 +317,18 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(weight, target, layout, sequences, reference),
+            ref_logps=self._ref_logps(head, target, layout, sequences, reference),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,
         )
 
     def _ref_logps(
-        self,
-        weight: Tensor,
-        target: Tensor,
-        layout: Layout,
-        sequences: _Sequences,
-        reference: Reference,
+        self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
         """Return the reference's log-probability of each sequence, (n, 2), in float64; zeros without a reference."""
-        ref_logps = reference_logps(
-            reference,
-            weight,
-            target,
-            layout,
-            self.options,
-            loss=type(self).__name__,
-            required=self.use_ref_model,
-        )
+        ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
-            if self._expects_reference:
-                warn_reference_free(self)
-            return torch.zeros((), dtype=torch.float64, device=target.device).expand(sequences.lengths.shape)
+            return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.every)
         if self.ld_alpha is not None:

@@ -6,9 +6,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.margin import hinge, logistic
+from liger_chunked.losses.formulas import hinge, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 _LOSS_TYPES = ("sigmoid", "hinge")
@@ -32,8 +32,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards.
         gamma: the margin by which the chosen reward should exceed the rejected one.
-        alpha: weight of the NLL term; refused without that term.
-        compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
+        alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps` above; refused with "hinge".
         loss_type: a name from the table.
         **options: see `LogitOptions`.

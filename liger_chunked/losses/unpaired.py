@@ -25,10 +25,10 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
+from liger_chunked.losses.formulas import sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import sequence_logps, share_of_mean
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -74,15 +74,14 @@ class _Batch:
 
 
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
-    """Mean over the sequences of `preference_loss`.
-
-    A subclass defines only the loss of a sequence:
+    """Mean over the sequences of `preference_loss`, which a subclass defines.
 
         class Hinge(LigerFusedLinearUnpairedPreferenceBase):
             def preference_loss(self, examples):
                 return torch.relu(1 - self.beta * examples.signs * examples.logratios)
 
-    A sequence without a valid token adds 0 to the loss, but counts in the mean.
+    A sequence without a valid token adds 0 to the loss, but counts in the mean. `docs/writing-a-loss.md` describes the
+    hooks `reference_point` and `token_outputs`.
 
     Args:
         beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
@@ -92,11 +91,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     Raises:
         ValueError: if an option is invalid.
-
-    Attributes that a subclass, or its constructor, may set:
-        reference_point: the meaning of `Examples.reference_point`: "kl" (KTO's, in nats), "delta" (BCO's, in rewards),
-            or None for a loss that reads none. The caller must pass the named one, and no other.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
     """
 
     reference_point: ReferencePoint | None = None
@@ -121,12 +115,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         return ("logps", "mean_logits", *self.token_outputs)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     @abstractmethod
@@ -162,24 +154,16 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
+        Arguments that are not listed are those of `LigerFusedLinearPreferenceBase.forward`, of n sequences.
+
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (n, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
             preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and
                 proportion.
-            bias: (V,) or None.
-            ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of these, the reference's log-probabilities in nats: (n, T), one per token, or (n,), one
-                per sequence in the units of `Examples.logps`.
             kl: the reference point of a loss that reads "kl", a scalar in nats; a negative value counts as zero.
             kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): hidden states and token ids of completions
-                that answer other prompts. The KL is estimated from them without a gradient, at one GEMM. They need a
-                reference, `ref_kl_input` or `ref_kl_logps`. On several ranks each would use its own estimate; to share
-                one, compute it with `linear_token_stats`, average it over the ranks, and pass `kl`.
-            ref_kl_input: (m, T', H_ref) their hidden states under the reference, for `ref_weight` and `ref_bias`.
-            ref_kl_logps: instead of these, the reference's log-probabilities, (m, T') or (m,), as `ref_logps`.
+                that answer other prompts. The KL is estimated from them without a gradient, at one GEMM. Each rank uses
+                its own estimate; to share one, average that of `linear_token_stats` over the ranks and pass it as `kl`.
+            ref_kl_input, ref_kl_logps: the reference of these completions, as `ref_input` or `ref_logps`.
             delta: the reference point of a loss that reads "delta", a scalar in units of rewards.
             example_weights: (n,) multiply the losses of the sequences; the mean still divides by their number.
 
@@ -198,31 +182,19 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             _check_weights(example_weights, input)
         target = target.long()
         layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
-        batch = self._batch(
-            layout,
-            preference_labels,
-            example_weights,
-            reference_point(
-                self.reference_point,
-                loss=type(self).__name__,
-                head=head,
-                ref_head=(ref_weight, ref_bias),
-                kl=kl,
-                delta=delta,
-                mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
-                options=self.options,
-                average_log_prob=self.average_log_prob,
-            ),
-            reference_logps(
-                Reference(ref_input, ref_weight, ref_bias, ref_logps),
-                weight,
-                target,
-                layout,
-                self.options,
-                loss=type(self).__name__,
-                required=self.use_ref_model,
-            ),
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+        point = reference_point(
+            self.reference_point,
+            self,
+            head,
+            reference,
+            kl=kl,
+            delta=delta,
+            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
+            average_log_prob=self.average_log_prob,
         )
+        logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
+        batch = self._batch(layout, preference_labels, example_weights, point, logps)
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
 
@@ -252,9 +224,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         sides = torch.stack([desirable, ~desirable])
         lengths = layout.divisors.squeeze(1)
         if ref_logps is None:
-            if self._expects_reference:
-                warn_reference_free(self)
-            ref_logps = torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape)
+            ref_logps = without_reference(self, lengths)
         else:
             ref_logps = ref_logps.squeeze(1)
             if ref_logps.ndim == 2:
@@ -305,7 +275,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """Convert labels (n,) to bool; raise TypeError for other dtypes, ValueError for numbers other than 0 and 1."""
+    """Return labels (n,) as bool; raise TypeError for other dtypes, ValueError for numbers other than 0 and 1."""
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
@@ -331,7 +301,7 @@ def _check_weights(weights: Tensor, input: Tensor) -> None:
 
 
 def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    """Check that `x` has one value for each sequence of `input`, on its device."""
+    """Raise ValueError unless `x` has one value for each sequence of `input`, on its device."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "

@@ -1,4 +1,4 @@
-"""Argument checks shared by the losses."""
+"""Checks of the settings of losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Check that a value is a finite number in [minimum, maximum]; raise TypeError or ValueError otherwise."""
+    """Raise TypeError or ValueError if a setting is not a finite number in [minimum, maximum]."""
     check_number(name, value, optional=optional)
     if value is None:
         return
@@ -33,7 +33,7 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Check that a value is a finite number above 0; raise TypeError or ValueError otherwise."""
+    """Raise TypeError or ValueError if a setting is not a finite number above 0."""
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
@@ -44,7 +44,7 @@ class Reader(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields of the settings that this row reads."""
+        """The settings that this row reads."""
         ...
 
 
@@ -65,15 +65,13 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError if the class attribute `scope` is not in `known`; a subclass may have misspelled it."""
+    """Raise ValueError if the attribute `scope` of a loss is not in `known`."""
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Return the number of tokens to divide by, as a number or as a tensor () on the device of `like`.
-
-    A tensor below 1 counts as 1. It is clamped, not checked, because reading its value would wait for the device.
 
     Raises:
         TypeError: if it is neither a number nor a tensor.
@@ -84,6 +82,7 @@ def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
         if num_items.requires_grad:
             raise ValueError("num_items gets no gradient: detach it")
+        # Clamp a tensor instead of checking it: reading its value would wait for the device.
         return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
     check_positive("num_items", num_items)
     return num_items

@@ -1,0 +1,102 @@
+"""Formulas that several losses share: of margins, of probabilities close to 1, of two distributions, of sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A pair's margin: the reward of its chosen sequence minus that of its rejected one.
+
+# Above this, `log(1 + exp(x))` equals x to the last bit of a float64.
+_LINEAR = 40.0
+
+
+def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
+    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing.
+
+    This is the Bradley-Terry loss for labels that are flipped with probability `eps`.
+    """
+    # -log sigmoid(m) is softplus(-m).
+    loss = F.softplus(-beta * margin, threshold=_LINEAR)
+    if label_smoothing == 0:
+        return loss
+    return (1 - label_smoothing) * loss + label_smoothing * F.softplus(beta * margin, threshold=_LINEAR)
+
+
+def hinge(margin: Tensor) -> Tensor:
+    """Return `max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
+    return torch.relu(1 - margin)
+
+
+def ipo(difference: Tensor, beta: float) -> Tensor:
+    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios (https://arxiv.org/abs/2310.12036, equation 17)."""
+    return (difference - 1 / (2 * beta)).square()
+
+
+# Probabilities close to 1.
+
+# The least distance of a probability to 1: below the resolution of float32, but large enough for a logarithm or a
+# fractional power to have a finite gradient.
+_CERTAIN = 1e-12
+
+
+def complement(logps: Tensor) -> Tensor:
+    """Return `1 - exp(logps)`, in [1e-12, 1], with a gradient as accurate as its value.
+
+    >>> complement(torch.tensor([-1e-9, 0.0])).tolist()
+    [9.999999717180685e-10, 9.999999960041972e-13]
+    """
+    logps = logps.clamp(max=-_CERTAIN)
+    # Near 0, exp() rounds to 1. Elsewhere autograd's derivative of expm1, `expm1(x) + 1`, rounds to 0.
+    return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
+
+
+def log_odds(logps: Tensor) -> Tensor:
+    """Return `log(p / (1 - p))` for `logps = log(p)`, at most 27.6.
+
+    >>> log_odds(torch.tensor([0.5, 0.75]).log())
+    tensor([0.0000, 1.0986])
+    """
+    logps = logps.clamp(max=-_CERTAIN)
+    return logps - complement(logps).log()
+
+
+# Divergences of two distributions from their log-probabilities, (n, V) each to (n,), in nats. They are finite wherever
+# the divergence is: a token with probability 0 contributes 0 to the value and to the gradient.
+
+# Replaces -inf: its exp() is 0 in every dtype, but logaddexp of two of them is finite.
+_LOG_ZERO = -1e4
+
+
+def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return `KL(a || b) = sum(a * log(a / b))`."""
+    a = log_a.exp()
+    return (a * (log_a - log_b).masked_fill(a == 0, 0.0)).sum(-1)
+
+
+def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
+    """Return `log((1 - share_of_b) * a + share_of_b * b)` for a share in (0, 1)."""
+    a, b = log_a.clamp(min=_LOG_ZERO), log_b.clamp(min=_LOG_ZERO)
+    return torch.logaddexp(a + math.log1p(-share_of_b), b + math.log(share_of_b))
+
+
+# Sums over the tokens of a sequence, and over the losses of a batch.
+
+
+def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
+    """Return the log-probability of each sequence (...), from those of its tokens (..., T), zero at ignored tokens.
+
+    It is the sum over the tokens, or with `average` their mean over `lengths` (...). The sum is in float64: losses use
+    differences of such sums, and thousands of nats leave float32 few digits.
+    """
+    logps = token_logps.sum(-1, dtype=torch.float64)
+    return logps / lengths if average else logps
+
+
+def share_of_mean(losses: Tensor, n: int) -> Tensor:
+    """Return the contribution of these losses to the mean of all `n` losses: `losses.sum() / n`."""
+    # mean() is one launch instead of two.
+    return losses.mean() if losses.shape[0] == n else losses.sum() / n
