@@ -19,19 +19,16 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    averaged over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means of the two
-    sides instead.
+    averaged over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means of both
+    sides.
 
-    The reward shift `delta` is an argument of every call, in units of rewards: a running mean of earlier rewards, which
-    the caller keeps. The paper uses the midpoint of the mean rewards of the two sides,
-    `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`. TRL uses the mean of all rewards so far on all ranks,
-    including the current batch; here a batch can enter the mean only from the next step on.
+    Every call gets the reward shift `delta`, a running mean of earlier rewards. The paper uses the midpoint of both
+    sides, `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`, TRL the mean of all rewards on all ranks,
+    including the current batch, which is not known yet here.
 
-    `example_weights` implement the paper's underlying distribution matching. An undesirable sequence gets the weight
-    `p / (1 - p)` (TRL clamps it to [0.5, 10]), where `p` is a classifier's probability that its prompt belongs to a
-    desirable sequence. A desirable one gets the weight 1.
-
-    The arguments are those of `LigerFusedLinearUnpairedPreferenceBase`.
+    `example_weights` implement the paper's underlying distribution matching: 1 for a desirable sequence, and
+    `p / (1 - p)` for an undesirable one (TRL clamps it to [0.5, 10]), with `p` a classifier's probability that its
+    prompt belongs to a desirable sequence. Constructor: see `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -12,9 +12,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, with both projections fused in.
 
-    The distance is one of logits, not of distributions: a constant offset of the logits changes it, a temperature does
-    not, and a teacher's top-k is refused. Liger-Kernel multiplies it by `beta`, 0.5 by default; use `weight_soft_loss`
-    for that. The arguments are those of `LigerFusedLinearDistillationBase`.
+    A constant offset of the logits changes the distance, a temperature does not, and a teacher's top-k is refused.
+    Liger-Kernel's `beta`, 0.5, is `weight_soft_loss` here. Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -58,8 +58,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
-    Notation: `l` is the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the
-    chosen sequence minus that of the rejected one. There is no reference. The loss of a pair is
+    With `l` the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the chosen
+    sequence minus that of the rejected one, without a reference:
 
     | loss_type | loss | reward |
     |---|---|---|
@@ -68,23 +68,18 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to
-    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, for any loss type. The losses are TRL's; its `alphapo` is
-    `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. TRL ignores a setting that a loss type does not read;
-    here it is refused. In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
+    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
+    for any loss type. TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. In the metrics,
+    `logps` are `l` or `l'`.
 
     Args:
-        beta: scale of the rewards. For IPO it is the divisor tau, and must be positive.
-        cpo_alpha: weight of the NLL of the chosen tokens, named as in TRL; 0 disables the term.
-        label_smoothing: `eps` above.
+        beta: scale of the rewards; IPO divides by it.
+        cpo_alpha: weight of the NLL of the chosen tokens.
+        label_smoothing: `eps`.
         loss_type: a name from the table.
         simpo_gamma: the margin of `simpo`.
-        alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward unchanged.
+        alphapo_alpha: TRL's `alpha`; 0 leaves the reward unchanged.
         **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if the loss type is unknown, does not read a setting, or a number is out of range; in forward, if a
-            reference is given.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -127,7 +122,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     @property
     def cpo_alpha(self) -> float:
-        """The weight of the NLL term; the base class calls it `alpha`."""
+        """The weight of the NLL term, the base's `alpha`."""
         return self.alpha
 
     @cpo_alpha.setter

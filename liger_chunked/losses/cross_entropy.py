@@ -78,7 +78,6 @@ class _CrossEntropy:
         return self.lse_square_scale * stats.lse.square()
 
     def regularizer(self, stats: TokenStats) -> Tensor | None:
-        """Return the terms that are added to the cross entropy, or None if there are none."""
         z_loss = self.z_loss(stats) if self.lse_square_scale else None
         if not self.entropy_weight:
             return z_loss
@@ -88,7 +87,7 @@ class _CrossEntropy:
 
 
 def _check_class_weight(ce_weight: Tensor) -> Tensor:
-    """Return class weights as a plain tensor."""
+    """Return class weights (V,) as a plain tensor."""
     (ce_weight,) = plain(("ce_weight",), (ce_weight,))
     if not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point():
         raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
@@ -96,7 +95,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
 
 
 def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return class weights in the form that the objective reads, (V,), or None."""
+    """Return class weights (V,) on the device and in the precision of the objective, or None."""
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -112,7 +111,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """The objective's inputs other than the statistics."""
+    """All inputs of the objective except the statistics."""
 
     definition: _CrossEntropy
     target: Tensor  # (N,)
@@ -134,31 +133,28 @@ def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tenso
 class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
 
-    Equal to
+    Equal, in nats, to
 
         z = transform(input @ weight.T + bias).float()
         loss = F.cross_entropy(z, target, ce_weight, ignore_index=..., label_smoothing=..., reduction=...)
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    Values are in nats. The mean over a batch without any target is 0 instead of NaN, and still connected to the graph.
-    With `reduction="none"`, backward computes the gradients instead of forward.
+    The mean over a batch without any target is 0 instead of NaN, and still connected to the graph.
 
     Args:
-        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss and the
-            entropy are not), "sum", or "none" for one value per token in the shape of `target`.
-        label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1] (Szegedy et al. 2016,
-            https://arxiv.org/abs/1512.00567).
+        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token in the shape of `target`,
+            whose gradients backward computes instead of forward.
+        label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1]
+            (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) a weight for each class.
-        focal_gamma: multiplies the cross entropy of a token by `(1 - p_y) ** focal_gamma` (focal loss, Lin et al. 2017,
-            https://arxiv.org/abs/1708.02002, equation 4). Denominators do not change.
-        dft: multiplies the cross entropy of a token by `p_y`, without its gradient (Dynamic Fine-Tuning,
-            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change.
-        entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548), which keeps distributions wide;
-            a negative weight narrows them.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
-            fields filled.
+        focal_gamma: multiplies the cross entropy by `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002,
+            equation 4). Denominators do not change.
+        dft: multiplies the cross entropy by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629;
+            TRL's `loss_type="dft"`). Denominators do not change.
+        entropy_weight: weight of the entropy bonus, which keeps distributions wide (https://arxiv.org/abs/1701.06548).
+        return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
@@ -243,20 +239,16 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
         Args:
             weight, bias: (V, H) and (V,) or None, the `lm_head`.
-            input: (B, T, H) or (N, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) or (N,) token ids. Unshifted labels silently train to a loss near 0, see `shifted`.
-            num_items: with "mean", divide by this number instead of by this batch's number of tokens. For gradient
-                accumulation, pass the tokens of all steps (`num_items_in_batch` of transformers). A tensor below 1
-                counts as 1.
-            token_weights: in the shape of `target`; multiplies everything that a token adds to the loss. Unless
-                `num_items` is given, "mean" divides by the sum of these weights over the valid tokens (times
-                `ce_weight` for the cross entropy). A sum of 0 counts as 1.
+            input: (B, T, H) or (N, H) hidden states.
+            target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
+            num_items: with "mean", divides instead of the number of valid tokens: the tokens of all steps that
+                accumulate gradients (`num_items_in_batch` of transformers). A tensor below 1 counts as 1.
+            token_weights: in the shape of `target`; multiplies all terms of a token. Without `num_items`, "mean"
+                divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
             ce_weight: (V,) class weights for this call, instead of the constructor's.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, `num_items` is 0 or given without
-                "mean", or `token_weights` requires grad.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or `num_items` is given without "mean".
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -284,7 +276,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         return loss, self._metrics(stats, target, layout, z_loss)
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
-        """Return checked weights (N,), or None."""
+        """Return weights (N,), or None; raise ValueError if they do not fit."""
         if token_weights is None:
             return None
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
@@ -364,7 +356,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return the denominators of the regularizer and of the cross entropy; class weights change only the second."""
+        """Return the denominators of the regularizer and of the cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

@@ -43,7 +43,7 @@ from liger_chunked.types import (
 
 
 class DistillationOptionsDict(LogitOptionsDict, total=False):
-    """The keywords of every distillation loss; see `LigerFusedLinearDistillationBase`."""
+    """The keywords of every distillation loss."""
 
     weight_hard_loss: float
     weight_soft_loss: float
@@ -61,36 +61,22 @@ class _Given(NamedTuple):
 
 
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
-    """A weighted sum of a divergence from a teacher, which a subclass defines, and of the NLL of the targets.
-
-        class Logits(LigerFusedLinearDistillationBase):     # https://arxiv.org/abs/1312.6184
-            def divergence(self, student_logits, teacher_logits):
-                return (student_logits - teacher_logits).square().mean(-1)
+    """A divergence from a teacher, which a subclass defines, plus the NLL of the targets; see `docs/writing-a-loss.md`.
 
     With `n` the number of tokens that count, equal to
 
         z, t = transform(input @ weight.T + bias), transform(teacher_input @ teacher_weight.T + teacher_bias)
         soft_loss = divergence(z.float(), t.float()[:, :V]).sum() / n
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
+        loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    The temperature applies to the divergence, for both distributions, and not to the hard loss. The soft loss is not
-    multiplied by `temperature ** 2`, which Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) propose and neither
-    TRL nor Liger-Kernel does; include that factor in `weight_soft_loss` if you want it. For 16-bit inputs, both losses
-    use logits that are rounded to 16 bits, as eager code does.
-
-    `docs/writing-a-loss.md` describes the hooks `divergence`, `of_distributions` and `closed_form`.
+    There is no factor `temperature ** 2` (Hinton et al. 2015, https://arxiv.org/abs/1503.02531), as in TRL and
+    Liger-Kernel.
 
     Args:
-        weight_hard_loss: weight of the NLL of the targets; without a target there is no hard loss.
-        weight_soft_loss: weight of the divergence.
-        teacher_options: the teacher's transform, if it differs from the student's. Only `softcap`, `logit_scale` and
-            `temperature` may be set.
-        **options: see `LogitOptions`. The budget covers the logits of both models, with at least one token of each. If
-            autograd differentiates the divergence, it also covers the float32 copies and two more, which autograd
-            saves.
-
-    Raises:
-        ValueError: if an option is invalid or a weight is negative.
+        weight_hard_loss, weight_soft_loss: not negative; without a target there is no hard loss.
+        teacher_options: the teacher's transform, if it differs: `softcap`, `logit_scale` and `temperature` only.
+        **options: see `LogitOptions`. The budget covers the logits of both models, and the copies that autograd needs.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -119,10 +105,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the divergence of each token, (n,), from transformed logits (n, V) in float32 (float64 for float64).
+        """Return the divergence of each token, (n,), from transformed logits (n, V) of a part of the batch.
 
-        Called on one block of the batch's tokens at a time. With a teacher's top-k, V is k + 1: the arguments are the
-        log-probabilities of the k tokens and of all other tokens together, -inf for missing entries.
+        With a teacher's top-k, V is k + 1: log-probabilities of the k tokens and of all others together, -inf for
+        missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
@@ -150,28 +136,23 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
 
-        The teacher is given as hidden states and a head, which costs one GEMM, or as its largest log-probabilities,
-        which costs none. If the teacher's vocabulary is padded beyond the student's, the extra rows are ignored, also
-        in the teacher's softmax.
-
         Args:
-            weight, bias: (V, H) and (V,) or None, the `lm_head` of the student.
-            input: (B, T, H) or (N, H) hidden states of the student.
-            teacher_weight, teacher_bias: (V or more, H_teacher) and (V or more,) or None.
-            teacher_input: (B, T, H_teacher) or (N, H_teacher).
-            target: (B, T) or (N,) token ids; `input[t]` predicts `target[t]`. Tokens with `ignore_index` count in
-                neither loss. None: no hard loss. Unshifted labels silently train to a hard loss near 0, see `shifted`.
-            teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss;
-                -inf for a missing entry. The divergence then has k + 1 bins: these tokens, and all others together.
+            weight, bias: (V, H) and (V,) or None, the student's `lm_head`.
+            input, teacher_input: (B, T, H) or (N, H), and with H_teacher: hidden states.
+            teacher_weight, teacher_bias: (V or more, H_teacher) and (V or more,) or None. Rows beyond V are ignored,
+                also in the teacher's softmax.
+            target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Tokens with `ignore_index` count in
+                neither loss. None: no hard loss. Labels must be shifted, see `shifted`.
+            teacher_logps: instead of `teacher_input`, which costs one GEMM: (B, T, k) or (N, k) log-probabilities of k
+                tokens in nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1
+                bins: these tokens, and all others together.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, True at the tokens that count, except those with `ignore_index`.
-            num_items: divide by this number instead of by this batch's number of tokens. For gradient accumulation,
-                pass the tokens of all steps. A tensor below 1 counts as 1.
+            num_items: divides instead of the number of tokens that count: the tokens of all steps that accumulate
+                gradients. A tensor below 1 counts as 1.
 
         Raises:
-            ValueError: if the teacher is missing, incomplete or given twice, its vocabulary is smaller than the
-                student's, shapes or devices do not fit, or a token id is out of range or repeated in `teacher_ids`.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or the teacher is missing or given twice.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -192,7 +173,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """Return the layout of the tokens that count; without a target, it has placeholder targets."""
+        """Return the layout of the tokens that count."""
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -270,7 +251,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
 
 def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
-    """Return the teacher's top-k for the tokens that count, (n_valid, k) each; raise an error if it does not fit."""
+    """Return the teacher's top-k for the tokens that count, (n_valid, k) each, checked."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.weight.shape[0]
     if not isinstance(logps, Tensor) or not logps.is_floating_point():

@@ -20,8 +20,6 @@ from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
-# The scores that replace log-ratios for other divergences than the reverse KL.
-
 # The largest exponent: float32 overflows at 88.7.
 _MAX_EXPONENT = 80.0
 
@@ -77,7 +75,7 @@ class DPOSettings:
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return the scores (n, 2), which are the log-ratios for the reverse KL."""
+        """Return the scores (n, 2): log-ratios for the reverse KL."""
         return F_DIVERGENCES[self.f_divergence_type].score(pairs.logratios, self.f_alpha_divergence_coef)
 
 
@@ -108,7 +106,6 @@ def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # KL of softmax(beta (log pi - log pi_ref)) over the pair against (1 - epsilon, epsilon).
     logits = beta * _margin(pairs, s)
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-s.label_smoothing))
     rejected = torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(s.label_smoothing))
@@ -121,7 +118,7 @@ def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Unbiased if labels are flipped with probability epsilon: the flipped term is subtracted, not added.
+    # The flipped term is subtracted: unbiased if labels are flipped with probability epsilon.
     logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
@@ -165,13 +162,13 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The base divides by batch_size: multiply by it here, so that the loss is a mean over the batch's tokens.
+    # The base divides by batch_size; this loss is a mean over the batch's tokens.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
 
 def _wpo_weights(pairs: Pairs) -> Tensor:
-    """Return WPO's weights (n,): how likely the policy is to generate both sequences, per token, without gradient."""
+    """Return WPO's weights (n,), without gradient."""
     stats = pairs.token_stats
     assert stats.log_sum_sq_probs is not None
     aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)
@@ -182,9 +179,9 @@ class _LossType(NamedTuple):
     loss: Callable[[Pairs, float, DPOSettings], Tensor]  # from the pairs and beta
     reads: tuple[str, ...] = ()  # fields of DPOSettings
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by the lengths, so average_log_prob is refused
+    averages: bool = False  # divides by the lengths: average_log_prob is refused
     any_divergence: bool = False  # reads scores, or no reference at all
-    weighable: bool = True  # each loss belongs to one pair, which can be weighted
+    weighable: bool = True  # each loss belongs to one pair
 
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
@@ -213,9 +210,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    Notation: `c` and `r` are the log-ratios `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in
-    nats, `d = c - r`, and `c'`, `r'`, `d'` are the same per token. `L = -log sigmoid` and `S = sigmoid`. The loss of a
-    pair is
+    With the log-ratios `c` and `r`, `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in nats,
+    `d = c - r`, the same per token `c'`, `r'`, `d'`, `L = -log sigmoid` and `S = sigmoid`, the loss of a pair is
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -235,19 +231,16 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change the inputs of
-    the formulas, as in TRL:
+    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change their inputs:
 
-    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces the `c` and `r` in `d` by another
-      score of `t = pi / pi_ref`. The normaliser cancels only in the difference `d`, so losses that use `c` or `r` alone
-      are refused. Rewards in the metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow; here exponents
-      are clamped at 80.
-    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) multiplies the log-probabilities of some tokens by
-      `ld_alpha`, in `pi` and in `pi_ref`: those that come later than the end of the pair's shorter sequence. A
-      reference must be given as hidden states or per token.
-    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
-      `w(chosen) w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of
-      `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired` and `sft` have no loss per pair and refuse it.
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
+      `t = pi / pi_ref`, with exponents of at most 80. Losses that use `c` or `r` alone are refused: the normaliser
+      cancels only in `d`. Rewards in the metrics do not change.
+    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) scales log-probabilities, also those of the reference, of
+      the tokens beyond the length of the pair's shorter sequence.
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of a pair by the constant
+      `w(chosen) w(rejected)`, where `log w` is the mean over a sequence's tokens of `log p_y - log(sum of p ** 2)`.
+      `aot`, `aot_unpaired` and `sft` refuse it.
 
     | f_divergence_type | score |
     |---|---|
@@ -256,21 +249,16 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    Args:
-        beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard" divide by it, so it must
-            be positive there.
-        loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: a weight for each entry of a list of loss types; None for ones.
-        label_smoothing, discopop_tau: `eps` and `tau` above; refused if no loss type reads them.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
-        f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
-        average_log_prob, ld_alpha, use_ref_model, **options: see `LigerFusedLinearPreferenceBase`. Without a reference,
-            a `use_ref_model` of None warns once.
+    Other arguments: see `LigerFusedLinearPreferenceBase`. An option that no loss type reads is refused.
 
-    Raises:
-        ValueError: if a loss type or divergence is unknown, weights do not match, a number is out of range, or an
-            option is not usable with a loss type or read by none; in forward, if `ref_logps` are per sequence with
-            `ld_alpha`.
+    Args:
+        beta: strength of the KL constraint; IPO's tau. `ipo` and `sppo_hard` divide by it.
+        loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
+        loss_weights: one per entry of a list of loss types; None for ones.
+        label_smoothing, discopop_tau: `eps` and `tau`.
+        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
+        f_alpha_divergence_coef: `alpha` of `alpha_divergence`.
+        use_ref_model: None warns once without a reference.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -1,4 +1,4 @@
-"""Formulas that several losses share: of margins, of probabilities close to 1, of two distributions, of sequences."""
+"""Formulas that several losses share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A pair's margin: the reward of its chosen sequence minus that of its rejected one.
+# A margin is the reward of a pair's chosen sequence minus that of its rejected one.
 
-# Above this, `log(1 + exp(x))` equals x to the last bit of a float64.
-_LINEAR = 40.0
+_LINEAR = 40.0  # above it, `log(1 + exp(x))` is x to the last bit of a float64
 
 
 def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
-    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing.
-
-    This is the Bradley-Terry loss for labels that are flipped with probability `eps`.
-    """
+    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing."""
     # -log sigmoid(m) is softplus(-m).
     loss = F.softplus(-beta * margin, threshold=_LINEAR)
     if label_smoothing == 0:
@@ -38,8 +34,7 @@ def ipo(difference: Tensor, beta: float) -> Tensor:
 
 # Probabilities close to 1.
 
-# The least distance of a probability to 1: below the resolution of float32, but large enough for a logarithm or a
-# fractional power to have a finite gradient.
+# The least distance to 1: below the resolution of float32, and large enough for finite gradients.
 _CERTAIN = 1e-12
 
 
@@ -50,7 +45,7 @@ def complement(logps: Tensor) -> Tensor:
     [9.999999717180685e-10, 9.999999960041972e-13]
     """
     logps = logps.clamp(max=-_CERTAIN)
-    # Near 0, exp() rounds to 1. Elsewhere autograd's derivative of expm1, `expm1(x) + 1`, rounds to 0.
+    # Near 0, exp() rounds to 1. Far from it, the derivative of expm1, `expm1(x) + 1`, rounds to 0.
     return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
 
 
@@ -64,10 +59,9 @@ def log_odds(logps: Tensor) -> Tensor:
     return logps - complement(logps).log()
 
 
-# Divergences of two distributions from their log-probabilities, (n, V) each to (n,), in nats. They are finite wherever
-# the divergence is: a token with probability 0 contributes 0 to the value and to the gradient.
+# Divergences of two distributions from their log-probabilities, (n, V) each to (n,), in nats.
 
-# Replaces -inf: its exp() is 0 in every dtype, but logaddexp of two of them is finite.
+# Replaces -inf: logaddexp of two of them is finite.
 _LOG_ZERO = -1e4
 
 
@@ -83,14 +77,10 @@ def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
     return torch.logaddexp(a + math.log1p(-share_of_b), b + math.log(share_of_b))
 
 
-# Sums over the tokens of a sequence, and over the losses of a batch.
-
-
 def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
     """Return the log-probability of each sequence (...), from those of its tokens (..., T), zero at ignored tokens.
 
-    It is the sum over the tokens, or with `average` their mean over `lengths` (...). The sum is in float64: losses use
-    differences of such sums, and thousands of nats leave float32 few digits.
+    In float64: losses use differences of such sums, and thousands of nats leave float32 few digits.
     """
     logps = token_logps.sum(-1, dtype=torch.float64)
     return logps / lengths if average else logps

@@ -21,7 +21,7 @@ from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """The settings of the surrogates, see `LigerFusedLinearGRPOLoss`. `SURROGATES` lists the readers of each."""
+    """The settings of the surrogates; `SURROGATES` lists the readers of each."""
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -51,12 +51,12 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
-    """Select one of two numbers in the dtype of `like`; `torch.where` on two numbers always returns float32."""
+    """Select one of two numbers in the dtype of `like`; `torch.where` would return float32."""
     return torch.full_like(like, value).where(condition, otherwise)
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # min(r A, clamp(r) A) equals clamp(r) A with one bound only: the upper one if A > 0, the lower one if A < 0.
+    # min(r A, clamp(r) A) is clamp(r) A with one bound: the upper one if A > 0, the lower one if A < 0.
     delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
     low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
     high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
@@ -72,7 +72,6 @@ def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
 
 
 def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # The ratio is only a weight, so a token keeps its gradient where PPO's clip would drop it.
     return -r.ratio.detach().clamp(max=s.epsilon_high) * r.advantages * r.logps
 
 
@@ -92,7 +91,7 @@ _LOWEST, _HIGHEST = math.log(1e-8), 20.0
 
 @torch.no_grad()
 def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    """Return `phi(w) = w^k e^(lambda (1 - w))` of the ratio `w` of a sequence, in the shape of the advantages."""
+    """Return `phi(w)` of the ratio `w` of a sequence, in the shape of the advantages."""
     log_w = (r.logps - r.old_logps).clamp(-_HIGHEST, _HIGHEST).sum(-1, keepdim=True, dtype=torch.float64)
     if r.importance_weights is not None:
         log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)
@@ -111,11 +110,11 @@ class _ClippedBy(Protocol):
 
 
 class _Surrogate(NamedTuple):
-    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1) with one value per sequence
+    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1)
     reads: tuple[str, ...] = ()  # fields of SurrogateSettings
     clipped: _ClippedBy | None = None
     clips_low: bool = False  # `clipped` fills Clipped.low
-    mixes_tokens: bool = False  # needs whole sequences, at any importance level
+    mixes_tokens: bool = False  # needs whole sequences
     weighs: bool = False  # applies the importance weights itself
 
 
@@ -148,8 +147,8 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its variants, fused.
 
-    A variant is a surrogate, a reduction and an importance level, in any combination. Notation: `A` is the advantage,
-    `r = pi / pi_old` the importance ratio, and `sg` stops the gradient. The cost of a token is
+    A variant is a surrogate, a reduction and an importance level, in any combination. With the advantage `A`, the
+    importance ratio `r = pi / pi_old` and the stopped gradient `sg`, the cost of a token is
 
     | surrogate | cost | paper |
     |---|---|---|
@@ -159,14 +158,12 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
-    Here `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence, so `vespo`
-    does not multiply its cost by the weights. `delta=None` is no bound. On-policy, without `old_logps`, `r` is exactly
-    1 and its gradient is that of `log pi`. `LigerFusedLinearPolicyBase` describes the reductions, the importance
-    levels, the KL and the entropy bonus.
+    `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence, so `vespo` does
+    not multiply its cost by the weights. Without `old_logps`, `r` is 1 and has the gradient of `log pi`. Everything
+    else is described by `LigerFusedLinearPolicyBase`.
 
-    The default reduction is "grpo", the paper's mean over sequences. TRL's `GRPOConfig` and Liger-Kernel default to
-    `loss_type="dapo"`, a mean over tokens that gives long completions more weight: `reduction="dapo"`. Everything
-    matches TRL 1.16, and `from_loss_type` accepts its names. Named variants:
+    The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, a mean over tokens that
+    gives long completions more weight. `from_loss_type` accepts TRL's names. Named variants:
 
     | name | arguments |
     |---|---|
@@ -182,24 +179,17 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Sequence and trajectory level, and `vespo`, need whole sequences; a sequence that is larger than the logits budget
-    then takes one GEMM more.
-
-    Arguments that are not listed are those of `LigerFusedLinearPolicyBase`.
+    Sequence and trajectory level, and `vespo`, need whole sequences: one that is larger than the logits budget takes
+    one GEMM more.
 
     Args:
         surrogate: a name from the first table.
-        epsilon_low, epsilon_high: for `clip`, how far the ratio may be from 1; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio itself, as in TRL: the papers use about 5.
-        delta: for `clip`, an upper bound of the ratio, above `1 + epsilon_high`, for negative advantages, where the
-            clip has none.
+        epsilon_low, epsilon_high: how far the ratio may be from 1 with `clip`; infinity is no bound. With `cispo`,
+            `epsilon_high` is the largest ratio, as in TRL: the papers use about 5.
+        delta: upper bound of the ratio for negative advantages with `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive, and for all other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, for negative advantages
-            (`neg`) and for all others (`pos`).
-
-    Raises:
-        ValueError: if a surrogate, reduction or level is unknown, a number is out of range, or a setting is not read by
-            the surrogate or the reduction.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` for negative advantages (`neg`)
+            and for all others (`pos`).
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -269,12 +259,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
-        """Build the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
+        """Return the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
 
-        `luspo` is set to sequence level, as its paper requires; TRL leaves the level to the caller.
-
-        Raises:
-            ValueError: if the name is unknown.
+        `luspo` has sequence level, as its paper requires; TRL leaves the level to the caller.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

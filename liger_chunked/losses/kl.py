@@ -20,13 +20,12 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
         reverse    KL(p || skew * p + (1 - skew) * q)    seeks the teacher's modes
 
-    Forward is the cross entropy against the teacher, minus the teacher's entropy (Hinton et al. 2015,
-    https://arxiv.org/abs/1503.02531). Reverse is MiniLLM (https://arxiv.org/abs/2306.08543), on given tokens.
+    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) without the teacher's constant entropy, reverse
+    MiniLLM (https://arxiv.org/abs/2306.08543) on given tokens.
 
     Args:
-        reverse: which direction, see above.
-        skew: share of the first distribution that is mixed into the second, in [0, 1). It keeps the ratio bounded
-            (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
+        reverse: which direction.
+        skew: in [0, 1), bounds the ratio (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
         **options: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch

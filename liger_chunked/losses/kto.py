@@ -28,18 +28,15 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    The losses are TRL's, and the paper's `lambda_y - v(x, y)`. `kl` estimates `KL(pi || pi_ref)`, also as in TRL: the
-    mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer other prompts of the
-    batch. `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; with `kl=0` it equals
-    `apo_zero_unpaired`, which refuses both. TRL averages the estimate over all ranks before it clamps it.
+    As in TRL, `kl` estimates `KL(pi || pi_ref)` by the mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)`
+    over completions `y'` that answer other prompts of the batch. `kto` requires `kl`, or `kl_input`, `kl_target` and
+    their reference; `apo_zero_unpaired` refuses both. TRL averages the estimate over all ranks before it clamps it: to
+    do so, average that of `linear_token_stats` and pass it as `kl`.
 
     Args:
         loss_type: a name from the table.
-        desirable_weight, undesirable_weight: `w_d` and `w_u` above.
+        desirable_weight, undesirable_weight: `w_d` and `w_u` above, not negative.
         beta, average_log_prob, use_ref_model, **options: see `LigerFusedLinearUnpairedPreferenceBase`.
-
-    Raises:
-        ValueError: if the loss type is unknown, or a weight is negative or not finite.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])

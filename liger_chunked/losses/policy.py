@@ -39,10 +39,10 @@ from liger_chunked.types import (
 
 
 class _Reduction(NamedTuple):
-    # From lengths (B, 1), num_items and max_completion_length to a number or (B, 1).
+    # Reads lengths (B, 1), num_items and max_completion_length; returns a number or (B, 1).
     denominator: Callable[[Tensor, float | Tensor | None, int | None], float | Tensor]
-    counts_items: bool = False  # reads num_items
-    needs_length: bool = False  # reads max_completion_length
+    counts_items: bool = False
+    needs_length: bool = False
 
 
 def _sequences(lengths: Tensor) -> int:
@@ -84,14 +84,14 @@ REDUCTIONS: Mapping[str, _Reduction] = {
 
 
 class Clipped(NamedTuple):
-    """Where the ratio is out of bounds in the direction in which its advantage pushes it; in the shape of the loss."""
+    """Where the ratio is out of bounds in the direction of its advantage, in the shape of the loss."""
 
     low: Tensor | None
     high: Tensor
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at the `share` of valid tokens with the highest entropy; at least one if any is valid."""
+    """Return (n, T), True at the `share` of valid tokens with the highest entropy, at least one."""
     entropy = rollouts.entropy.detach()
     valid = entropy[rollouts.mask]
     if valid.numel() == 0:
@@ -100,23 +100,14 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the valid tokens; values (n, 1) are averaged over the sequences that have valid tokens."""
+    """Return the mean over valid tokens; for values (n, 1), over sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
-    """A policy loss from the costs of its tokens, which a subclass defines.
-
-        class PPO(LigerFusedLinearPolicyBase):
-            scope = "token"
-
-            def policy_loss(self, rollouts):
-                clipped = rollouts.ratio.clamp(0.8, 1.2)
-                return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
-
-    With `weight` the `importance_weights`, 1 by default,
+    """A policy loss from the costs of its tokens, which a subclass defines; see `docs/writing-a-loss.md`.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
@@ -128,32 +119,23 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    A sequence without a valid token adds 0, but counts in `B`. The KL to the reference is Schulman's estimate for each
-    token, in nats: `kl = exp(d) - d - 1` with `d = log pi_ref - log pi`.
-
-    `docs/writing-a-loss.md` describes the hooks `scope`, `weighs`, `clipped` and `clips_low`.
+    `weight` is `importance_weights`, or 1. A sequence without a valid token adds 0, but counts in `B`. `kl` is
+    Schulman's estimate for each token in nats, `exp(d) - d - 1` with `d = log pi_ref - log pi`.
 
     Args:
-        beta: weight of the KL term. A positive value requires a reference. With 0, a reference is optional and only
-            adds `kl` to the metrics.
+        beta: weight of the KL. A positive value requires a reference.
         reduction: a name from the table.
-        importance_level: the level of `Rollouts.ratio`: "token"; "sequence", the geometric mean over the tokens of a
-            sequence (GSPO, https://arxiv.org/abs/2507.18071); "trajectory", their product.
-        max_completion_length: in tokens, for the reduction `dr_grpo` only.
+        importance_level: of `Rollouts.ratio`: "token"; "sequence", the geometric mean over a sequence's tokens (GSPO,
+            https://arxiv.org/abs/2507.18071); "trajectory", their product.
+        max_completion_length: in tokens, for `dr_grpo` only.
         use_bias_correction_kl: multiply the KL by the importance ratio, which gives it the gradient of the KL
-            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556); as in TRL.
-        entropy_coef: weight of the entropy bonus, a mean over the tokens of the batch for every reduction; with
-            `num_items`, over the tokens of the accumulated batch.
-        top_entropy_quantile: share, in [0, 1], of the batch's tokens that keep their cost and bonus: those with the
-            highest entropy (https://arxiv.org/abs/2506.01939), at least one. The KL of all tokens stays. The quantile
-            is over the batch of this call; TRL takes it over all ranks. A batch larger than the logits budget takes one
+            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+        entropy_coef: weight of the entropy bonus, a mean over the same tokens as `dapo`, for every reduction.
+        top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: those with the highest
+            entropy (https://arxiv.org/abs/2506.01939), at least one. A batch larger than the logits budget takes one
             GEMM more.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: see `LogitOptions`. The transform applies to policy and reference; `temperature` is the sampling
-            temperature.
-
-    Raises:
-        ValueError: if a reduction or level is unknown, a number is out of range, or a length is missing or not read.
+        **options: see `LogitOptions`; `temperature` is the sampling temperature, also of the reference.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
@@ -208,10 +190,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        """Return the cost of each token, (n, T), or (n, 1) if all tokens of a sequence cost the same.
-
-        Called on some of the batch's sequences, or tokens, at a time.
-        """
+        """Return the cost of each token for a part of the batch, (n, T), or (n, 1) if those of a sequence are equal."""
 
     @property
     def _group(self) -> Group:
@@ -232,7 +211,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         return ("logps", "entropy") if self.entropy_coef else ("logps",)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
-        """Return an estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
+        """Return the estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
         difference = rollouts.ref_logps - rollouts.logps
         estimate = torch.expm1(difference) - difference
@@ -270,24 +249,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
         Args:
             weight, bias: (V, H) and (V,) or None, the `lm_head`.
-            input: (B, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
+            input: (B, T, H) hidden states.
+            target: (B, T), as in `LigerFusedLinearPreferenceBase.forward`.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
-            attention_mask: (B, T) of 0 and 1; tokens with 0 are ignored, in addition to those that `target` ignores.
-            old_logps: (B, T) log-probabilities in nats under the policy that sampled; None on-policy.
-            ref_logps: (B, T) log-probabilities in nats under the reference.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            old_logps, ref_logps: (B, T) log-probabilities in nats of the policy that sampled (None on-policy), and of
+                the reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
-            importance_weights: (B, T), or (B,) or (B, 1), one per sequence: multiply the cost, but not the KL.
-            num_items: divisor of the reduction `dapo` instead of this batch's valid tokens. For gradient accumulation,
-                pass the tokens of all steps. If ranks average their gradients, pass the number of all ranks' tokens
-                divided by the number of ranks. A tensor below 1 counts as 1. With the other reductions, divide the loss
-                by the number of steps instead.
+            importance_weights: (B, T), (B,) or (B, 1): multiply the cost, but not the KL.
+            num_items: divisor of `dapo`: the tokens of all steps that accumulate gradients, and if ranks average
+                gradients of all ranks, divided by their number. A tensor below 1 counts as 1. With other reductions,
+                divide the loss by the number of steps.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, the reduction does not read
-                `num_items`, or a reference is missing, incomplete or given twice.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or a reference is missing or given twice.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -365,7 +340,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Build the batch; `ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
+        """`ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

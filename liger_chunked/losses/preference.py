@@ -42,25 +42,24 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The tokens that form each sequence, for the policy and the reference; axis 0 runs over the pairs."""
+    """The tokens of each sequence; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T) weight of each token in the sums; None for ones
-    nll_only: Tensor | None  # (n, 2, T) True at tokens whose statistics only the NLL reads; None if there are none
+    token_weights: Tensor | None  # (n, 2, T); None for ones
+    nll_only: Tensor | None  # (n, 2, T) tokens that only the NLL reads; None if there are none
 
     @property
     def every(self) -> slice:
-        """The index of the whole batch."""
         return slice(0, self.mask.shape[0])
 
     def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the statistics with zeros at tokens outside `mask`."""
+        """Return values (n, 2, T) with zeros at tokens outside `mask`."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the log-probability of each sequence, (n, 2), from those of its tokens."""
+        """Return the log-probability of each sequence, (n, 2)."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
@@ -69,16 +68,15 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs that are known before any logits exist; axis 0 runs over all pairs of the batch."""
+    """All inputs of the objective except the statistics."""
 
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
     has_tokens: Tensor | None  # (n,); None if every pair has some
-    nll_mask: Tensor | None  # (n, T) for the chosen sequences; None if equal to their part of `mask`
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for those in `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        """Build `Pairs` from the log-probabilities (n, 2) of the sequences and the statistics of their tokens."""
         sequences = self.sequences
         return Pairs(
             logps=logps,
@@ -91,7 +89,7 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """Return these pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
+        """Return these pairs' share of the mean NLL of the batch's chosen tokens."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -100,40 +98,26 @@ class _Batch:
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
-    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, and `tail` beyond it."""
+    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, `tail` beyond it."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
-    """Mean over the pairs of `preference_loss`, which a subclass defines, plus `alpha` times an NLL if requested.
+    """Mean over the pairs of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
-        class SimPO(LigerFusedLinearPreferenceBase):
-            def preference_loss(self, pairs):
-                chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
-                return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
-
-    The batch stacks all chosen sequences, then all rejected ones, on dim 0. A pair without a valid token adds 0 to the
-    loss, but counts in the mean. A pair with one empty sequence is a normal pair, as in TRL: the empty sequence has
-    probability 1, so the pair trains only its other sequence. Remove such pairs from the data.
-
-    `docs/writing-a-loss.md` describes the hooks `scope` and `token_outputs`.
+    A pair without a valid token adds 0, but counts in the mean. An empty sequence has probability 1, as in TRL.
 
     Args:
-        beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term, finite. Without that term, only the default and 0 are accepted.
-        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch. None: if
-            `alpha` is not 0.
+        beta: scale of the rewards, not negative.
+        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the chosen tokens of the batch. None: if
+            `alpha` is not 0. With False, an `alpha` other than 0 and 1 is refused.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: weight, in [0, 1], of the tokens of the pair's longer sequence that come after the length of the
-            shorter one (LD-DPO); None for 1. Lengths do not change.
+        ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence; lengths do not
+            change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
-            plain log-probabilities.
+        use_ref_model: True requires a reference, False refuses one, None uses it if given.
         **options: see `LogitOptions`. The transform applies to policy and reference.
-
-    Raises:
-        ValueError: if an option is invalid.
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -171,7 +155,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term. Set it to None for a term if `alpha` is not 0 when the loss is called."""
+        """Whether the loss has an NLL term. Set it to None to decide by `alpha` in each call."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -192,12 +176,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the implicit rewards for these log-ratios, in the same shape; the metrics report them."""
+        """Return the rewards for these log-ratios, in the same shape, as the metrics report them."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (n,); called on some of the batch's pairs at a time."""
+        """Return the loss of each pair, (n,), for a part of the batch."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
@@ -221,20 +205,17 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `input[t]` predicts `target[t]`.
-            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
-            bias: (V,) or None.
+            weight, bias: (V, H) and (V,) or None, the `lm_head`.
+            input: (2 n, T, H) hidden states, all chosen sequences, then all rejected ones.
+            target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
+                must be shifted, see `shifted`.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of these, the reference's log-probabilities in nats: (2 n, T), one per token, or (2 n,),
-                one per sequence in the units of `Pairs.logps`. With `ld_alpha` they must be per token.
-            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`: ORPO's include the prompt.
+            ref_logps: instead of these, its log-probabilities in nats: (2 n, T), one per token, or (2 n,), one per
+                sequence in the units of `Pairs.logps`; per token with `ld_alpha`.
+            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
 
         Raises:
-            ValueError: if the batch is odd, shapes or devices do not fit, a target is out of range, or a reference is
-                missing, incomplete, given twice, or refused.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or a reference is missing, given twice, or refused.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -325,7 +306,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     def _ref_logps(
         self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
-        """Return the reference's log-probability of each sequence, (n, 2), in float64; zeros without a reference."""
+        """Return the reference's log-probabilities, (n, 2) in float64; zeros without a reference."""
         ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
             return without_reference(self, sequences.lengths)

@@ -1,4 +1,4 @@
-"""The reference model of a loss, in any of the forms in which a caller may give it, and its log-probabilities."""
+"""The reference model of a loss, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,20 +33,9 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
 
-    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. Hidden states cost one
-    GEMM over the valid tokens, within the logits budget.
-
-    Args:
-        reference: the caller's reference.
-        loss: has the options, and a name for messages.
-        head: the policy's, for its vocabulary and precision.
-        target: (n, T), in `layout`.
-        required: True requires a reference, False refuses one, None uses it if given.
-        infix: messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
-
-    Raises:
-        ValueError: if a reference is missing, incomplete, given twice, refused, or does not fit.
-        TypeError: if dtypes do not fit.
+    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is True to
+    require a reference, False to refuse one, None to use it if given. Messages call the arguments `{infix}target`,
+    `ref_{infix}input` and `ref_{infix}logps`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -92,7 +81,7 @@ def reference_logps(
     per_token = ref_logps.shape == target.shape
     dtype = accumulation_dtype(head.weight.dtype)
     if not per_token:
-        # Keep float64: sums of thousands of nats leave float32 few digits for a difference.
+        # Keep float64: a difference of large sums has few digits in float32.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = layout.arrange(ref_logps.detach().to(dtype))
     # Padding may hold any value, NaN included.

@@ -26,12 +26,7 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Return a float, or a floating tensor with one element, as a detached float64 tensor () on `device`.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if a tensor has another number of elements, or a float is not finite.
-    """
+    """Return a float, or a floating tensor with one element, as a detached float64 tensor () on `device`."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
@@ -51,11 +46,7 @@ def mismatched_kl(
 
         max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
 
-    It costs one GEMM, and one of the reference's size if the reference is given as hidden states.
-
-    Raises:
-        ValueError: if something is missing, given twice, or does not fit.
-        TypeError: if dtypes do not fit.
+    It costs one GEMM, and one of the reference's size for its hidden states.
     """
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
@@ -102,11 +93,9 @@ def reference_point(
     mismatched: Mismatched,
     average_log_prob: bool,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient; see `mismatched_kl`.
+    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient.
 
-    Raises:
-        ValueError: if a reference point is missing, given twice, not read by the loss, or not a scalar.
-        TypeError: if dtypes do not fit.
+    Raises ValueError if a reference point is missing, given twice, or not read by the loss.
     """
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}

@@ -1,4 +1,4 @@
-"""A batch of completions for a policy loss: importance ratios, masks, and parts of the batch for each chunk."""
+"""A batch of completions for a policy loss, and its parts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() turns the rounding error of a long sequence's sum into a relative error of the ratio."""
+    """Sum in float64: exp() turns the sum's rounding error into a relative error of the ratio."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 class _Level(NamedTuple):
-    log_ratio: Callable[[Tensor, Tensor], Tensor]  # from token log-ratios (n, T), 0 if ignored, and lengths (n, 1)
+    log_ratio: Callable[[Tensor, Tensor], Tensor]  # reads (n, T) of tokens and lengths (n, 1)
     mixes_tokens: bool
 
 
 IMPORTANCE_LEVELS: Mapping[str, _Level] = {
     "token": _Level(lambda log_ratio, lengths: log_ratio, mixes_tokens=False),
-    # The geometric mean over the tokens: GSPO, https://arxiv.org/abs/2507.18071, equation 7.
     "sequence": _Level(lambda log_ratio, lengths: _sum(log_ratio) / lengths, mixes_tokens=True),
     "trajectory": _Level(lambda log_ratio, lengths: _sum(log_ratio), mixes_tokens=True),
 }
 
 
 def rows(values: Tensor) -> Tensor:
-    """Return the engine's dense layout of tokens (m,) or of sequences (n, 1, T) as the (n, T) of `Rollouts`."""
+    """Return tokens (m,) or sequences (n, 1, T) of the dense layout as the (n, T) of `Rollouts`."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
@@ -52,7 +51,7 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Moves tensors (B, T) and (B, 1) to the layout of `Rollouts`: axis 0 runs over sequences, or over tokens."""
+    """Moves tensors (B, T) and (B, 1) to the layout of `Rollouts`."""
 
     layout: Layout
     target: Tensor  # (B, T)
@@ -70,7 +69,7 @@ class Arrangement:
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """Return the caller's tensor in the layout, detached; `fill` replaces padding, which may hold any value."""
+        """Return the caller's tensor in the layout, detached; `fill` replaces padding."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)
@@ -78,11 +77,11 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The objective's inputs other than the statistics, for the whole batch."""
+    """All inputs of the objective except the statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
-    weights: Tensor  # (n, 1) weight of each token's loss
+    weights: Tensor  # (n, 1) one over the reduction's denominator
     advantages: Tensor  # (n, T) or (n, 1)
     old_logps: Tensor | None  # (n, T)
     ref_logps: Tensor | None  # (n, T)
@@ -92,7 +91,7 @@ class RolloutBatch:
     batch_tokens: int
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
-        """Return the part of the batch at `index`, with its statistics."""
+        """Return the part of the batch at `index`."""
         assert stats.logps is not None and stats.entropy is not None
         logps, lengths = rows(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]

@@ -49,13 +49,9 @@ class Reader(Protocol):
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise ValueError if a setting is not at its default but nothing reads it: the caller expects an effect.
+    """Raise ValueError if a setting is not at its default but nothing reads it.
 
-    Args:
-        settings: a dataclass whose fields have defaults.
-        reads: the fields that are read.
-        by: name of the reader, for the message.
-        table: all possible readers; fields that none of them reads are not checked.
+    `by` reads the fields `reads` of the dataclass. Fields that no row of `table` reads are not checked.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -71,18 +67,13 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the number of tokens to divide by, as a number or as a tensor () on the device of `like`.
-
-    Raises:
-        TypeError: if it is neither a number nor a tensor.
-        ValueError: if a number is not finite and positive, or a tensor has several elements or requires grad.
-    """
+    """Return the number of tokens to divide by, checked: a number, or a tensor () on the device of `like`."""
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
         if num_items.requires_grad:
             raise ValueError("num_items gets no gradient: detach it")
-        # Clamp a tensor instead of checking it: reading its value would wait for the device.
+        # Reading the value, to check it, would wait for the device.
         return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
     check_positive("num_items", num_items)
     return num_items

@@ -25,20 +25,16 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
     | `hinge` | `max(0, 1 - m)` |
 
-    This is the authors' code and, for `sigmoid`, TRL's `CPOTrainer` with `loss_type="simpo"`. `gamma` is the margin
-    itself, TRL's `simpo_gamma`, not its ratio to beta. In the metrics, `logps` are means over tokens and rewards are
-    `beta` times these.
+    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. In the metrics, `logps` are means over tokens and rewards
+    are `beta` times these.
 
     Args:
         beta: scale of the rewards.
-        gamma: the margin by which the chosen reward should exceed the rejected one.
+        gamma: the margin itself, TRL's `simpo_gamma`, not its ratio to beta.
         alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps` above; refused with "hinge".
         loss_type: a name from the table.
         **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if an option is invalid; in forward, if a reference is given.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

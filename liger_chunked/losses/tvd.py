@@ -13,8 +13,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
     """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], with both projections fused in.
 
-    The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190), and 0 if teacher and student agree
-    exactly. The arguments are those of `LigerFusedLinearDistillationBase`.
+    The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190), and 0 where both agree exactly.
+    Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -42,21 +42,21 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs that are known before any logits exist; axis 0 runs over all sequences of the batch."""
+    """All inputs of the objective except the statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,) number of valid tokens, may be 0
+    tokens: Tensor  # (n,) valid tokens, may be 0
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,) weight of each sequence in the mean; None for ones
+    weights: Tensor | None  # (n,); None for ones
     reference_point: Tensor  # ()
     average_log_prob: bool
-    sides: Tensor  # (2, n): which sequences are desirable, and which are not
+    sides: Tensor  # (2, n) `desirable`, and its opposite
     counts: Tensor  # (2,) number of each
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1 of the dense layout runs over the sequences of a group; here a group is one sequence.
+        # Axis 1 of the dense layout runs over the sequences of a group, here one.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -74,23 +74,14 @@ class _Batch:
 
 
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
-    """Mean over the sequences of `preference_loss`, which a subclass defines.
+    """Mean over the sequences of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
-        class Hinge(LigerFusedLinearUnpairedPreferenceBase):
-            def preference_loss(self, examples):
-                return torch.relu(1 - self.beta * examples.signs * examples.logratios)
-
-    A sequence without a valid token adds 0 to the loss, but counts in the mean. `docs/writing-a-loss.md` describes the
-    hooks `reference_point` and `token_outputs`.
+    A sequence without a valid token adds 0 to the loss, but counts in the mean.
 
     Args:
-        beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
+        beta: scale of the rewards, not negative.
         average_log_prob: `Examples.logps` are means over tokens instead of sums.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given.
-        **options: see `LogitOptions`. The transform applies to policy and reference.
-
-    Raises:
-        ValueError: if an option is invalid.
+        use_ref_model, **options: see `LigerFusedLinearPreferenceBase`.
     """
 
     reference_point: ReferencePoint | None = None
@@ -123,7 +114,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
-        """Return the loss of each sequence, (n,); called on some of the batch's sequences at a time."""
+        """Return the loss of each sequence, (n,), for a part of the batch."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
@@ -154,23 +145,19 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
-        Arguments that are not listed are those of `LigerFusedLinearPreferenceBase.forward`, of n sequences.
+        Arguments that are not listed are those of `LigerFusedLinearPreferenceBase.forward`, for n sequences.
 
         Args:
-            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and
-                proportion.
-            kl: the reference point of a loss that reads "kl", a scalar in nats; a negative value counts as zero.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): hidden states and token ids of completions
-                that answer other prompts. The KL is estimated from them without a gradient, at one GEMM. Each rank uses
-                its own estimate; to share one, average that of `linear_token_stats` over the ranks and pass it as `kl`.
-            ref_kl_input, ref_kl_logps: the reference of these completions, as `ref_input` or `ref_logps`.
-            delta: the reference point of a loss that reads "delta", a scalar in units of rewards.
+            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence.
+            kl: the reference point of a loss that reads "kl", in nats; a negative value counts as zero.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions that answer other prompts. The KL
+                is estimated from them, on each rank alone, at one GEMM.
+            ref_kl_input, ref_kl_logps: their reference, as `ref_input` or `ref_logps`.
+            delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) multiply the losses of the sequences; the mean still divides by their number.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, or a reference or a reference point
-                is missing, incomplete, given twice, or refused.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: as above, also for the reference point.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -275,7 +262,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """Return labels (n,) as bool; raise TypeError for other dtypes, ValueError for numbers other than 0 and 1."""
+    """Return labels (n,) as bool, checked."""
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
