@@ -1,4 +1,7 @@
-"""Oracles: every loss from full logits, written from its formula in plain torch."""
+"""The oracles: every loss on full logits, written from its formula in plain torch.
+
+Each function takes the tensors and the settings of the fused loss by the same names.
+"""
 
 from liger_chunked.eager.cross_entropy import cross_entropy
 from liger_chunked.eager.distillation import distillation
