@@ -29,7 +29,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
         squared_error    1/V sum (z - t) ** 2
         cosine           1 - z.t / (|z| |t|)
 
-    With a parameter of 0, jsd is kl; with 1, it is reverse_kl.
+    With a parameter of 0, jsd is kl; with 1, reverse_kl.
 
     >>> z, t = torch.randn(3, 7), torch.randn(3, 7)
     >>> bool(torch.allclose(divergence("jsd", z, t), divergence("jsd", t, z)))
@@ -92,7 +92,7 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, the NLL at temperature 1, and both terms detached.
+    """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
 
     `name` and `parameter` select the `divergence`. Rows of the teacher beyond V are cut; with a top-k, the rest of the
     probability is one bin. The teacher's transform defaults to the student's.

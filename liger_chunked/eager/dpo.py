@@ -64,7 +64,7 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
     reward_chosen, reward_rejected = beta * chosen, beta * rejected
     margin = reward_chosen - reward_rejected
     match loss_type:
-        case "sigmoid":  # Bradley-Terry: p(chosen > rejected) = sigmoid(margin), flipped with probability eps
+        case "sigmoid":  # Bradley-Terry, flipped with probability eps
             return _logistic(margin, 1 - epsilon)
         case "sigmoid_norm":
             return _logistic(beta * per_token, 1.0)
@@ -76,14 +76,14 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
             log_q = torch.stack([reward_chosen, reward_rejected]).log_softmax(0)
             log_p = log_q.new_tensor([1 - epsilon, epsilon]).log()
             return (log_q.exp() * (log_q - log_p)).sum()
-        case "nca_pair":  # the chosen answer is data, and each of the two is noise with probability 1/2
+        case "nca_pair":
             return _logistic(reward_chosen, 1.0) + (_logistic(reward_chosen, 0.0) + _logistic(reward_rejected, 0.0)) / 2
-        case "robust":  # equation 10: unbiased if labels are flipped with probability eps
+        case "robust":  # equation 10
             clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
             return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
         case "bco_pair":  # classifies answers as good or bad
             return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
-        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0: log-ratios of 1/2 and -1/2 over beta
+        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0
             return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
         case "apo_zero":  # equation 7
             return 1 - torch.sigmoid(reward_chosen) + torch.sigmoid(reward_rejected)
@@ -184,7 +184,7 @@ def dpo(
 
     n = target.shape[0] // 2
     weights = torch.ones_like(logps)
-    if use_weighting:  # equation 2: divides by the probability that two samples of the policy agree
+    if use_weighting:  # equation 2
         weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
     pairs = [
         _Pair(
