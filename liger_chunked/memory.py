@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.engine import Group, Layout, StatsLoss, TopK, linear_token_stats
-from liger_chunked.engine.fused import Plan
-from liger_chunked.engine.passes import Needs
-from liger_chunked.engine.rehearsal import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
-from liger_chunked.engine.routes import Route
+from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.dry_run import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
+from liger_chunked.engine.gradients import Needs
+from liger_chunked.engine.step import Plan
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Layout
-from liger_chunked.engine.schedule import Pack
+from liger_chunked.engine.batch import Chunk
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -279,7 +279,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         objective: Callable[[TokenStats, slice | Tensor], Tensor],
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        every = Pack(slice(0, layout.n_valid), slice(0, layout.shape[0]))
+        every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
         transform = _transform(own.options)
         # The layout has dropped ignored tokens, so every target counts.

@@ -17,7 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from liger_chunked.engine import fused
+from liger_chunked.engine import step
 from liger_chunked.kernels import backend
 
 
@@ -91,4 +91,4 @@ def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
     if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, eager, linear_token_stats
-from liger_chunked.engine import fused
+from liger_chunked.engine import step
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 EXACT = 1e-12
-SEVERAL_PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 FLOAT16_ULP = torch.finfo(torch.float16).eps
 
 
@@ -41,7 +41,7 @@ def test_frozen_parts(row, trainable, device):
     if "bias" not in batch:
         batch["bias"] = batch["weight"][:, 0].clone()
     exact = evaluate(row.oracle, batch, trainable)
-    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch, trainable), exact)
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch, trainable), exact)
     for name in {"weight", "input", "bias"} - set(trainable):
         assert batch[name].grad is None
 
@@ -81,7 +81,7 @@ def test_a_gradient_known_beforehand_needs_no_graph(monkeypatch):
     batch = row.sample(SMALL, seed=0)
     exact = evaluate(row.oracle, batch)
     weight, input = (batch[name].detach().requires_grad_() for name in ("weight", "input"))
-    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=SEVERAL_PACKS)
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=SEVERAL_CHUNKS)
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", None)
         value = loss(weight, input, batch["target"])
@@ -115,7 +115,7 @@ def test_empty_batch_is_a_connected_zero(row, device):
 def test_ignored_sequences(row, ignored, device):
     batch = moved(row.sample(SMALL, seed=4), device=device)
     batch["target"][ignored] = -100
-    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch), evaluate(row.oracle, batch))
+    assert_same(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), evaluate(row.oracle, batch))
 
 
 @by_row
@@ -133,7 +133,7 @@ def test_other_ignore_index(row, ignore_index):
     target = batch["target"]
     kept = torch.where((target == ignore_index) & (target >= 0), 1, target)
     batch["target"] = torch.where(target == -100, ignore_index, kept)
-    ours = evaluate(partial(row.ours, ignore_index=ignore_index, logits_budget=SEVERAL_PACKS), batch)
+    ours = evaluate(partial(row.ours, ignore_index=ignore_index, logits_budget=SEVERAL_CHUNKS), batch)
     assert_same(ours, evaluate(partial(row.oracle, ignore_index=ignore_index), batch))
 
 
@@ -177,7 +177,7 @@ def test_in_place_on_the_loss(row):
 
 
 @by_row
-@pytest.mark.parametrize("budget", [None, SEVERAL_PACKS], ids=["one-pack", "several"])
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_second_backward_with_another_upstream(row, budget):
     batch = row.sample(SMALL, seed=0)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
@@ -189,7 +189,7 @@ def test_second_backward_with_another_upstream(row, budget):
 
 
 @by_row
-@pytest.mark.parametrize("budget", [None, SEVERAL_PACKS], ids=["one-pack", "several"])
+@pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_inputs_are_left_alone(row, budget):
     batch = row.sample(SMALL, seed=0)
     before = {name: x.clone() for name, x in batch.items()}
@@ -265,7 +265,7 @@ def test_inputs_need_not_be_contiguous(row, layout, ignored):
         batch[name] = layout(x) if x.ndim > 1 else _strided(x)
         assert not batch[name].is_contiguous()
     leaves = {name: batch[name].requires_grad_() for name in PARAMETERS if name in batch}
-    loss = row.ours(batch, logits_budget=SEVERAL_PACKS)
+    loss = row.ours(batch, logits_budget=SEVERAL_CHUNKS)
     grads = torch.autograd.grad(loss, list(leaves.values()))
     exact = evaluate(row.oracle, {name: x.detach().contiguous() for name, x in batch.items()})
     assert_same({"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}, exact)
@@ -333,12 +333,12 @@ def test_offset_logits(row, offset, device):
     batch = moved(row.sample(SMALL, seed=0), device=device)
     batch["bias"] = torch.full_like(batch["weight"][:, 0], offset)
     exact = evaluate(row.oracle, batch)
-    for name, value in evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch).items():
+    for name, value in evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch).items():
         # 1e4 times an eps of 2e-16, and its square in the z-loss.
         assert relative_error(value, exact[name]) < 1e-9 or torch.allclose(value, exact[name], atol=1e-9), name
 
 
-@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 7 * 4], ids=["auto", "packs", "slices"])
+@pytest.mark.parametrize("budget", [None, 8 * 7 * SMALL.vocab, 8 * 7 * 4], ids=["auto", "chunks", "slices"])
 @pytest.mark.parametrize("columns", [slice(0, 9), slice(14, 23), slice(5, 6)], ids=["first", "last", "one"])
 @pytest.mark.parametrize("loss", ["ce", "dpo", "stats"])
 def test_columns_of_minus_infinity(loss, columns, budget):
@@ -415,7 +415,7 @@ class Products(TorchDispatchMode):
 def test_autocast(row, device, monkeypatch):
     """GEMMs run in the autocast dtype; the result equals that of inputs cast by hand, with float32 gradients."""
     # Disable the fused epilogue: only the step with a float32 dW might use it, and would then not round its logits.
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: False)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: False)
     batch = moved(row.sample(Sizes(6, 16, 32, 257, 16), seed=0), torch.float32, device)
     leaves = {name: batch[name].clone().requires_grad_() for name in PARAMETERS if name in batch}
     # One chunk: on a CPU, several are accumulated with float32 products of upcast operands.
@@ -529,7 +529,7 @@ def test_cross_entropy_metrics(reduction, device):
         return_z_loss=True,
         return_token_accuracy=True,
         return_predicted_tokens=True,
-        logits_budget=SEVERAL_PACKS,
+        logits_budget=SEVERAL_CHUNKS,
     )
     loss, metrics = module(**batch)
     exact = eager.cross_entropy(**batch, reduction=reduction, lse_square_scale=0.1)

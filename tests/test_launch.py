@@ -16,10 +16,10 @@ from conftest import expects_triton
 from torch import Tensor
 
 import liger_chunked as lc
-from liger_chunked.engine.passes import gemms
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import launch, rms_norm
 from liger_chunked.kernels.backend import INTERPRETED
-from liger_chunked.kernels.partial_sums import sum_partials
+from liger_chunked.kernels.norm_rows import sum_partials
 
 
 class Recorder:

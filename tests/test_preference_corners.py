@@ -25,7 +25,7 @@ from liger_chunked import (
 from liger_chunked.compat.chunked_loss import PairMetrics
 from liger_chunked.losses.formulas import complement, log_odds
 
-SEVERAL_PACKS = 8 * 9 * SMALL.vocab
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab
 
 
 def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float = 1e-12) -> None:
@@ -135,7 +135,7 @@ def test_hard_case_14_orpo_nll_over_prompt_and_response():
     prompt = ((target != -100).cumsum(1) == 0) & (torch.arange(SMALL.length) > 0)
     nll_target = torch.where(prompt, 5, target)
     assert int(prompt[: SMALL.sequences // 2].sum()) > 0
-    loss = partial(LigerFusedLinearORPOLoss(logits_budget=SEVERAL_PACKS), nll_target=nll_target)
+    loss = partial(LigerFusedLinearORPOLoss(logits_budget=SEVERAL_CHUNKS), nll_target=nll_target)
     exact = evaluate(lambda batch: eager.orpo(**batch, nll_target=nll_target), batch)
     assert_same(evaluate(lambda batch: loss(**batch)[0], batch), exact)
 
@@ -157,7 +157,7 @@ def test_a_pair_with_tokens_of_the_nll_alone_is_sorted_nowhere(loss_type):
     of_first = torch.tensor([0, n])
     batch["target"][of_first] = -100
     nll_target[0, :2] = 3
-    settings = {"loss_type": loss_type, "beta": 0.3, "logits_budget": SEVERAL_PACKS}
+    settings = {"loss_type": loss_type, "beta": 0.3, "logits_budget": SEVERAL_CHUNKS}
 
     def apart(batch: dict[str, Tensor]) -> Tensor:
         others = [i for i in range(2 * n) if i not in of_first]

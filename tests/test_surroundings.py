@@ -25,7 +25,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import FusedLoss, distill, fused, saved, stats
+from liger_chunked.engine import FusedLoss, distillation, stats
+from liger_chunked.engine import hooks as engine_hooks
+from liger_chunked.engine import step as engine_step
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 some_rows = pytest.mark.parametrize(
@@ -33,7 +35,7 @@ some_rows = pytest.mark.parametrize(
     rows("ce", "ce-none", "dpo-sigmoid", "grpo-kl", "kto", "jsd", "squared-error", "kl-top-k", "stats-all"),
     ids=repr,
 )
-SEVERAL_PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
+SEVERAL_CHUNKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 CHANGED = "modified by an inplace operation"
 REFUSED = "second derivatives .* are not supported"
 
@@ -77,7 +79,7 @@ class Hooks:
 def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """Hooks, with torch's private function that finds active hooks, and without it."""
     if request.param == "public":
-        monkeypatch.setattr(saved, "_top_hooks", None)
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
     hooks = Hooks()
 
     def marked(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +92,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
         return marking
 
-    for step in (fused._Step, distill._Step):
+    for step in (engine_step._Step, distillation._Step):
         monkeypatch.setattr(step, "run", marked(step.run))
     monkeypatch.setattr(stats._Plan, "statistics", marked(stats._Plan.statistics))
     return hooks
@@ -100,7 +102,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 def test_hooks(row: Row, hooks: Hooks) -> None:
     batch = row.sample(SMALL, seed=0)
     leaves = leaves_of(batch)
-    call = partial(row.ours, logits_budget=SEVERAL_PACKS)
+    call = partial(row.ours, logits_budget=SEVERAL_CHUNKS)
     expected = evaluate(call, batch)
     with hooks():
         loss = call({**batch, **leaves})
@@ -144,11 +146,11 @@ def test_contexts_of_torch(
     row: Row, context: Callable[[], AbstractContextManager], private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not private:
-        monkeypatch.setattr(saved, "_top_hooks", None)
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
     batch = row.sample(SMALL, seed=0)
-    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch)
+    expected = evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch)
     with context():
-        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_PACKS), batch), expected)
+        assert_equal(evaluate(partial(row.ours, logits_budget=SEVERAL_CHUNKS), batch), expected)
 
 
 class _Remembering(lc.LigerFusedLinearDistillationBase):
@@ -204,7 +206,7 @@ def surrounded(
         def region(x: Tensor) -> Tensor:
             nonlocal runs
             runs += 1
-            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_PACKS)
+            return row.ours({**batch, "input": torch.sin(x)}, logits_budget=SEVERAL_CHUNKS)
 
         return surround(region, batch["input"])
 
@@ -242,7 +244,7 @@ def test_checkpointed_statistics_keep_no_logits(
     outputs: tuple[str, ...], private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not private:
-        monkeypatch.setattr(saved, "_top_hooks", None)
+        monkeypatch.setattr(engine_hooks, "_top_hooks", None)
     batch = moved(tokens(Sizes(8, 8, 16, 1009, ignored=False), seed=0), torch.float32)
     leaves = leaves_of(batch)
     n_logits = batch["target"].numel() * 1009 * 4

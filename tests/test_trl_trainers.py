@@ -39,7 +39,8 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
+from liger_chunked.integrations.transformers import apply_liger_kernel, layers
+from liger_chunked.integrations.transformers import head as forward
 from liger_chunked.integrations.trl import add_chunked_lm_head, base
 from liger_chunked.kernels import liger_rms_norm
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
-from liger_chunked.kernels.checks import check_class_ids, described
+from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import Head
 
 

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from liger_chunked.arguments import Arguments, call_error, of_constructor
 from liger_chunked.engine.calls import LossType, failed_to_bind
-from liger_chunked.engine.saved import isolated
+from liger_chunked.engine.hooks import isolated
 from liger_chunked.kernels.backend import refuse_second_derivative
-from liger_chunked.kernels.checks import plain
+from liger_chunked.kernels.operands import plain
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 # The arguments that get gradients. A loss detaches all others.

@@ -17,9 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import Gradients, accumulate
-from liger_chunked.engine.schedule import Tile, along, largest
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.gradients import Gradients, accumulate
+from liger_chunked.engine.plan import Tile, largest
+from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
     Exponentials,
     LogitsCotangents,
@@ -29,25 +30,14 @@ from liger_chunked.kernels import (
     project_exp,
     scale_rows,
 )
+from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 # Tensor descriptors need rows that start at multiples of 16 bytes: this many elements of bfloat16.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# Largest H for which the fused epilogue is faster than storing logits. See docs/tuning.md.
-_WIDEST = 3072
-# Smallest chunk, in multiplications of one product: below, the host is the bottleneck. See docs/tuning.md.
-_SMALLEST = 1 << 37
-# Limits for splitting a step that could be one chunk of logits: tokens per chunk on average, and multiplications of one
-# product in each. See `instead_of_one_chunk` and docs/tuning.md.
-_FEWEST_TOKENS = 3584
-_LARGE = 1 << 39
-# Largest H for which this split was measured.
-_WIDEST_CUT = 2048
 # The statistics that the epilogue can compute. An argmax or a sum of squares would need more registers than it has.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
-# dX is formed in float32 in pieces of one to two times this many elements: such a product fills a GPU.
-_PRODUCT = 1 << 22
 
 
 def _fits_descriptor(x: Tensor) -> bool:
@@ -61,7 +51,7 @@ def serves(
     class_weight: Tensor | None,
     outputs: tuple[str, ...],
     differentiates: tuple[str, ...],
-    packs: list[list[Tile]],
+    chunks: list[list[Tile]],
 ) -> bool:
     """Return whether `EpiloguePass` can replace `HeadPass` in a step, and is faster. The device must have wide tiles.
 
@@ -70,7 +60,7 @@ def serves(
         dtype: the dtype of the matrix products.
         options, class_weight, outputs: of the step.
         differentiates: the statistics that the gradient of the loss reaches.
-        packs: the tiles of each chunk.
+        chunks: the tiles of each chunk.
     """
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
@@ -83,15 +73,15 @@ def serves(
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
-        and all(len(tiles) == 1 for tiles in packs)
-        and hidden_size <= _WIDEST
-        and max(map(largest, packs)) * hidden_size >= _SMALLEST
+        and all(len(tiles) == 1 for tiles in chunks)
+        and hidden_size <= WIDEST
+        and max(map(largest, chunks)) * hidden_size >= SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
 
 
-def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
+def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
     """Return whether to split a step that could be one chunk of logits, and use the fused epilogue.
 
     The split must save memory and take about the same time.
@@ -101,10 +91,10 @@ def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
     read and a write of dW. docs/tuning.md has the measurements. `serves` must hold too.
     """
     return (
-        len(packs) > 1
-        and hidden_size <= _WIDEST_CUT
-        and sum(tiles[-1].rows.stop for tiles in packs) >= _FEWEST_TOKENS * len(packs)
-        and all(largest(tiles) * hidden_size >= _LARGE for tiles in packs)
+        len(chunks) > 1
+        and hidden_size <= WIDEST_CUT
+        and sum(tiles[-1].rows.stop for tiles in chunks) >= FEWEST_TOKENS * len(chunks)
+        and all(largest(tiles) * hidden_size >= LARGE for tiles in chunks)
     )
 
 
@@ -193,30 +183,30 @@ class EpiloguePass:
 
     def backward(
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        pack_rows: slice,
+        chunk_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a chunk's dX and dW to `grads`. `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX and dW to `grads`. `chunk_rows` are its tokens in the layout of the batch."""
         exponentials, self._held = self._held, None
         assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
-        dx = grads.open_input(x, pack_rows, one_slice=True)
+        dx = grads.open_input(x, chunk_rows, one_slice=True)
         # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
-        with Aside(x.device) as aside:
+        with SideStream(x.device) as aside:
             if scaled is not None:
                 with aside.stream() if dx is not None else nullcontext():
                     grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
-        grads.close_pack(dx, pack_rows)
+        grads.close_chunk(dx, chunk_rows)
 
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]
     ) -> None:
         """Compute dX (n, H), in float32 for some of the rows at a time."""
         n, hidden = dx.shape
-        rows = -(-n // max(1, dx.numel() // _PRODUCT))
+        rows = -(-n // max(1, dx.numel() // PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)
         for start in range(0, n, rows):
             block = slice(start, min(start + rows, n))

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from liger_chunked.engine.batch import Group, Layout
 from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.fused import Objective, fused_loss
-from liger_chunked.engine.schedule import Group, Layout
+from liger_chunked.engine.step import Objective, fused_loss
 from liger_chunked.types import Head, TokenStats
 
 
@@ -66,7 +66,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that its gradient reaches, as far as known."""
+        """The statistics that its gradient may reach."""
         raise NotImplementedError
 
     def _fuse(

@@ -1,11 +1,15 @@
-"""Make cuBLAS accumulate in float32 during a step, even if the process allows less elsewhere."""
+"""Make the matrix products of a step accumulate in float32, even if the process allows less elsewhere."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from liger_chunked.engine.checks import autocasts
 
 
 class Refused:
@@ -53,3 +57,23 @@ _OF_DTYPE = {
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
     """Return the permissions that products of these dtypes must not have, each once."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
+
+
+@contextmanager
+def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
+    """Run a block on `device`, with autocast off and with products in `dtypes` that accumulate in float32."""
+    autocast = autocasts(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    entered: list[Refused] = []
+    try:
+        for permission in refused(dtypes):
+            permission.enter()
+            entered.append(permission)
+        with (
+            torch.cuda.device(device) if elsewhere else nullcontext(),
+            torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+        ):
+            yield
+    finally:
+        for permission in entered:
+            permission.leave()

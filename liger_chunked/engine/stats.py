@@ -14,20 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.batch import Layout, lay_out
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.compile import Like, Returns, one_operation
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import hooks_active
-from liger_chunked.engine.schedule import (
-    Layout,
-    Tile,
-    budget_elements,
-    largest,
-    lay_out,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.engine.plan import Tile, budget_elements, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
@@ -132,7 +126,7 @@ class _LinearTokenStats(torch.autograd.Function):
                     tiles=plan.tiles,
                     cotangents=cotangents,
                     grads=grads,
-                    pack_rows=slice(0, layout.n_valid),
+                    chunk_rows=slice(0, layout.n_valid),
                 )
         head_pass.release()
         d_input, d_weight, d_bias = grads.finish()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.routes import (
+from liger_chunked.engine.divergences import (
     DivergenceFunction,
     Measured,
     measured_by,

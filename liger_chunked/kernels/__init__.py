@@ -4,9 +4,10 @@ a head's logits     logits_stats.py (statistics that merge), logits_grad.py (in 
 without logits      projection.py (exponentials from the fused epilogue), target_rows.py (the target's part)
 two heads' logits   divergence.py, divergence_grad.py; divergence_sums.py is their first sweep
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py; partial_sums.py finishes the gradient of a weight
+                    pointwise_divergence.py
 utilities           scale.py (gradients times a scalar), survey.py (what the host must know about a target)
-shared              backend.py (choice of the path, device functions), launch.py (cached launches), checks.py
+shared              backend.py (choice of the path, device functions), transform.py (the logit transform), norm_rows.py,
+                    operands.py (checks), launch.py (cached launches), tuning/ (constants of each architecture)
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy

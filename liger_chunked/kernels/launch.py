@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
 try:
@@ -20,22 +21,17 @@ try:
 except ImportError:
     hooks = driver = None
 
-# torch.cuda tells the current device, on NVIDIA and AMD. This does not check for a GPU: such a check would initialize
-# CUDA on import, and the process could no longer fork workers or choose devices.
+# Whether torch.cuda knows the current device, on NVIDIA and AMD. Asking for a GPU would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Only where Triton compiles for no more of a tensor than its dtype and alignment. On AMD's GPUs its size counts too.
+# Not on AMD, where Triton compiles for a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
-_MOST_REMEMBERED = 1 << 10
-# A compiled variant as Triton's launch uses it: the function that runs it, its handle, its launch options, and the
-# function that returns a device's current stream.
+_MOST_REMEMBERED = REMEMBERED
+# Of a compiled variant: run, handle, launch options, and the function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Return whether a kernel finds the elements of `x`.
-
-    If `strided`, its last dimension must be contiguous. Otherwise `x` must have no gaps or repetitions, in any order.
-    """
+    """Return whether a kernel finds the elements of `x`, see `Kernel`."""
     if x.is_contiguous():
         return True
     if strided:
@@ -45,7 +41,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether a call received the expected arguments. Tensors compare by identity, numbers by type and value."""
+    """Return whether tensors are the same, and numbers equal in type and value."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -55,29 +51,22 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 class Kernel:
     """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
 
-        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      like any Triton kernel, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               with less overhead: the tensors, then the numbers,
-                                                                each in the order of the signature
+        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
+        kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    At every launch, Triton determines the compiled variant: from the dtypes of the tensors, the alignment of their
-    addresses to 16 bytes, and properties of the numbers (equal to 1, a multiple of 16, width). That takes the host
-    longer than a small kernel runs. A launch with the numbers of an earlier one, and with aligned tensors of the same
-    dtypes, reuses its variant. It passes addresses: given a tensor, Triton asks the driver whether a kernel can access
-    it.
+    Triton picks a compiled variant by the dtypes and 16-byte alignment of tensors and by properties of numbers, at
+    every launch, and asks the driver about each tensor. A launch with the numbers of an earlier one, and with aligned
+    tensors of the same dtypes, reuses its variant and passes addresses.
 
-    `*_desc` parameters are tensor descriptors or None. Triton compiles for the dtype and the block of each.
+    - `*_ptr` parameters are tensors or None, the first never None, all on its device or in pinned memory. With a
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Without, a
+      tensor must have no gaps or repetitions. Other layouts raise.
+    - `*_desc` parameters are tensor descriptors or None.
+    - Numbers include compile-time constants. Each must always have one Python type, because 1 equals 1.0 and True.
 
-    `*_ptr` parameters are tensors or None. The first is never None. All are on its device, or in pinned host memory.
-    With a parameter `<name>_stride` or `<name>_<dimension>_stride`, a tensor may have any strides except in its last
-    dimension. Without, it must have no gaps or repetitions. Other layouts raise, for users' tensors and for gradients
-    from autograd: the kernel would read wrong elements.
-
-    Numbers include compile-time constants. Each must always have the same Python type, because 1 equals 1.0 and True.
-
-    A cached launch uses Triton's private interface, so each kernel verifies it first. Its second equal launch goes
-    through Triton, which must call the compiled kernel exactly as a cached launch will. If it does not, or if part of
-    that interface is missing, all launches of the kernel go through Triton. They also do while a launch hook (of a
-    profiler), `triton.knobs.runtime.debug` or a compilation hook is set.
+    A cached launch uses Triton's private interface. A kernel's second equal launch verifies it: Triton must call the
+    compiled kernel exactly as a cached launch will. Otherwise all launches go through Triton, as they do while a launch
+    hook (of a profiler), a compilation hook or `triton.knobs.runtime.debug` is set.
     """
 
     _is_proven = False
@@ -85,7 +74,7 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.kernel = jit(function)
         self.variants: dict[Any, _Variant] = {}
-        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with the kernel that Triton compiled
+        self._unproven: dict[Any, tuple[_Variant, Any]] = {}
         self._remembers = _REMEMBERS
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
@@ -124,7 +113,7 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """Launch like `triton.jit(function)[grid](*arguments, ...)`. `num_stages` is passed unless it is None."""
+        """Launch like `triton.jit(function)[grid](...)`, with `num_stages` unless it is None."""
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
@@ -139,7 +128,7 @@ class Kernel:
                 or hooks.debug
                 or getattr(hooks, "add_stages_inspection_hook", None)
             )
-        except AttributeError:  # another version of Triton, or a hook that is not a chain of hooks
+        except AttributeError:
             by_triton = True
         if by_triton:
             self._launch(*call)
@@ -176,9 +165,8 @@ class Kernel:
         run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and cache the variant for equal launches."""
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads add to it too
+            if len(remembered) >= _MOST_REMEMBERED:  # not ==: autograd's threads add to it too
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:
@@ -201,7 +189,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and check that it calls the compiled kernel as a cached launch will."""
+        """Launch through Triton, and check that it does what a cached launch will."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -209,14 +197,13 @@ class Kernel:
         by_address = self._in_order((*addresses, *numbers, *descriptors))
 
         def observe(*received: Any, **named: Any) -> Any:
-            # Three arguments follow `start`: the metadata for the hooks, and the two hooks.
             start = (*grid, stream(device), function, options)
             end = (hooks.launch_enter_hook, hooks.launch_exit_hook, *by_tensor)
             if named or not (_same(received[:6], start) and _same(received[7:], end)):
                 return run(*received, **named)
             try:
                 result = run(*start, None, None, None, *by_address)
-            except TypeError:  # wrong arguments, before anything is enqueued
+            except TypeError:
                 return run(*received, **named)
             self._is_proven = True
             return result

@@ -139,6 +139,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     """
 
     scope: Literal["token", "sequence"] = "sequence"
+    token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence")
@@ -208,7 +209,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        return ("logps", "entropy") if self.entropy_coef else ("logps",)
+        return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
         """Return the estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""

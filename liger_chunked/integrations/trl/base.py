@@ -19,7 +19,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
-from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)

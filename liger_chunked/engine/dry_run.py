@@ -17,21 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine.distill import DistillationPlan
+from liger_chunked.engine.batch import Layout, along
+from liger_chunked.engine.distillation import DistillationPlan
+from liger_chunked.engine.divergences import ByAutograd, Route
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.fused import Plan
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs
-from liger_chunked.engine.routes import ByAutograd, Route
-from liger_chunked.engine.schedule import (
-    Layout,
-    Tile,
-    along,
-    budget_elements,
-    largest,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Tile, budget_elements, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.step import Plan
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
@@ -128,9 +121,9 @@ class _Gradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._head.normalize(gradients)
 
-    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
         with self._ledger.part("input_grad"):
-            return self._input.open_input(x, pack_rows, one_slice)
+            return self._input.open_input(x, chunk_rows, one_slice)
 
     def open_weight(self) -> bool:
         with self._ledger.part("weight_grad"):
@@ -146,9 +139,9 @@ class _Gradients:
         with self._ledger.part("weight_grad"):
             self._head.add_exponentials(exponentials, scaled, target, target_scale, x)
 
-    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
         with self._ledger.part("input_grad"):
-            self._input.close_pack(dx, pack_rows)
+            self._input.close_chunk(dx, chunk_rows)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         with self._ledger.part("input_grad"):
@@ -177,11 +170,11 @@ def _backward(
     cut: list[Tile],
     partial: PartialStats,
     grads: _Gradients,
-    pack_rows: slice,
+    chunk_rows: slice,
 ) -> None:
     """Run the backward of a chunk from gradients of logps. Gradients of other statistics would take as much memory."""
     cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
-    head_pass.backward(x, target, cut, cotangents, grads, pack_rows)
+    head_pass.backward(x, target, cut, cotangents, grads, chunk_rows)
 
 
 def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
@@ -191,15 +184,15 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
     head = projection.computed_head()
     with ledger.part("logits"):
-        head_pass = plan.open(head, grads, plan.differentiates)
+        head_pass = plan.open(head, grads)
     all_stats = []
-    for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
-        x = projection.rows(ledger, layout, pack.rows)
-        target = along(layout.target, pack.rows)
-        partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
+    for chunk, chunk_tiles in zip(plan.chunks, plan.tiles, strict=True):
+        x = projection.rows(ledger, layout, chunk.rows)
+        target = along(layout.target, chunk.rows)
+        partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
         all_stats.append(stats)
-        if grads is not None and pack_tiles:
-            _backward(head_pass, x, target, pack_tiles, partial, grads, pack.rows)
+        if grads is not None and chunk_tiles:
+            _backward(head_pass, x, target, chunk_tiles, partial, grads, chunk.rows)
     head_pass.release()
     if grads is not None:
         gradients = grads.finish()
@@ -243,15 +236,15 @@ def rehearse_distillation(
         projection.head.weight.shape, layout, projection.dtype, per_logit, options, projection.needs.weight
     )
     numbers = _numbers(layout)
-    student_pass = projection.open(ledger, options, plan.largest_pack * vocab_size)
+    student_pass = projection.open(ledger, options, plan.largest_chunk * vocab_size)
     teacher_pass = None if teacher is None else teacher.open(ledger, options, plan.largest_block * vocab_size)
     grads = None
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
-    for pack in plan.packs:
-        x = projection.rows(ledger, layout, pack.rows)
+    for chunk in plan.chunks:
+        x = projection.rows(ledger, layout, chunk.rows)
         logits = student_pass.project(x, Tile(slice(0, x.shape[0]), slice(0, vocab_size)))
-        for rows, within in plan.blocks(pack):
+        for rows, within in plan.blocks(chunk):
             of_both = [along(logits, within)]
             if teacher is not None and teacher_pass is not None:
                 states = teacher.rows(ledger, layout, rows)
@@ -260,10 +253,10 @@ def rehearse_distillation(
             target = layout.target[rows] if has_target else None
             _measure(route, of_both, target, rows, with_gradient=grads is not None)
             del of_both
-        if teacher_pass is not None and pack is plan.packs[-1]:
+        if teacher_pass is not None and chunk is plan.chunks[-1]:
             teacher_pass.release()
         if grads is not None and layout.n_valid:
-            student_pass.backward_from(x, logits, grads, pack.rows)
+            student_pass.backward_from(x, logits, grads, chunk.rows)
         del logits
     student_pass.release()
     if grads is not None:

@@ -1,43 +1,16 @@
-"""Run a chunk of tokens through the head, forward and backward.
-
-Only this file and epilogue.py multiply by `weight`.
-
-statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
-backward     for each tile, last first: project again unless it is in memory,
-             logits -> gradient in place, dX, dW, db                              two products, three with recomputing
-"""
+"""Accumulate the gradients of hidden states, weight and bias over the chunks of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.checks import autocasts
-from liger_chunked.engine.precision import Refused, refused
-from liger_chunked.engine.schedule import Layout, Tile, along, row_blocks
-from liger_chunked.kernels import (
-    LogitsCotangents,
-    PartialStats,
-    add_target_rows_,
-    finish,
-    logits_grad_,
-    logits_stats,
-    merge,
-    occurrences,
-    row_stats,
-    scale_,
-    unround_logps_,
-)
-from liger_chunked.kernels.logits_stats import concatenate
-from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
-
-# Rows that a CPU upcasts at a time, because it has no product with 16-bit inputs and a float32 result.
-_UPCAST_BLOCK = 1 << 20
+from liger_chunked.engine.batch import Layout, along
+from liger_chunked.kernels import add_target_rows_, occurrences, scale_
+from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
+from liger_chunked.types import Head, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -52,7 +25,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
-        rows = max(1, _UPCAST_BLOCK // max(a.shape[1], 1))
+        rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
         b = b.to(out.dtype)
         for start in range(0, a.shape[0], rows):
             block = out[start : start + rows]
@@ -69,26 +42,6 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
     return x.sum(0, dtype=dtype)
-
-
-@contextmanager
-def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
-    """Run a block on `device`, with autocast off and with products in `dtypes` that accumulate in float32."""
-    autocast = autocasts(device.type)
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    entered: list[Refused] = []
-    try:
-        for permission in refused(dtypes):
-            permission.enter()
-            entered.append(permission)
-        with (
-            torch.cuda.device(device) if elsewhere else nullcontext(),
-            torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
-        ):
-            yield
-    finally:
-        for permission in entered:
-            permission.leave()
 
 
 # Smallest unit of float16 gradients, for gradients that are all zero.
@@ -111,7 +64,7 @@ class Gradients(Protocol):
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
 
-    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None: ...
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None: ...
 
     def open_weight(self) -> bool: ...
 
@@ -121,122 +74,7 @@ class Gradients(Protocol):
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None: ...
 
-    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None: ...
-
-
-@dataclass
-class HeadPass:
-    """The head of one step, in the dtype of its matrix products, and one buffer for every tile of logits.
-
-    Call `backward` after `statistics` of the same chunk: it starts from the last tile's logits, which are still in the
-    buffer. It multiplies the gradient of logps by the factor that `unround_logps_` returned for them.
-    """
-
-    head: Head
-    options: LogitOptions
-    class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
-    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # set by `statistics`, read by `backward`
-    differentiable: ClassVar[tuple[str, ...]] = DIFFERENTIABLE
-    _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Tensor | None = field(default=None, init=False, repr=False)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
-
-    def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the largest tile; all tiles share it."""
-        if self._buffer is None or self._buffer.numel() < elements:
-            self._buffer = self.head.weight.new_empty(elements)
-
-    def release(self) -> None:
-        """Free the buffer."""
-        self._buffer = self._held = None
-
-    def project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Return the logits (rows, columns) of a tile of `x` (n, H), before the logit transform, in the buffer."""
-        assert self._buffer is not None
-        x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
-        logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
-        if self.head.bias is None:
-            return torch.mm(x, weight.t(), out=logits)
-        return torch.addmm(along(self.head.bias, tile.vocab), x, weight.t(), out=logits)
-
-    def _class_weight(self, tile: Tile) -> Tensor | None:
-        return None if self.class_weight is None else along(self.class_weight, tile.vocab)
-
-    def statistics(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
-    ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk, `x` (n, H) and `target` (n,), with logps corrected for rounding."""
-        partial, stats = self._reduce(x, target, tiles, outputs)
-        if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
-            self.logps_grad_scale = unround_logps_(
-                stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options
-            )
-        return partial, stats
-
-    def _reduce(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
-    ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of the rounded logits."""
-        if len(tiles) == 1:
-            self._held = self.project(x, tiles[0])
-            return row_stats(self._held, target, self.options, outputs, self.class_weight)
-        by_rows: dict[int, PartialStats] = {}
-        for tile in tiles:
-            self._held = self.project(x, tile)
-            part = logits_stats(
-                logits=self._held,
-                target=along(target, tile.rows),
-                options=self.options,
-                outputs=outputs,
-                vocab_start=tile.vocab.start,
-                class_weight=self._class_weight(tile),
-            )
-            earlier = by_rows.get(tile.rows.start)
-            by_rows[tile.rows.start] = part if earlier is None else merge(earlier, part)
-        if by_rows:
-            stats = concatenate(list(by_rows.values()))
-        else:
-            stats = logits_stats(x.new_empty(0, self.vocab_size), target, self.options, outputs)
-        return stats, finish(stats, target, self.vocab_size, outputs)
-
-    def backward(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        pack_rows: slice,
-    ) -> None:  # fmt: skip
-        """Add a chunk's dX, dW and db to `grads`. `pack_rows` are its tokens in the layout of the batch."""
-        given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
-        if self.logps_grad_scale is not None and cotangents.logps is not None:
-            given["logps"] = cotangents.logps * self.logps_grad_scale
-        cotangents = cotangents._replace(**grads.normalize(given))
-        dx = grads.open_input(x, pack_rows, one_slice=len(tiles) == row_blocks(tiles))
-        for tile in reversed(tiles):
-            logits = self.project(x, tile) if self._held is None else self._held
-            self._held = None
-            dz = logits_grad_(
-                logits=logits,
-                target=along(target, tile.rows),
-                cotangents=cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows),
-                options=self.options,
-                vocab_size=self.vocab_size,
-                vocab_start=tile.vocab.start,
-                class_weight=self._class_weight(tile),
-            )
-            if dx is not None:
-                last_slice = tile.vocab.stop == self.vocab_size
-                accumulate(along(dx, tile.rows), dz, along(self.head.weight, tile.vocab), first=last_slice)
-            grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
-        grads.close_pack(dx, pack_rows)
-
-    def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, pack_rows: slice) -> None:
-        """Add a chunk's dX, dW and db, given the gradient `dz` (n, V) of all its logits."""
-        dx = grads.open_input(x, pack_rows, one_slice=True)
-        if dx is not None:
-            accumulate(dx, dz, self.head.weight, first=True)
-        grads.add(slice(0, self.vocab_size), dz, x, first=True)
-        grads.close_pack(dx, pack_rows)
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None: ...
 
 
 class HeadGradients:
@@ -300,7 +138,7 @@ class HeadGradients:
         self._unit = unit
         return {name: g / unit for name, g in gradients.items()}
 
-    def open_input(self, x: Tensor, pack_rows: slice, one_slice: bool) -> Tensor | None:
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
         """Return memory for a chunk's dX, or None if not needed.
 
         A dX that is one product in the right dtype is written straight to its place in the batch's gradient.
@@ -310,7 +148,7 @@ class HeadGradients:
             return None
         dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
         if self._layout.rows is None and dtype == gradient.dtype:
-            return along(gradient, pack_rows)
+            return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
@@ -360,15 +198,15 @@ class HeadGradients:
         if self._nothing_yet:
             add_target_rows_(weight, target, found, target_scale, x)
 
-    def close_pack(self, dx: Tensor | None, pack_rows: slice) -> None:
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
         """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
         if self._layout.rows is not None:
-            self._input.index_copy_(0, along(self._layout.rows, pack_rows), dx.to(self._input.dtype))
+            self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
-            self._input[pack_rows] = dx
+            self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the parameters' dtypes (float32 for float16). Call once: it drops its references."""

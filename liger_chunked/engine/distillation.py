@@ -4,7 +4,7 @@
         project the student
         for block in chunk:
             project the teacher                             logits of chunk and block together fit the budget
-            divergence and log-probability of each token    see routes.py
+            divergence and log-probability of each token    see divergences.py
             student logits -> gradient, in place
         dX, dW
 
@@ -21,21 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import compute_dtype
-from liger_chunked.engine.fused import GradientInForward
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.routes import Route
-from liger_chunked.engine.schedule import (
-    Chunk,
-    Layout,
-    Pack,
-    Tile,
-    along,
-    budget_chunk,
-    packs,
-    pieces,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import ChunkSize, Tile, budget_chunk_size, chunks, pieces, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
+from liger_chunked.engine.step import GradientInForward
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
@@ -82,8 +75,8 @@ class DistillationPlan:
     """How a step is cut. `estimate_memory` makes one too, so nothing here reads a device or the values of a tensor."""
 
     layout: Layout
-    chunk: Chunk
-    packs: list[Pack]
+    size: ChunkSize
+    chunks: list[Chunk]
 
     @classmethod
     def of(
@@ -96,28 +89,28 @@ class DistillationPlan:
         wants_weight: bool,
     ) -> DistillationPlan:
         warn_of_few_rows(options, head_shape[0], bytes_per_logit, layout.n_valid)
-        chunk = budget_chunk(options, head_shape, dtype, layout.n_valid, bytes_per_logit, wants_weight)
-        return cls(layout, chunk, packs(layout, head_shape[0], chunk.tokens * head_shape[0]))
+        size = budget_chunk_size(options, head_shape, dtype, layout.n_valid, bytes_per_logit, wants_weight)
+        return cls(layout, size, chunks(layout, head_shape[0], size.tokens * head_shape[0]))
 
     @property
     def n_contributions(self) -> int:
         """Number of products that are added to each element of dW."""
-        return len(self.packs) if self.layout.n_valid else 0
+        return len(self.chunks) if self.layout.n_valid else 0
 
     @property
-    def largest_pack(self) -> int:
+    def largest_chunk(self) -> int:
         """Tokens of the largest chunk."""
-        return max(pack.rows.stop - pack.rows.start for pack in self.packs)
+        return max(chunk.rows.stop - chunk.rows.start for chunk in self.chunks)
 
     @property
     def largest_block(self) -> int:
         """Tokens of the largest block."""
-        return max(block.rows.stop - block.rows.start for pack in self.packs for block in self.blocks(pack))
+        return max(block.rows.stop - block.rows.start for chunk in self.chunks for block in self.blocks(chunk))
 
-    def blocks(self, pack: Pack) -> list[Block]:
+    def blocks(self, chunk: Chunk) -> list[Block]:
         """Return the blocks of a chunk; a chunk without tokens has one empty block."""
-        start, stop = pack.rows.start, pack.rows.stop
-        cut = pieces(start, stop, self.chunk.block) or [pack.rows]
+        start, stop = chunk.rows.start, chunk.rows.stop
+        cut = pieces(start, stop, self.size.block) or [chunk.rows]
         return [Block(rows, slice(rows.start - start, rows.stop - start)) for rows in cut]
 
 
@@ -141,14 +134,14 @@ class _Step:
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        student_pass = self._reserved(head, plan.largest_pack)
+        student_pass = self._reserved(head, plan.largest_chunk)
         teacher_pass: HeadPass | None = None
         grads: HeadGradients | None = None
         of_tokens: dict[str, Tensor] = {}
         found: list[tuple[Tensor, Tensor | None]] = []
         with gemms(input.device, *(dtype for dtype in (self.dtype, self.teacher_dtype) if dtype is not None)):
-            for pack in plan.packs:
-                x = layout.input_rows(flat, pack.rows).to(self.dtype)
+            for chunk in plan.chunks:
+                x = layout.input_rows(flat, chunk.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
                     # A GPU is idle until its first product is enqueued. All of this can wait until then.
@@ -158,12 +151,12 @@ class _Step:
                         grads = HeadGradients(layout, flat, Head(weight, bias), self.dtype, needs, plan.n_contributions)
                         wide = accumulation_dtype(self.dtype)
                         of_tokens = self.weights.gradients(largest_block, wide, input.device)
-                for rows, within in plan.blocks(pack):
+                for rows, within in plan.blocks(chunk):
                     found.append(self._measure(along(logits, within), rows, teacher_pass, grads, of_tokens))
-                if teacher_pass is not None and pack is plan.packs[-1]:
+                if teacher_pass is not None and chunk is plan.chunks[-1]:
                     teacher_pass.release()
                 if grads is not None and x.shape[0]:
-                    student_pass.backward_from(x, logits, grads, pack.rows)
+                    student_pass.backward_from(x, logits, grads, chunk.rows)
                 del logits  # it views the buffer, which must be freed before the gradients are rounded
         student_pass.release()
         divergences, log_probs = map(_joined, zip(*found, strict=True))

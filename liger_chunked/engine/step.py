@@ -19,22 +19,14 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine import epilogue
+from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.passes import Gradients, HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import isolated
-from liger_chunked.engine.schedule import (
-    Layout,
-    Pack,
-    Tile,
-    along,
-    budget_elements,
-    largest,
-    packs,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import Gradients, HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import isolated
+from liger_chunked.engine.plan import Tile, budget_elements, chunks, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import LogitsCotangents, scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
@@ -44,8 +36,7 @@ class Objective(Protocol):
     """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
 
     `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
-    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch. The
-    engine may call it twice on the same groups. Both calls must return the same value.
+    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -79,7 +70,7 @@ class Plan:
     """
 
     layout: Layout
-    packs: list[Pack]
+    chunks: list[Chunk]
     tiles: list[list[Tile]]  # of each chunk
     outputs: tuple[str, ...]
     differentiates: tuple[str, ...]
@@ -106,10 +97,10 @@ class Plan:
         differentiates = tuple(name for name in differentiates if name in outputs)
         warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
 
-        def cut(n_valid: int) -> tuple[list[Pack], list[list[Tile]]]:
+        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
             elements = budget_elements(options, head.weight.shape, dtype, n_valid)
-            found = packs(layout, vocab_size, elements, whole_batch)
-            return found, [tiles(pack.rows.stop - pack.rows.start, vocab_size, elements) for pack in found]
+            found = chunks(layout, vocab_size, elements, whole_batch)
+            return found, [tiles(chunk.rows.stop - chunk.rows.start, vocab_size, elements) for chunk in found]
 
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
@@ -121,7 +112,7 @@ class Plan:
                 chosen = several
         return cls(
             layout=layout if len(chosen[0]) == 1 else layout.by_group(),
-            packs=chosen[0],
+            chunks=chosen[0],
             tiles=chosen[1],
             outputs=outputs,
             differentiates=differentiates,
@@ -136,20 +127,15 @@ class Plan:
         """Number of products that are added to each element of dW."""
         return sum(row_blocks(t) for t in self.tiles)
 
-    def open(self, head: Head, grads: Gradients | None, differentiates: tuple[str, ...]) -> HeadPass | EpiloguePass:
+    def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
         """Return the pass that runs the step, with its buffer.
 
         Args:
             head: in the dtype of the matrix products.
             grads: what the backward of the pass adds to; None if there is no backward.
-            differentiates: the statistics that the gradient reaches.
         """
         head_pass: HeadPass | EpiloguePass
-        if (
-            self.by_epilogue
-            and (grads is None or grads.accumulates)
-            and set(EpiloguePass.differentiable).issuperset(differentiates)
-        ):
+        if self.by_epilogue and (grads is None or grads.accumulates):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
         else:
             head_pass = HeadPass(head, self.options, self.class_weight)
@@ -174,34 +160,28 @@ class _Step:
         grads = None
         if any(needs):
             grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
-        head_pass = plan.open(head, grads, plan.differentiates)
+        head_pass = plan.open(head, grads)
 
         all_dense: list[TokenStats] = []
         loss: Tensor | None = None
         has_gradient = False
         with gemms(input.device, plan.dtype):
-            for pack, pack_tiles in zip(plan.packs, plan.tiles, strict=True):
-                x = layout.input_rows(flat, pack.rows).to(plan.dtype)
-                target = along(layout.target, pack.rows)
-                partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                dense, share, gradients = self._differentiate(stats, pack, with_gradient=grads is not None)
-                if not gradients.keys() <= set(head_pass.differentiable):
-                    # The gradient reaches a statistic that was not declared. Restart this pack with the slower path.
-                    head_pass.release()
-                    head_pass = plan.open(head, grads, tuple(gradients))
-                    partial, stats = head_pass.statistics(x, target, pack_tiles, plan.outputs)
-                    dense, share, gradients = self._differentiate(stats, pack, with_gradient=True)
+            for chunk, chunk_tiles in zip(plan.chunks, plan.tiles, strict=True):
+                x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
+                target = along(layout.target, chunk.rows)
+                partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
+                dense, share, gradients = self._differentiate(stats, chunk, with_gradient=grads is not None)
                 all_dense.append(dense)
                 has_gradient |= bool(gradients)
-                if grads is not None and pack_tiles:
+                if grads is not None and chunk_tiles:
                     cotangents = LogitsCotangents(
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # Where the loss is constant on this pack, the gradient is zero.
+                        # Where the loss is constant on this chunk, the gradient is zero.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
-                    head_pass.backward(x, target, pack_tiles, cotangents, grads, pack.rows)
+                    head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
                 if share is not None:
                     # The host checks the graph here, while the device computes the products.
                     check_graph("the loss", share, [f for f in dense if f is not None])
@@ -219,7 +199,7 @@ class _Step:
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 
     def _differentiate(
-        self, stats: TokenStats, pack: Pack, with_gradient: bool
+        self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
         """Return a chunk's statistics in the dense layout, its share of the loss, and the share's gradients.
 
@@ -227,14 +207,14 @@ class _Step:
         is computed from all chunks at once.
         """
         layout = self.plan.layout
-        dense = TokenStats(*(None if f is None else layout.dense(f, pack) for f in stats))
+        dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
         if isinstance(self.objective, NegativeLogLikelihood):
             return dense, None, self.objective.gradients(stats) if with_gradient else {}
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            loss = self.objective(dense, layout.index(pack))
+            loss = self.objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             # Stay on this thread: switching to autograd's device thread takes longer than these few small kernels.
@@ -244,7 +224,14 @@ class _Step:
                 )
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-        by_name = {name: layout.compact(g, pack) for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        reached = {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        undeclared = tuple(name for name in reached if name not in self.plan.differentiates)
+        if undeclared:
+            raise ValueError(
+                f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: set "
+                f"token_outputs = {undeclared}"
+            )
+        by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
 
 
@@ -335,8 +322,8 @@ def fused_loss(
         objective: the loss, see `Objective`.
         outputs: the fields of `TokenStats` that the objective or the caller reads.
         options: the logit transform and the budget.
-        differentiates: the outputs that its gradient reaches, as far as known. A step of several chunks takes a faster
-            path without entropy and mean_logits. If the gradient reaches another output, the chunk starts over.
+        differentiates: the outputs that its gradient may reach. A step of several chunks takes a faster path without
+            entropy and mean_logits.
         whole_batch: the objective needs all groups at once.
         class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
 
@@ -344,7 +331,7 @@ def fused_loss(
         The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
 
     Raises:
-        ValueError: an output is not a field of `TokenStats`.
+        ValueError: an output is not a field of `TokenStats`, or the gradient reaches an output that is not declared.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

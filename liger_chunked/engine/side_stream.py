@@ -1,6 +1,6 @@
 """A side stream, for two products that do not fill the GPU alone.
 
-    with Aside(device) as side:
+    with SideStream(device) as side:
         with side.stream():
             ...                 runs on the side stream, after everything enqueued before
         ...                     runs on the current stream at the same time
@@ -25,7 +25,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-class Aside:
+class SideStream:
     """A side stream of a GPU, joined when the block ends, also after an exception. Does nothing on other devices.
 
     Args:
@@ -36,7 +36,7 @@ class Aside:
         self._other = _other_stream(device) if device.type == "cuda" else None
         self._forked = False
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> SideStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:

@@ -1,7 +1,4 @@
-"""Check the inputs of the base kernels. Every message names the argument, the expected value and the given one.
-
-The checks run before every launch, so they must take almost no time for valid inputs.
-"""
+"""Check and unwrap the operands of kernels. For valid ones, which are checked before every launch, it must be fast."""
 
 from __future__ import annotations
 
@@ -20,20 +17,15 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
 _QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated, to be removed from torch
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
-# Private functions of torch, and the only way to ask within nanoseconds. Without them, autograd raises its own errors.
+# Private, because the public ones are slow. Without them, autograd raises its own errors.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a public function, with each tensor as a plain dense `torch.Tensor`.
+    """Return the arguments `names` of a public function, with each tensor as a plain dense `torch.Tensor`.
 
-    A subclass that only tags a tensor is unwrapped. The result of an asynchronous collective is waited for and
-    unwrapped. Other tensors raise: a kernel would not find their values in their memory.
-
-    Args:
-        names: of the arguments, for messages.
-        values: the arguments. Values that are not tensors are returned unchanged.
+    Subclasses that only tag a tensor and results of asynchronous collectives are unwrapped.
 
     Raises:
         TypeError: a DTensor, FakeTensor, nested, sparse, complex or quantized tensor, or another subclass with a
@@ -82,7 +74,7 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _unwrapped(name: str, x: Any) -> Tensor:
-    """Unwrap a subclass with its own dispatch, or raise: its values are not in its own memory."""
+    """Unwrap a subclass with its own dispatch, or raise: its values are elsewhere."""
     for module, kind, advice in _WRAPPERS:
         cls = getattr(sys.modules.get(module), kind, None)
         if cls is not None and isinstance(x, cls):
@@ -101,8 +93,7 @@ def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
     raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
 
 
-# Tensor classes with values elsewhere: module, name, and advice, or None to wait for the result. These modules are not
-# imported here: if a module is not imported, no tensor has its class.
+# Tensor classes with values elsewhere: module, which need not be imported, name, and advice, or None to wait.
 _WRAPPERS = (
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
     (
@@ -133,22 +124,13 @@ class _Wait(torch.autograd.Function):
 
 
 def check_class_ids(x: Any, name: str, what: str = "token ids", hint: Callable[[], str] = str) -> None:
-    """Check that `x` is a tensor of integers; `hint` returns what to append to the message.
-
-    Raises:
-        TypeError: it is not a tensor, or not of integers.
-    """
+    """Raise TypeError, with `hint()` appended, unless `x` is a tensor of integers."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}{hint()}")
 
 
 def check_floating(x: Any, name: str, ndim: int = 1) -> None:
-    """Check that `x` is a floating-point tensor of at least `ndim` dimensions.
-
-    Raises:
-        TypeError: it is not a floating-point tensor.
-        ValueError: it has fewer dimensions.
-    """
+    """Raise TypeError or ValueError unless `x` is a floating-point tensor of at least `ndim` dimensions."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(x)}")
     if x.ndim < ndim:
@@ -156,12 +138,7 @@ def check_floating(x: Any, name: str, ndim: int = 1) -> None:
 
 
 def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
-    """Check that `x` is a tensor with the shape, dtype and device of `other`.
-
-    Raises:
-        TypeError: it is not a tensor, or has another dtype.
-        ValueError: it has another shape or device.
-    """
+    """Raise TypeError or ValueError unless `x` has the dtype, shape and device of `other`."""
     if not isinstance(x, Tensor) or x.dtype != other.dtype:
         raise TypeError(f"{name} must be a tensor of the dtype of {other_name} {described(other)}, got {described(x)}")
     if x.shape != other.shape or x.device != other.device:
@@ -171,15 +148,20 @@ def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
 
 
 def check_row(weight: Any, name: str, x: Tensor) -> None:
-    """Check that `weight` is a floating-point tensor with one value per column of `x`, on its device.
-
-    Raises:
-        TypeError: it is not a floating-point tensor.
-        ValueError: it has another shape or device.
-    """
+    """Raise TypeError or ValueError unless `weight` is floating-point with one value per column of `x`."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(weight)}")
     if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
         raise ValueError(
             f"{name} must be ({x.shape[-1]},) on {x.device}, one value for each column of x, got {described(weight)}"
+        )
+
+
+def check_labels(labels: Any, rows: Tensor, rows_name: str) -> None:
+    """Raise ValueError unless `labels` is None or has one label for each row of `rows` (..., V)."""
+    shape = rows.shape[:-1]
+    if labels is not None and (not isinstance(labels, Tensor) or labels.shape != shape or labels.device != rows.device):
+        raise ValueError(
+            f"shift_labels must be {tuple(shape)} on {rows.device}, one for each row of {rows_name}, got "
+            f"{described(labels)}"
         )

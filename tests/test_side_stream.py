@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from liger_chunked import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.engine import epilogue, passes
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import HeadGradients
+from liger_chunked.engine import epilogue, gradients
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.side_stream import SideStream
 
 TOKENS, HIDDEN, VOCAB = 16, 72, 603
 BUDGET = 8 * VOCAB * 2  # two chunks
@@ -44,12 +44,12 @@ def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             stack.pop()
 
-    def begin(self: Aside, device: torch.device) -> None:
+    def begin(self: SideStream, device: torch.device) -> None:
         self._other, self._forked = other, False
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stack[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(Aside, "__init__", begin)
+    monkeypatch.setattr(SideStream, "__init__", begin)
 
     def watch(module: object, name: str, label: str) -> None:
         function = getattr(module, name)
@@ -61,12 +61,12 @@ def log(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(passes, "accumulate", "dW")
-    watch(passes, "add_target_rows_", "targets of dW")
+    watch(gradients, "accumulate", "dW")
+    watch(gradients, "add_target_rows_", "targets of dW")
     watch(epilogue, "accumulate", "product of dX")
     watch(epilogue, "add_target_rows_of_weight", "write dX")
     watch(epilogue, "scale_rows", "scale")
-    watch(passes, "occurrences", "order of targets")
+    watch(gradients, "occurrences", "order of targets")
     watch(epilogue, "project_exp", "exponentials")
     return entries
 
@@ -84,9 +84,9 @@ def step(device: str, weight: bool = True, input: bool = True) -> tuple[torch.Te
 
 
 @pytest.fixture(autouse=True)
-def small_packs(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
 
 
 FORK, JOIN = "other waits for current", "current waits for other"
@@ -95,7 +95,7 @@ FORK, JOIN = "other waits for current", "current waits for other"
 @pytest.mark.triton
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_dx_is_written_when_dw_is_done(blocks, device, log, monkeypatch):
-    monkeypatch.setattr(epilogue, "_PRODUCT", 8 * HIDDEN // blocks)
+    monkeypatch.setattr(epilogue, "PRODUCT", 8 * HIDDEN // blocks)
     step(device)
     begin = ["current: exponentials", "current: scale", FORK, "other: order of targets"]
     end = ["current: product of dX", JOIN, "current: write dX"]

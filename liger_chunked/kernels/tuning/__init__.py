@@ -1,0 +1,27 @@
+"""Tuned constants, one file per architecture; `TUNING[device]` is the table of a device.
+
+hopper.py    compute capability 9, and the fused epilogue
+generic.py   every other device, and constants that do not depend on the device
+
+To tune an architecture, add a file with a `Tuning` that states what differs, and pick it here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from liger_chunked.kernels.tuning.generic import GENERIC, Tuning
+from liger_chunked.kernels.tuning.hopper import HOPPER
+
+
+class _ByDevice(dict[torch.device, Tuning]):
+    """The table of each device, picked at the first launch on it: at import, the query would initialize CUDA."""
+
+    def __missing__(self, device: torch.device) -> Tuning:
+        is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+        is_hopper = is_nvidia and torch.cuda.get_device_capability(device)[0] == 9
+        table = self[device] = HOPPER if is_hopper else GENERIC
+        return table
+
+
+TUNING = _ByDevice()
