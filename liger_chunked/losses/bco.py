@@ -1,4 +1,4 @@
-"""BCO: a binary classifier separates desirable from undesirable sequences by their rewards."""
+"""Binary classifier optimisation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     sides.
 
     Every call gets the reward shift `delta`, a running mean of earlier rewards. The paper uses the midpoint of both
-    sides, `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`, TRL the mean of all rewards on all ranks,
-    including the current batch, which is not known yet here.
+    sides, `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`, TRL the mean of all rewards, including this
+    call's.
 
-    `example_weights` implement the paper's underlying distribution matching: 1 for a desirable sequence, and
-    `p / (1 - p)` for an undesirable one (TRL clamps it to [0.5, 10]), with `p` a classifier's probability that its
-    prompt belongs to a desirable sequence. Constructor: see `LigerFusedLinearUnpairedPreferenceBase`.
+    `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)` (TRL
+    clamps it to [0.5, 10]), with `p` the probability that its prompt belongs to a desirable sequence. Constructor: see
+    `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

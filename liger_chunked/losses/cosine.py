@@ -1,4 +1,4 @@
-"""Cosine distance of the student's and the teacher's logits."""
+"""Cosine distance of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation, and AlphaPO, which TRL implements in its CPO trainer."""
+"""Contrastive preference optimisation, and AlphaPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each."""
+    """The settings that loss types read in addition to `beta`."""
 
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
@@ -75,10 +75,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards; IPO divides by it.
         cpo_alpha: weight of the NLL of the chosen tokens.
-        label_smoothing: `eps`.
-        loss_type: a name from the table.
-        simpo_gamma: the margin of `simpo`.
         alphapo_alpha: TRL's `alpha`; 0 leaves the reward unchanged.
+        label_smoothing, simpo_gamma: `eps` and the margin of `simpo`; refused with loss types that do not read them.
         **options: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

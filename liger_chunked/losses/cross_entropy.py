@@ -1,4 +1,4 @@
-"""Cross entropy on an `lm_head` for supervised fine-tuning, without the full logits."""
+"""Cross entropy on an `lm_head`."""
 
 from __future__ import annotations
 
@@ -140,26 +140,25 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    The mean over a batch without any target is 0 instead of NaN, and still connected to the graph.
+    but 0 for a batch without any target.
 
     Args:
-        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token in the shape of `target`,
-            whose gradients backward computes instead of forward.
-        label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1]
+        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token, whose gradients backward
+            computes instead of forward.
+        label_smoothing: share of the target that is spread evenly over the vocabulary
             (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) a weight for each class.
         focal_gamma: multiplies the cross entropy by `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002,
-            equation 4). Denominators do not change.
-        dft: multiplies the cross entropy by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629;
-            TRL's `loss_type="dft"`). Denominators do not change.
-        entropy_weight: weight of the entropy bonus, which keeps distributions wide (https://arxiv.org/abs/1701.06548).
+            equation 4), not its denominator.
+        dft: multiplies the cross entropy by the constant `p_y`, not its denominator (Dynamic Fine-Tuning,
+            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`).
+        entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if an option is out of range, `ce_weight` has a wrong shape, or more than one of smoothing, focal
-            loss and DFT is set.
+        ValueError: if more than one of smoothing, focal loss and DFT is set, or an option is out of range.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -241,11 +240,11 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             weight, bias: (V, H) and (V,) or None, the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
-            num_items: with "mean", divides instead of the number of valid tokens: the tokens of all steps that
-                accumulate gradients (`num_items_in_batch` of transformers). A tensor below 1 counts as 1.
+            num_items: with "mean", divides instead of the number of valid tokens: those of all steps that accumulate
+                gradients (`num_items_in_batch` of transformers). A tensor below 1 counts as 1.
             token_weights: in the shape of `target`; multiplies all terms of a token. Without `num_items`, "mean"
                 divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
-            ce_weight: (V,) class weights for this call, instead of the constructor's.
+            ce_weight: (V,) replaces the constructor's.
 
         Raises:
             ValueError, TypeError: if inputs do not fit together, or `num_items` is given without "mean".

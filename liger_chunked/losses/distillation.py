@@ -1,4 +1,4 @@
-"""Base class of the losses that pull a student's `lm_head` distribution to a teacher's."""
+"""Base class of the distillation losses."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    There is no factor `temperature ** 2` (Hinton et al. 2015, https://arxiv.org/abs/1503.02531), as in TRL and
-    Liger-Kernel.
+    As in TRL and Liger-Kernel, without a factor `temperature ** 2` (Hinton et al. 2015,
+    https://arxiv.org/abs/1503.02531).
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative; without a target there is no hard loss.
@@ -107,8 +107,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the divergence of each token, (n,), from transformed logits (n, V) of a part of the batch.
 
-        With a teacher's top-k, V is k + 1: log-probabilities of the k tokens and of all others together, -inf for
-        missing entries.
+        With a teacher's top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
@@ -138,18 +137,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
         Args:
             weight, bias: (V, H) and (V,) or None, the student's `lm_head`.
-            input, teacher_input: (B, T, H) or (N, H), and with H_teacher: hidden states.
-            teacher_weight, teacher_bias: (V or more, H_teacher) and (V or more,) or None. Rows beyond V are ignored,
-                also in the teacher's softmax.
+            input: (B, T, H) or (N, H) hidden states of the student.
+            teacher_weight, teacher_bias, teacher_input: the same of the teacher. Its hidden size may differ; rows
+                beyond V are ignored, also in its softmax.
             target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Tokens with `ignore_index` count in
                 neither loss. None: no hard loss. Labels must be shifted, see `shifted`.
-            teacher_logps: instead of `teacher_input`, which costs one GEMM: (B, T, k) or (N, k) log-probabilities of k
-                tokens in nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1
-                bins: these tokens, and all others together.
+            teacher_logps: instead of `teacher_input`, at no GEMM: (B, T, k) or (N, k) log-probabilities of k tokens in
+                nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1 bins:
+                these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, True at the tokens that count, except those with `ignore_index`.
-            num_items: divides instead of the number of tokens that count: the tokens of all steps that accumulate
-                gradients. A tensor below 1 counts as 1.
+            num_items: divides instead of the number of tokens that count, as in
+                `LigerFusedLinearCrossEntropyLoss.forward`.
 
         Raises:
             ValueError, TypeError: if inputs do not fit together, or the teacher is missing or given twice.

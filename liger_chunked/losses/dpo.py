@@ -58,7 +58,7 @@ F_DIVERGENCES: Mapping[str, _FDivergence] = {
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each."""
+    """The settings that loss types read in addition to `beta`."""
 
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05

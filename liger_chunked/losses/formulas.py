@@ -10,7 +10,7 @@ from torch import Tensor
 
 # A margin is the reward of a pair's chosen sequence minus that of its rejected one.
 
-_LINEAR = 40.0  # above it, `log(1 + exp(x))` is x to the last bit of a float64
+_LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
 def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
@@ -45,7 +45,7 @@ def complement(logps: Tensor) -> Tensor:
     [9.999999717180685e-10, 9.999999960041972e-13]
     """
     logps = logps.clamp(max=-_CERTAIN)
-    # Near 0, exp() rounds to 1. Far from it, the derivative of expm1, `expm1(x) + 1`, rounds to 0.
+    # Near 0, exp() rounds to 1; far from it, the derivative of expm1 rounds to 0.
     return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
 
 
@@ -59,7 +59,7 @@ def log_odds(logps: Tensor) -> Tensor:
     return logps - complement(logps).log()
 
 
-# Divergences of two distributions from their log-probabilities, (n, V) each to (n,), in nats.
+# Functions of the log-probabilities of two distributions, (n, V), in nats.
 
 # Replaces -inf: logaddexp of two of them is finite.
 _LOG_ZERO = -1e4
@@ -87,6 +87,6 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
 
 
 def share_of_mean(losses: Tensor, n: int) -> Tensor:
-    """Return the contribution of these losses to the mean of all `n` losses: `losses.sum() / n`."""
+    """Return `losses.sum() / n`, their share of a mean."""
     # mean() is one launch instead of two.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n

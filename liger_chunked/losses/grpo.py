@@ -21,7 +21,7 @@ from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """The settings of the surrogates; `SURROGATES` lists the readers of each."""
+    """The settings of the surrogates."""
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -160,7 +160,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence, so `vespo` does
     not multiply its cost by the weights. Without `old_logps`, `r` is 1 and has the gradient of `log pi`. Everything
-    else is described by `LigerFusedLinearPolicyBase`.
+    else: see `LigerFusedLinearPolicyBase`.
 
     The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, a mean over tokens that
     gives long completions more weight. `from_loss_type` accepts TRL's names. Named variants:
@@ -183,7 +183,6 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     one GEMM more.
 
     Args:
-        surrogate: a name from the first table.
         epsilon_low, epsilon_high: how far the ratio may be from 1 with `clip`; infinity is no bound. With `cispo`,
             `epsilon_high` is the largest ratio, as in TRL: the papers use about 5.
         delta: upper bound of the ratio for negative advantages with `clip`, above `1 + epsilon_high`.

@@ -1,4 +1,4 @@
-"""Generalised Jensen-Shannon divergence of teacher and student."""
+"""Generalised Jensen-Shannon divergence."""
 
 from __future__ import annotations
 

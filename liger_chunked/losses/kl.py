@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence of teacher and student: forward or reverse, plain or skewed."""
+"""Kullback-Leibler divergence: forward or reverse, plain or skewed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation, and the unpaired APO loss of TRL's KTO trainer."""
+"""Kahneman-Tversky optimisation, and unpaired APO."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpair
 class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), fused.
 
-    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`, the loss of the sequence is
+    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`:
 
     | loss_type | desirable | undesirable | paper |
     |---|---|---|---|
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    As in TRL, `kl` estimates `KL(pi || pi_ref)` by the mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)`
-    over completions `y'` that answer other prompts of the batch. `kto` requires `kl`, or `kl_input`, `kl_target` and
-    their reference; `apo_zero_unpaired` refuses both. TRL averages the estimate over all ranks before it clamps it: to
-    do so, average that of `linear_token_stats` and pass it as `kl`.
+    `kl` estimates `KL(pi || pi_ref)` by the mean, without gradient, of `r` over completions that answer other prompts
+    of the batch. `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both.
+    TRL averages the estimate over all ranks before it clamps it: average that of `linear_token_stats`, and pass it as
+    `kl`.
 
     Args:
-        loss_type: a name from the table.
-        desirable_weight, undesirable_weight: `w_d` and `w_u` above, not negative.
+        desirable_weight, undesirable_weight: `w_d` and `w_u`, not negative.
         beta, average_log_prob, use_ref_model, **options: see `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

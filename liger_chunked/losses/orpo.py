@@ -18,8 +18,8 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    There is no reference. The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes
-    the prompt. In the metrics, `logps` are means over tokens and rewards are `beta` times these, as in TRL.
+    The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes the prompt. In the
+    metrics, `logps` are means over tokens, as in TRL.
 
     Args:
         beta: weight of the odds ratio term, the paper's lambda.

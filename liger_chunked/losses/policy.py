@@ -1,4 +1,4 @@
-"""Base class of the losses on sampled completions and their advantages."""
+"""Base class of the losses on completions and their advantages."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     Args:
         beta: weight of the KL. A positive value requires a reference.
-        reduction: a name from the table.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the geometric mean over a sequence's tokens (GSPO,
             https://arxiv.org/abs/2507.18071); "trajectory", their product.
         max_completion_length: in tokens, for `dr_grpo` only.
@@ -250,8 +249,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
         Args:
             weight, bias: (V, H) and (V,) or None, the `lm_head`.
-            input: (B, T, H) hidden states.
-            target: (B, T), as in `LigerFusedLinearPreferenceBase.forward`.
+            input, target: (B, T, H) hidden states and (B, T) token ids, as in `LigerFusedLinearPreferenceBase.forward`.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) log-probabilities in nats of the policy that sampled (None on-policy), and of

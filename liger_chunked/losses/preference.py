@@ -1,4 +1,4 @@
-"""Base class of the losses on pairs of a chosen and a rejected sequence."""
+"""Base class of the losses on pairs."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the rewards for these log-ratios, in the same shape, as the metrics report them."""
+        """Return the rewards for these log-ratios, in the same shape."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
@@ -306,7 +306,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     def _ref_logps(
         self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
-        """Return the reference's log-probabilities, (n, 2) in float64; zeros without a reference."""
+        """Return log-probabilities (n, 2) in float64; zeros without a reference."""
         ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
             return without_reference(self, sequences.lengths)

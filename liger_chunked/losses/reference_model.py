@@ -33,9 +33,8 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
 
-    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is True to
-    require a reference, False to refuse one, None to use it if given. Messages call the arguments `{infix}target`,
-    `ref_{infix}input` and `ref_{infix}logps`.
+    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is as
+    `use_ref_model`. Messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -89,7 +88,7 @@ def reference_logps(
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:
-    """Return log-probabilities of 0 in the shape of `lengths`; warn once if the loss's formula has a reference."""
+    """Return zeros in the shape of `lengths`; warn once if the loss's formula has a reference."""
     if loss._expects_reference:
         warn_reference_free(loss)
     return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)

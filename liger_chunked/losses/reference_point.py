@@ -1,4 +1,4 @@
-"""The reference point of unpaired losses: a given number, or KTO's estimate of a KL."""
+"""The reference point of unpaired losses, and KTO's estimate of it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def mismatched_kl(
 ) -> Tensor:
     """Return KTO's estimate of `KL(pi || pi_ref)`, a float64 tensor () without gradient; zero without completions.
 
-        max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
-
-    It costs one GEMM, and one of the reference's size for its hidden states.
+    max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
     """
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
@@ -93,10 +91,7 @@ def reference_point(
     mismatched: Mismatched,
     average_log_prob: bool,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient.
-
-    Raises ValueError if a reference point is missing, given twice, or not read by the loss.
-    """
+    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
     refused = [name for other, names in given.items() if other != kind for name in names]

@@ -14,12 +14,12 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() turns the sum's rounding error into a relative error of the ratio."""
+    """Sum in float64: exp() turns its error into a relative error."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 class _Level(NamedTuple):
-    log_ratio: Callable[[Tensor, Tensor], Tensor]  # reads (n, T) of tokens and lengths (n, 1)
+    log_ratio: Callable[[Tensor, Tensor], Tensor]  # reads tokens (n, T) and lengths (n, 1)
     mixes_tokens: bool
 
 
@@ -31,7 +31,7 @@ IMPORTANCE_LEVELS: Mapping[str, _Level] = {
 
 
 def rows(values: Tensor) -> Tensor:
-    """Return tokens (m,) or sequences (n, 1, T) of the dense layout as the (n, T) of `Rollouts`."""
+    """Return (m,) or (n, 1, T) of the dense layout as the (n, T) of `Rollouts`."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
@@ -63,7 +63,7 @@ class Arrangement:
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (B, T) or (B, 1) as (n, T) or (n, 1)."""
+        """Return (B, T) as (n, T), (B, 1) as (n, 1)."""
         if self.layout.group_lengths is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)

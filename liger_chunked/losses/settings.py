@@ -67,7 +67,7 @@ def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the number of tokens to divide by, checked: a number, or a tensor () on the device of `like`."""
+    """Return the number of tokens to divide by, a number or a tensor () on the device of `like`."""
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")

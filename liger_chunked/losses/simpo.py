@@ -17,23 +17,20 @@ _LOSS_TYPES = ("sigmoid", "hinge")
 class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
 
-    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats and without
-    a reference, the loss of a pair is
+    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats:
 
     | loss_type | loss |
     |---|---|
     | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
     | `hinge` | `max(0, 1 - m)` |
 
-    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. In the metrics, `logps` are means over tokens and rewards
-    are `beta` times these.
+    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. In the metrics, `logps` are means over tokens.
 
     Args:
         beta: scale of the rewards.
         gamma: the margin itself, TRL's `simpo_gamma`, not its ratio to beta.
         alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
-        label_smoothing: `eps` above; refused with "hinge".
-        loss_type: a name from the table.
+        label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Total variation distance of teacher and student."""
+"""Total variation distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of the losses on sequences that are labelled individually, desirable or not."""
+"""Base class of the losses on labelled sequences."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
-        Arguments that are not listed are those of `LigerFusedLinearPreferenceBase.forward`, for n sequences.
+        Other arguments are those of `LigerFusedLinearPreferenceBase.forward`, for n sequences.
 
         Args:
             preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence.
