@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import Group, Layout, StatsLoss, Teacher, TopK, linear_token_stats
+from liger_chunked.engine import Group, Layout, StatsLoss, TopK, linear_token_stats
 from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.dry_run import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
 from liger_chunked.engine.gradients import Needs
@@ -229,7 +229,7 @@ def _route(
     top_k: tuple[Tensor, Tensor] | None,
 ) -> Route:
     if teacher is not None:
-        return loss._route(head, layout, Teacher(teacher.head, teacher.input, loss.teacher_options), None, None)
+        return loss._route_of_logits()
     assert top_k is not None
     logps, ids = (layout.input_rows(x, slice(0, layout.n_valid)) for x in top_k)
     return TopK(loss.divergence, loss.options, logps, ids)

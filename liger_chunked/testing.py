@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Layout
 from liger_chunked.engine.batch import Chunk
 from liger_chunked.losses import (
@@ -30,7 +31,6 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.reference.token_stats import logits, token_stats
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use

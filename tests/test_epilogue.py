@@ -19,8 +19,8 @@ from liger_chunked import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearPreferenceBase,
     LogitOptions,
+    eager,
     estimate_memory,
-    reference,
 )
 from liger_chunked.engine import epilogue, gradients, head, step
 from liger_chunked.engine import plan as cut
@@ -117,7 +117,7 @@ def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: st
 
 def cross_entropy(batch: Batch, settings: dict, ours: bool) -> Tensor:
     if not ours:
-        return reference.cross_entropy(**batch, **settings)
+        return eager.cross_entropy(**batch, **settings)
     return LigerFusedLinearCrossEntropyLoss(**settings, logits_budget=BUDGET)(**batch)
 
 
@@ -201,7 +201,7 @@ def test_dpo(device, passes):
     budget = 20 * VOCAB * 2  # one pair with 16 valid tokens
     assert_error_is_that_of_eager_code(
         lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
-        lambda batch: reference.dpo(**batch)[0],
+        lambda batch: eager.dpo(**batch)[0],
         batch,
         device=device,
     )
@@ -219,13 +219,13 @@ def test_grpo(entropy_coef, device, passes):
     ours = LigerFusedLinearGRPOLoss(logits_budget=BUDGET, entropy_coef=entropy_coef)
     assert_error_is_that_of_eager_code(
         lambda batch: ours(**batch)[0],
-        lambda batch: reference.grpo(**batch, entropy_coef=entropy_coef)[0],
+        lambda batch: eager.grpo(**batch, entropy_coef=entropy_coef)[0],
         *batches,
         device=device,
     )
     assert bool(passes) == (not entropy_coef)
     batch = moved(batches[0], torch.bfloat16, device)
-    exact, metrics = reference.grpo(**batch, entropy_coef=entropy_coef)[1], ours(**batch)[1]
+    exact, metrics = eager.grpo(**batch, entropy_coef=entropy_coef)[1], ours(**batch)[1]
     assert float(metrics.entropy) == pytest.approx(float(exact["entropy"]), rel=2**-8)
 
 
@@ -239,7 +239,7 @@ class Shifted(LigerFusedLinearPreferenceBase):
 @pytest.mark.triton
 def test_a_gradient_must_be_declared(device, passes):
     def oracle(batch):
-        stats = reference.token_stats(**batch, outputs=("logps", "mean_logits"))
+        stats = eager.token_stats(**batch, outputs=("logps", "mean_logits"))
         return (stats["mean_logits"] - stats["logps"]).sum() / 2
 
     loss = Shifted(logits_budget=20 * VOCAB * 2, use_ref_model=False)

@@ -12,7 +12,7 @@ from table import PARAMETERS, ROWS, SMALL, Sizes, evaluate, moved, n_valid, pair
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_token_stats, reference
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, eager, linear_token_stats
 from liger_chunked.engine import step
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -226,7 +226,7 @@ def test_random_upstream_of_every_statistic(budget, device):
         return (torch.stack([getattr(stats, name) for name in outputs]) * upstream).sum()
 
     def oracle(batch):
-        stats = reference.token_stats(**batch, outputs=outputs)
+        stats = eager.token_stats(**batch, outputs=outputs)
         return (torch.stack([stats[name] for name in outputs]) * upstream).sum()
 
     assert_same(evaluate(ours, batch), evaluate(oracle, batch))
@@ -236,7 +236,7 @@ def test_every_statistic_by_value(device):
     batch = moved(tokens(SMALL, seed=7), device=device)
     outputs = ("logps", "lse", "entropy", "mean_logits", "argmax", "is_top1", "log_sum_sq_probs")
     ours = linear_token_stats(**batch, outputs=outputs, softcap=3.0, logits_budget=8 * 40)
-    exact = reference.token_stats(**batch, outputs=outputs, softcap=3.0)
+    exact = eager.token_stats(**batch, outputs=outputs, softcap=3.0)
     for name in outputs:
         torch.testing.assert_close(getattr(ours, name), exact[name], rtol=EXACT, atol=EXACT, msg=name)
     assert [name for name in outputs if getattr(ours, name).requires_grad] == []
@@ -372,10 +372,10 @@ def test_gradient_near_certainty_in_bfloat16(probability, device):
     def ours(batch):
         return LigerFusedLinearCrossEntropyLoss()(**batch)
 
-    exact = evaluate(lambda batch: reference.cross_entropy(**batch), moved(batch, torch.float64))
-    eager = evaluate(lambda batch: reference.cross_entropy(**batch), batch)
+    exact = evaluate(lambda batch: eager.cross_entropy(**batch), moved(batch, torch.float64))
+    naive = evaluate(lambda batch: eager.cross_entropy(**batch), batch)
     for name, value in evaluate(ours, batch).items():
-        bound = max(1.1 * relative_error(eager[name], exact[name]), torch.finfo(value.dtype).eps)
+        bound = max(1.1 * relative_error(naive[name], exact[name]), torch.finfo(value.dtype).eps)
         assert relative_error(value, exact[name]) <= bound, name
 
 
@@ -468,7 +468,7 @@ def test_one_long_pair_within_a_budget():
     batch = pairs(sizes, seed=0)
     assert n_valid(batch) == 201
     loss, metrics = LigerFusedLinearDPOLoss(logits_budget=8 * 10 * 101)(**batch)
-    exact, expected = reference.dpo(**batch)
+    exact, expected = eager.dpo(**batch)
     torch.testing.assert_close(loss, exact, rtol=EXACT, atol=0)
     for name, value in metrics._asdict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0, msg=name)
@@ -500,7 +500,7 @@ def test_chosen_equal_to_rejected(row):
 def test_dpo_metrics(settings, device):
     batch = moved(pairs(SMALL, seed=0), device=device)
     _, ours = LigerFusedLinearDPOLoss(**settings)(**batch)
-    _, exact = reference.dpo(**batch, **{name: x for name, x in settings.items() if name != "logits_budget"})
+    _, exact = eager.dpo(**batch, **{name: x for name, x in settings.items() if name != "logits_budget"})
     assert set(ours._fields) == set(exact) - {"reward_accuracies", "reward_margins"}
     for name, expected in exact.items():
         value = getattr(ours, name)
@@ -532,9 +532,9 @@ def test_cross_entropy_metrics(reduction, device):
         logits_budget=SEVERAL_CHUNKS,
     )
     loss, metrics = module(**batch)
-    exact = reference.cross_entropy(**batch, reduction=reduction, lse_square_scale=0.1)
-    plain = reference.cross_entropy(**batch, reduction=reduction)
-    stats = reference.token_stats(**batch, outputs=("argmax", "is_top1"))
+    exact = eager.cross_entropy(**batch, reduction=reduction, lse_square_scale=0.1)
+    plain = eager.cross_entropy(**batch, reduction=reduction)
+    stats = eager.token_stats(**batch, outputs=("argmax", "is_top1"))
     torch.testing.assert_close(loss, exact, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(metrics.z_loss, exact - plain, rtol=1e-9, atol=EXACT)
     assert torch.equal(metrics.predicted_tokens, stats["argmax"])

@@ -31,7 +31,7 @@ from liger_chunked import (
 )
 from liger_chunked.engine import plan
 from liger_chunked.losses import cpo, dpo, kto
-from liger_chunked.losses.surrogates import SurrogateSettings
+from liger_chunked.losses.grpo import SurrogateSettings
 
 # Changed after construction
 

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from liger_chunked import losses
 from liger_chunked.compat.unsupported import refuse
-from liger_chunked.losses.grpo import LOSS_TYPES
-from liger_chunked.losses.margin import logistic
-from liger_chunked.losses.probability import log_odds
-from liger_chunked.losses.reductions import REDUCTIONS
-from liger_chunked.losses.surrogates import SURROGATES
+from liger_chunked.losses.formulas import log_odds, logistic
+from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.types import PreferenceMetrics, UnpairedPreferenceMetrics, shown
 
 __all__ = [

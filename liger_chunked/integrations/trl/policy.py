@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_chunked.integrations.trl.base import LigerTrainerMixin, Step, fitted, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
-from liger_chunked.losses.reductions import REDUCTIONS
+from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.types import LogitOptions
 
 # TRL's names of the metrics, and ours.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.base import LigerTrainerMixin, ReferenceMixin, Step, head_stats, loss_step
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.reference import warn_reference_free
+from liger_chunked.losses.reference_model import warn_reference_free
 from liger_chunked.types import Head
 
 

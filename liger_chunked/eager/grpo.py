@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 SURROGATES = ("clip", "reinforce", "cispo", "sapo", "vespo")
 REDUCTIONS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
@@ -28,8 +28,7 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
 
 
 def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
-    """Return PPO's minimum by the sign of the advantage: the ratio is at most `high` for positive advantages, and at
-    least `low` for others; `delta` is an upper bound for both."""
+    """Return PPO's minimum: the ratio is at most `high` for positive advantages, and at least `low` for others."""
     most = math.inf if delta is None else delta
     good = ratio.clamp(max=min(high, most))
     bad = ratio.clamp(low, max(high, most))
@@ -37,7 +36,7 @@ def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, del
 
 
 def _gamma_weight(log_w: float, k: float, rate: float) -> float:
-    """Return VESPO's weight: a gamma density at `w` over the density at 1, with TRL's clamps."""
+    """Return VESPO's `phi(w)`, with TRL's clamps."""
     log_w = min(max(log_w, math.log(1e-8)), 20.0)
     w = math.exp(log_w)
     return math.exp(k * log_w + rate * (1 - w))
@@ -88,7 +87,7 @@ def grpo(
         reinforce   -r A
         cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
         sapo        -4 / tau sigmoid(tau (r - 1)) A
-        vespo       -phi A log pi(y), no gradient through phi
+        vespo       -phi A log pi(y), no gradient through phi, which includes w
 
         grpo        denominator B |y|
         bnpo        the tokens of the batch
@@ -96,30 +95,8 @@ def grpo(
         dr_grpo     B max_completion_length
         luspo       B
 
-    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction.
-
-    Args:
-        weight, bias: (V, H), (V,), the head of the policy.
-        input: (B, T, H).
-        target: (B, T) token ids, or `ignore_index`.
-        advantages: (B,), (B, 1) or (B, T).
-        attention_mask: (B, T), zero at tokens to ignore.
-        old_logps, ref_logps: (B, T), in nats.
-        ref_input, ref_weight, ref_bias: (B, T, H_ref), (V, H_ref), (V,), instead of `ref_logps`.
-        importance_weights: (B,), (B, 1) or (B, T), `w`; VESPO includes them in `phi` instead.
-        num_items: see above.
-        beta, surrogate, reduction, importance_level, epsilon_low, epsilon_high, delta: see the formulas.
-        max_completion_length, use_bias_correction_kl, entropy_coef: see the formulas.
-        top_entropy_quantile: restrict cost and bonus to this share of the tokens, those with the highest entropy.
-        sapo_temperature_pos, sapo_temperature_neg: tau for `A > 0`, and otherwise.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: parameters of phi for `A >= 0`, and otherwise.
-        ignore_index: see above.
-        softcap, logit_scale, temperature: logit transform of the policy and of the reference.
-
-    Returns:
-        The loss, and detached metrics, None if they do not apply: `entropy`, `kl` (means over tokens),
-        `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (shares of the tokens, or of the sequences if each has one
-        ratio).
+    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. The
+    metrics are detached, and None if they do not apply.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import logits
+from liger_chunked.eager.token_stats import logits
 
 
 def cross_entropy(
@@ -32,22 +32,12 @@ def cross_entropy(
     """Return `F.cross_entropy` on full logits `z`, plus `lse_square_scale * logsumexp(z) ** 2` and the options below.
 
     Args:
-        weight: (V, H).
-        input: (..., H).
-        target: (...) token ids, or `ignore_index`.
-        bias: (V,) or None.
-        num_items: divides the sum, instead of this batch's number of tokens or sum of class weights.
         ignore_index, reduction, label_smoothing: as in `F.cross_entropy`; "mean" without valid tokens is NaN.
-        lse_square_scale: weight of the z-loss, which is averaged over the valid tokens.
-        ce_weight: (V,) class weights, or None.
-        token_weights: weights of the tokens, in the shape of `target`; "mean" divides by their sum.
+        num_items: divides the sum, instead of this batch's number of tokens or sum of class weights.
+        token_weights: in the shape of `target`; "mean" divides by their sum.
         focal_gamma: `-(1 - p_y) ** gamma * log p_y`.
         dft: `-p_y * log p_y`, without a gradient through the factor.
-        entropy_weight: adds `- entropy_weight * H(softmax(z))`, averaged like the z-loss.
-        softcap, logit_scale, temperature: see `logits`.
-
-    Returns:
-        A scalar, or with `reduction="none"` a tensor in the shape of `target`.
+        entropy_weight: adds `-entropy_weight * H(softmax(z))`, averaged like the z-loss over the valid tokens.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(3, 4), torch.tensor([1, -100, 3])
     >>> per_token = cross_entropy(weight, input, target, reduction="none")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 LOSS_TYPES = (
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
@@ -18,7 +18,7 @@ LOSS_TYPES = (
 
 
 class _Pair(NamedTuple):
-    """One pair: scalar log-probabilities in nats, the number of tokens of each sequence, and its weight."""
+    """One pair: log-probabilities () in nats, lengths in tokens, and its weight."""
 
     chosen: Tensor
     rejected: Tensor
@@ -52,7 +52,7 @@ class _Divergence(NamedTuple):
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
     """Return `-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
-    # Not F.binary_cross_entropy_with_logits: its gradient sigmoid(x) - q cancels if the loss is small.
+    # The gradient sigmoid(x) - q of F.binary_cross_entropy_with_logits cancels if the loss is small.
     return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 
@@ -64,7 +64,7 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
     reward_chosen, reward_rejected = beta * chosen, beta * rejected
     margin = reward_chosen - reward_rejected
     match loss_type:
-        case "sigmoid":  # Bradley-Terry: p(chosen > rejected) = sigmoid(margin), flipped with probability eps
+        case "sigmoid":  # Bradley-Terry, flipped with probability eps
             return _logistic(margin, 1 - epsilon)
         case "sigmoid_norm":
             return _logistic(beta * per_token, 1.0)
@@ -76,14 +76,14 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
             log_q = torch.stack([reward_chosen, reward_rejected]).log_softmax(0)
             log_p = log_q.new_tensor([1 - epsilon, epsilon]).log()
             return (log_q.exp() * (log_q - log_p)).sum()
-        case "nca_pair":  # the chosen answer is data, and each of the two is noise with probability 1/2
+        case "nca_pair":
             return _logistic(reward_chosen, 1.0) + (_logistic(reward_chosen, 0.0) + _logistic(reward_rejected, 0.0)) / 2
-        case "robust":  # equation 10: unbiased if labels are flipped with probability eps
+        case "robust":  # equation 10
             clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
             return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
         case "bco_pair":  # classifies answers as good or bad
             return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
-        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0: log-ratios of 1/2 and -1/2 over beta
+        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0
             return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
         case "apo_zero":  # equation 7
             return 1 - torch.sigmoid(reward_chosen) + torch.sigmoid(reward_rejected)
@@ -145,29 +145,17 @@ def dpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean over pairs of the losses of `loss_type`, plus `alpha` times the NLL of the chosen tokens.
+    """Return the mean over pairs of `loss_type`, plus `alpha` times the NLL of the chosen tokens, and detached metrics.
 
     `log pi(y|x)` is the sum of a sequence's token log-probabilities, or their mean with `average_log_prob`. Without a
-    reference, `log pi_ref` is 0. A pair without tokens adds 0 to the sum, but counts in the mean.
+    reference, `log pi_ref` is 0. A pair without tokens adds 0, but counts in the mean. `loss_type` is one of
+    `LOSS_TYPES`, or several, added with `loss_weights`. `beta`, `label_smoothing` and `discopop_tau` are beta, eps and
+    tau of the formulas.
 
     Args:
-        weight, bias: (V, H), (V,), the head of the policy.
-        input: (2 n, T, H), chosen sequences, then rejected ones.
-        target: (2 n, T) token ids, or `ignore_index`.
-        ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,), the reference model.
-        ref_logps: instead of the reference, its token (2 n, T) or sequence (2 n,) log-probabilities.
-        beta, label_smoothing, discopop_tau: beta, eps and tau of the formulas.
-        loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
-        compute_nll_loss, alpha: add the NLL, in nats per chosen token of the batch, times `alpha`.
-        average_log_prob, ignore_index: see above.
         f_divergence_type, f_alpha_divergence_coef: replace `log(pi / pi_ref)` by `f'(pi / pi_ref)` (f-DPO).
-        ld_alpha: weight in `log pi` of tokens past the length of the pair's other sequence (LD-DPO).
+        ld_alpha: weight of tokens past the length of the pair's other sequence (LD-DPO).
         use_weighting: weight pairs by how likely the policy is to write them (WPO).
-        softcap, logit_scale, temperature: logit transform of the policy and of the reference.
-
-    Returns:
-        The loss, and detached metrics: `chosen_logps`, `rejected_logps`, `chosen_rewards`, `rejected_rewards`,
-        `reward_accuracies`, `reward_margins` (n,), `chosen_logits_mean`, `rejected_logits_mean`, `nll_loss` ().
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -196,7 +184,7 @@ def dpo(
 
     n = target.shape[0] // 2
     weights = torch.ones_like(logps)
-    if use_weighting:  # equation 2: divides by the probability that two samples of the policy agree
+    if use_weighting:  # equation 2
         weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
     pairs = [
         _Pair(

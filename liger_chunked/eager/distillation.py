@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import logits
+from liger_chunked.eager.token_stats import logits
 
 DIVERGENCES = ("kl", "reverse_kl", "skew_kl", "skew_reverse_kl", "jsd", "tvd", "cosine", "squared_error")
 
@@ -29,7 +29,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
         squared_error    1/V sum (z - t) ** 2
         cosine           1 - z.t / (|z| |t|)
 
-    With a parameter of 0, jsd is kl; with a parameter of 1, it is reverse_kl.
+    With a parameter of 0, jsd is kl; with 1, reverse_kl.
 
     >>> z, t = torch.randn(3, 7), torch.randn(3, 7)
     >>> bool(torch.allclose(divergence("jsd", z, t), divergence("jsd", t, z)))
@@ -61,7 +61,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
 
 
 def _bins(log_p: Tensor, ids: Tensor, present: Tensor) -> Tensor:
-    """Map log-probabilities (..., V) to one bin per present token of `ids`, and one bin for all other tokens."""
+    """Return log-probabilities (..., V) as one bin per present token of `ids`, and one for all other tokens."""
     chosen = torch.zeros_like(log_p, dtype=torch.int).scatter_add(-1, ids, present.int()) > 0
     others = log_p.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids).masked_fill(~present, -torch.inf), others], -1)
@@ -92,21 +92,10 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `weight_soft_loss` times a divergence at the temperature, plus `weight_hard_loss` times the NLL at 1.
+    """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
 
-    Args:
-        weight, bias: (V, H), (V,), the head of the student.
-        input: (..., H).
-        teacher_weight, teacher_input, teacher_bias: (V or more, H_t), (..., H_t), (V or more,); rows beyond V are cut.
-        target: (...) token ids or `ignore_index`, or None.
-        teacher_logps, teacher_ids: (..., k) top-k instead of hidden states; the rest of the probability is one bin.
-        mask: (...) True at tokens that count, or None.
-        num_items: divides the sums, instead of the number of tokens that count.
-        name, parameter: see `divergence`.
-        softcap, logit_scale, temperature: see `logits`; the teacher's default to the student's.
-
-    Returns:
-        The loss, and detached metrics: `soft_loss` and `hard_loss` ().
+    `name` and `parameter` select the `divergence`. Rows of the teacher beyond V are cut; with a top-k, the rest of the
+    probability is one bin. The teacher's transform defaults to the student's.
 
     >>> weight, input, teacher = torch.randn(11, 4), torch.randn(3, 4), torch.randn(11, 4)
     >>> loss, metrics = distillation(weight, input, weight, input)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 
 def _logps(
@@ -42,7 +42,7 @@ def _reference(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor | float:
-    """Return the reference's log-probabilities (n,) from any of its inputs; 0 without a reference."""
+    """Return the reference's log-probabilities (n,); 0 without a reference."""
     if input is not None and weight is not None:
         return _logps(weight, input, target, bias, average, ignore_index, **transform)
     if given is None:
@@ -86,23 +86,8 @@ def kto(
         v = lambda_d sigmoid(beta (r - z))      desirable
         v = lambda_u sigmoid(beta (z - r))      undesirable
 
-    `z` is the KL between policy and reference, clamped at 0: either given, or the mean log-ratio of mismatched
-    completions. For "apo_zero_unpaired" it is 0.
-
-    Args:
-        weight, bias: (V, H), (V,) or None, the head of the policy.
-        input: (n, T, H).
-        target: (n, T) token ids, or `ignore_index`.
-        preference_labels: (n,) True for desirable.
-        ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,), the reference model.
-        ref_logps: instead of the reference, its token (n, T) or sequence (n,) log-probabilities.
-        kl: the KL.
-        kl_input, kl_target: (m, T', H), (m, T'), the mismatched completions that replace `kl`.
-        ref_kl_input: (m, T', H_ref), their reference hidden states; or `ref_kl_logps`, (m, T') or (m,).
-        example_weights: (n,) factors of the losses.
-        beta, loss_type, desirable_weight, undesirable_weight: see above; the weights are the lambdas.
-        average_log_prob: use log-ratios per token.
-        ignore_index, transform: see `token_stats`.
+    The lambdas are `desirable_weight` and `undesirable_weight`. `z` is the KL between policy and reference, clamped at
+    0: `kl`, or the mean log-ratio of the completions `kl_input`, `kl_target`; 0 for "apo_zero_unpaired".
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> kto(weight, input, target, torch.tensor([True, False]), kl=0.5).shape
@@ -152,13 +137,6 @@ def bco(
     **transform: Any,
 ) -> Tensor:
     """Return the mean cross entropy over sequences of a classifier whose logit is the reward minus `delta`.
-
-    Args:
-        preference_labels: (n,) True for desirable, the classes.
-        delta: the reward shift.
-        beta: factor of the rewards.
-
-    The other arguments are those of `kto`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape

@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference model, from any of the forms in which a caller may give it."""
+"""The reference model of a loss, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, check_projection, token_stats
-from liger_chunked.types import Head, LogitOptions, accumulation_dtype
+from liger_chunked.engine import Layout, StatsLoss, check_projection, token_stats
+from liger_chunked.types import Head, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """A reference model: hidden states and head, or log-probabilities, or all None for no reference."""
+    """The caller's `ref_input`, `ref_weight`, `ref_bias` and `ref_logps`; all None for no reference."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -23,35 +23,18 @@ class Reference(NamedTuple):
 
 def reference_logps(
     reference: Reference,
-    weight: Tensor,
+    loss: StatsLoss,
+    head: Head,
     target: Tensor,
     layout: Layout,
-    options: LogitOptions,
     *,
-    loss: str,
     required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
-    """Return the reference's log-probabilities, detached, or None without a reference.
+    """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
 
-    Hidden states cost one GEMM over the valid tokens, within the logits budget.
-
-    Args:
-        reference: the caller's reference.
-        weight: (V, H) of the policy's head, for its vocabulary and precision.
-        target: (n, T), in `layout`.
-        options: transform, budget, and `ignore_index`.
-        loss: name of the loss, for messages.
-        required: True requires a reference, False refuses one, None uses it if given.
-        infix: messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
-
-    Returns:
-        The dense layout: one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are per
-            sequence.
-
-    Raises:
-        ValueError: if a reference is missing, incomplete, given twice, refused, or does not fit.
-        TypeError: if dtypes do not fit.
+    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is as
+    `use_ref_model`. Messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -65,25 +48,26 @@ def reference_logps(
         )
     if required is False and (given or ref_logps is not None):
         refused = ", ".join(given or [logps_name])
-        raise ValueError(f"{loss} with use_ref_model=False takes no reference, got {refused}")
+        raise ValueError(f"{type(loss).__name__} with use_ref_model=False takes no reference, got {refused}")
     if required and not given and ref_logps is None:
-        raise ValueError(f"{loss} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
+        raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
-        head = Head(ref_weight, ref_bias)
-        check_projection(head, ref_input, "ref_", f"{infix}input")
+        ref_head = Head(ref_weight, ref_bias)
+        check_projection(ref_head, ref_input, "ref_", f"{infix}input")
         if ref_input.shape[:-1] != target.shape:
             raise ValueError(
                 f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
                 f"got {tuple(ref_input.shape)}"
             )
-        if ref_weight.shape[0] != weight.shape[0]:
+        if ref_weight.shape[0] != head.weight.shape[0]:
             raise ValueError(
-                f"ref_weight must have the vocabulary of weight, {weight.shape[0]} rows, got {tuple(ref_weight.shape)}"
+                f"ref_weight must have the vocabulary of weight, {head.weight.shape[0]} rows, "
+                f"got {tuple(ref_weight.shape)}"
             )
         _check_device(input_name, ref_input, target_name, target)
         with torch.no_grad():
-            return token_stats(head, ref_input, layout, ("logps",), options).logps
+            return token_stats(ref_head, ref_input, layout, ("logps",), loss.options).logps
     if ref_logps is None:
         return None
     if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
@@ -94,17 +78,24 @@ def reference_logps(
         )
     _check_device(logps_name, ref_logps, target_name, target)
     per_token = ref_logps.shape == target.shape
-    dtype = accumulation_dtype(weight.dtype)
+    dtype = accumulation_dtype(head.weight.dtype)
     if not per_token:
-        # Keep float64: sums of thousands of nats leave float32 few digits for a difference.
+        # Keep float64: a difference of large sums has few digits in float32.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = layout.arrange(ref_logps.detach().to(dtype))
     # Padding may hold any value, NaN included.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 
 
+def without_reference(loss: Any, lengths: Tensor) -> Tensor:
+    """Return zeros in the shape of `lengths`; warn once if the loss's formula has a reference."""
+    if loss._expects_reference:
+        warn_reference_free(loss)
+    return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)
+
+
 def warn_reference_free(loss: Any) -> None:
-    """Warn once if this loss got no reference, unless `use_ref_model=False`."""
+    """Warn once that this loss got no reference, unless `use_ref_model=False`."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__

@@ -1,4 +1,4 @@
-"""Argument checks shared by the losses."""
+"""Checks of the settings of losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Check that a value is a finite number in [minimum, maximum]; raise TypeError or ValueError otherwise."""
+    """Raise TypeError or ValueError if a setting is not a finite number in [minimum, maximum]."""
     check_number(name, value, optional=optional)
     if value is None:
         return
@@ -33,7 +33,7 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Check that a value is a finite number above 0; raise TypeError or ValueError otherwise."""
+    """Raise TypeError or ValueError if a setting is not a finite number above 0."""
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
@@ -44,18 +44,14 @@ class Reader(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields of the settings that this row reads."""
+        """The settings that this row reads."""
         ...
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise ValueError if a setting is not at its default but nothing reads it: the caller expects an effect.
+    """Raise ValueError if a setting is not at its default but nothing reads it.
 
-    Args:
-        settings: a dataclass whose fields have defaults.
-        reads: the fields that are read.
-        by: name of the reader, for the message.
-        table: all possible readers; fields that none of them reads are not checked.
+    `by` reads the fields `reads` of the dataclass. Fields that no row of `table` reads are not checked.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -65,25 +61,19 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError if the class attribute `scope` is not in `known`; a subclass may have misspelled it."""
+    """Raise ValueError if the attribute `scope` of a loss is not in `known`."""
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the number of tokens to divide by, as a number or as a tensor () on the device of `like`.
-
-    A tensor below 1 counts as 1. It is clamped, not checked, because reading its value would wait for the device.
-
-    Raises:
-        TypeError: if it is neither a number nor a tensor.
-        ValueError: if a number is not finite and positive, or a tensor has several elements or requires grad.
-    """
+    """Return the number of tokens to divide by, a number or a tensor () on the device of `like`."""
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
         if num_items.requires_grad:
             raise ValueError("num_items gets no gradient: detach it")
+        # Reading the value, to check it, would wait for the device.
         return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
     check_positive("num_items", num_items)
     return num_items

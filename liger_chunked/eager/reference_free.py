@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_chunked.reference.token_stats import token_stats
+from liger_chunked.eager.token_stats import token_stats
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
@@ -23,7 +23,7 @@ def _sequences(
     ignore_index: int,
     transform: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, 2) of chosen and rejected sequences, whether a pair has tokens (n,), the NLL ()."""
+    """Return log-probabilities (n, 2) of sequences, which pairs have tokens (n,), and the NLL ()."""
     n = target.shape[0] // 2
     in_sequence = target != ignore_index
     in_nll = in_sequence if nll_target is None else nll_target != ignore_index
@@ -37,7 +37,7 @@ def _sequences(
 
 
 def _logistic(logits: Tensor, epsilon: float) -> Tensor:
-    # Not F.binary_cross_entropy_with_logits: its gradient sigmoid(x) - 1 cancels if the loss is small.
+    # The gradient sigmoid(x) - 1 of F.binary_cross_entropy_with_logits cancels if the loss is small.
     return -((1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits))
 
 
@@ -55,14 +55,6 @@ def orpo(
     """Return `nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, averaged over pairs.
 
     `odds = P / (1 - P)`, where `P` is the geometric mean of a sequence's probabilities, at most `1 - 1e-12`.
-
-    Args:
-        weight, bias: (V, H), (V,) or None.
-        input: (2 n, T, H), chosen sequences, then rejected ones.
-        target: (2 n, T) token ids, or `ignore_index`.
-        nll_target: (2 n, T) tokens of the NLL, if they differ from `target`.
-        beta: weight of the odds ratio.
-        ignore_index, transform: see `token_stats`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> orpo(weight, input, target).shape
@@ -93,12 +85,7 @@ def cpo(
 ) -> Tensor:
     """Return the mean over pairs of the `loss_type`, plus `cpo_alpha` times the NLL of the chosen tokens.
 
-    Args:
-        weight, input, target, bias, nll_target, ignore_index, transform: see `orpo`.
-        beta, label_smoothing, simpo_gamma: parameters of the loss types.
-        cpo_alpha: weight of the NLL.
-        loss_type: one of `CPO_LOSS_TYPES`.
-        alphapo_alpha: AlphaPO's alpha. If not 0, it replaces `log p` by `(1 - p ** -alpha) / alpha`.
+    An `alphapo_alpha` other than 0 replaces `log p` by `(1 - p ** -alpha) / alpha`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
@@ -140,12 +127,7 @@ def simpo(
 ) -> Tensor:
     """Return SimPO's equation 6, the mean of `-log sigmoid(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma)`.
 
-    Args:
-        weight, input, target, bias, nll_target, ignore_index, transform: see `orpo`.
-        beta, gamma: see the formula.
-        alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens.
-        label_smoothing: probability that a label is flipped.
-        loss_type: "sigmoid", or "hinge" for `max(0, 1 - x)` instead of `-log sigmoid(x)`.
+    With "hinge" it is `max(0, 1 - x)` of the same `x`. `compute_nll_loss` adds `alpha` times the NLL.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> simpo(weight, input, target).shape
