@@ -6,11 +6,18 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test lint demo bench bench-models figures gpu clean
+.PHONY: test test-all lint demo bench bench-models figures gpu clean
+
+# Neighbouring tests share models, imports and results: worksteal keeps them in one process.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto -m "not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m "triton and not gpu" tests
+	$(PYTEST) -m "not gpu" $(TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not gpu" $(TESTS) tests
+
+# Every combination of parameters: about three times as long.
+test-all:
+	$(MAKE) test TESTS=--exhaustive
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -23,7 +30,7 @@ demo: $(VENV)/.demo
 
 # On a machine with a GPU, in whatever environment is active.
 gpu:
-	$(PYTHON) -m pytest -m gpu -p no:benchmark
+	$(PYTHON) -m pytest -m gpu --exhaustive -p no:benchmark
 
 # BENCH="--only ours" measures without the peers.
 bench:

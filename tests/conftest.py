@@ -3,12 +3,16 @@
 python -m pytest -n 2                               the suite, on the CPU
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
+
+Each of them leaves out tests marked `exhaustive`, and most combinations of the parameters of a test marked `sampled`
+(see `mark_exhaustive`). With `--exhaustive` they run too.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 # Deterministic mode requires this setting before cuBLAS starts.
@@ -16,9 +20,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from fresh_process import FreshProcesses
 
 from liger_chunked.engine import step
 from liger_chunked.kernels import backend
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,12 +38,59 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in .*:RuntimeWarning")
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
+    config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
+    config.addinivalue_line("markers", "sampled(n=1): runs n combinations per value without --exhaustive")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
         metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_cuda])])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect exhaustive tests, unless the command line has `--exhaustive`."""
+    if config.getoption("--exhaustive"):
+        return
+    sampled: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            sampled[item.nodeid.split("[")[0]].append(item)
+    for product in sampled.values():
+        mark_exhaustive(product)
+    deselected = [item for item in items if item.get_closest_marker("exhaustive")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def mark_exhaustive(product: list[pytest.Function]) -> None:
+    """Mark all but a diagonal of a product of parameters: each value of the longest parameter keeps `n` combinations of
+    the others. Neighbours keep different ones, so that every combination of the others stays with some value.
+
+    Arguments that are parametrized together are one parameter. Devices are none.
+    """
+    together = [mark.args[0] for mark in product[0].iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else [*names] for names in together]
+    groups += [[name] for name in product[0].callspec.params if not any(name in group for group in groups)]
+    columns = [
+        numbered([tuple(id(item.callspec.params[name]) for name in group) for item in product])
+        for group in groups
+        if group != ["device"]
+    ]
+    axis = max(columns, key=max)
+    others = numbered(list(zip(*(column for column in columns if column is not axis), strict=True)))
+    period = 1 + min(max(axis), max(others))
+    for item, value, combination in zip(product, axis, others, strict=True):
+        n = next(iter(item.get_closest_marker("sampled").args), 1)
+        if (combination - value) % period >= n:
+            item.add_marker("exhaustive")
+
+
+def numbered(values: list[tuple[int, ...]]) -> list[int]:
+    """Return for each value the number of different ones before its first occurrence."""
+    order = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return [order[value] for value in values]
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +109,14 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def expects_triton(device: str) -> bool:
     """Whether this process uses the Triton kernels for float32 tensors on `device`."""
     return device == "cuda" or backend.INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def fresh_process() -> Iterator[FreshProcesses]:
+    """Runs code in processes that have imported torch and nothing else."""
+    processes = FreshProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

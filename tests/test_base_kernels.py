@@ -233,6 +233,7 @@ def test_gradients_with_a_graph_may_be_changed_in_place(op: Op) -> None:
     assert torch.equal(gradients[-1].mul_(2), (4 if gradients[-1] is gradients[0] else 2) * expected[-1])
 
 
+@pytest.mark.sampled
 @dynamo_warns
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @one_each
@@ -249,6 +250,7 @@ def test_compile(op: Op, backend: str, device: str) -> None:
                 assert torch.equal(value, same)
 
 
+@pytest.mark.sampled
 @dynamo_warns
 @pytest.mark.parametrize("reentrant", [False, True])
 @one_each

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -281,14 +279,14 @@ def test_a_callable_is_not_kept():
     assert torch.equal(2 * losses[0], losses[1])
 
 
-def test_functions_are_imported_when_asked_for():
+def test_functions_are_imported_when_asked_for(fresh_process):
     code = (
         "import sys, liger_chunked as lc\n"
         "assert 'liger_chunked.functional' not in sys.modules\n"
         "lc.functional.dpo_loss\n"
         "assert not {'torch._dynamo', 'transformers', 'trl'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
 
 
 @pytest.mark.ordinary_memory

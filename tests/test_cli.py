@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -40,11 +39,15 @@ def test_env(capsys):
     assert {"torch", "triton", "transformers", "trl"} <= lines.keys()
 
 
-def test_env_shows_which_gpus_run_the_fused_epilogue():
-    command = [sys.executable, "-m", "liger_chunked", "env"]
+def test_env_shows_which_gpus_run_the_fused_epilogue(fresh_process):
+    code = """
+import os, sys
+os.environ["LIGER_CHUNKED_WIDE_TILES"] = sys.argv[1]
+from liger_chunked.cli import main
+assert main(["env"]) == 0
+"""
     for setting, shown in (("9,10", "9, 10"), ("", "none")):
-        environment = {**os.environ, "LIGER_CHUNKED_WIDE_TILES": setting}
-        printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        printed = fresh_process.run(code, setting)
         assert dict(line.split(maxsplit=1) for line in printed.splitlines())["wide_tiles"] == shown
 
 

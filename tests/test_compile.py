@@ -247,7 +247,8 @@ CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a c
 @pytest.mark.parametrize(
     ("loss", "backend"),
     [
-        *((loss, "aot_eager") for loss in LOSSES),
+        # test_at_most_two_recompilations runs their graphs, too.
+        *(pytest.param(loss, "aot_eager", marks=[] if loss == "ce" else pytest.mark.exhaustive) for loss in LOSSES),
         *(pytest.param(loss, "inductor", marks=CXX) for loss in ("ce", "dpo")),
     ],
 )

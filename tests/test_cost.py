@@ -40,6 +40,7 @@ def of_reference(batch: Batch) -> float:
     return reference + mismatched
 
 
+@pytest.mark.sampled(2)
 @by_row
 @pytest.mark.parametrize(
     ("trainable", "grad", "expected"),
@@ -123,6 +124,7 @@ class Memory(TorchDispatchMode):
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.ordinary_memory
 @by_row
 @pytest.mark.parametrize(

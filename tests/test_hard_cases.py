@@ -30,6 +30,7 @@ def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: fl
 # Frozen parts
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize(
     "trainable",
@@ -58,6 +59,7 @@ def test_nothing_trainable(row):
 # Ignored tokens
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("budget", [None, 8 * SMALL.vocab], ids=["auto", "1-token"])
 def test_all_ignored_is_a_connected_zero(row, budget, device):
@@ -110,6 +112,7 @@ def test_empty_batch_is_a_connected_zero(row, device):
         assert (value == 0).all(), name
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("ignored", [[1], [1, 4], [0, 1, 2]], ids=["one-sequence", "one-pair", "all-chosen"])
 def test_ignored_sequences(row, ignored, device):
@@ -126,6 +129,7 @@ def test_only_the_last_turn(row):
     assert_same(evaluate(row.ours, batch), evaluate(row.oracle, batch))
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("ignore_index", [-1, 0, SMALL.vocab - 1, 10**6])
 def test_other_ignore_index(row, ignore_index):
@@ -152,6 +156,7 @@ def test_padding_is_free_to_be_anything(row):
 # Autograd
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("upstream", [-3.0, 0.0, 1e-3])
 def test_scaled_after_return(row, upstream):
@@ -176,6 +181,7 @@ def test_in_place_on_the_loss(row):
     assert_same(evaluate(scaled, batch), {name: 0.25 * value for name, value in exact.items()})
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_second_backward_with_another_upstream(row, budget):
@@ -188,6 +194,7 @@ def test_second_backward_with_another_upstream(row, budget):
         assert_same(dict(zip(leaves, grads, strict=True)), {name: upstream * exact[name] for name in leaves})
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("budget", [None, SEVERAL_CHUNKS], ids=["one-chunk", "several"])
 def test_inputs_are_left_alone(row, budget):
@@ -256,6 +263,7 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("layout", [_strided, _transposed])
 @pytest.mark.parametrize("ignored", [True, False], ids=["ragged", "full"])
@@ -326,6 +334,7 @@ def test_tokens_in_one_dimension(row):
 # Numbers
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("offset", [1e4, -1e4], ids=str)
 def test_offset_logits(row, offset, device):
@@ -445,6 +454,7 @@ def test_autocast_leaves_float64_alone(row):
         assert_same(evaluate(row.ours, batch), exact)
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("scale", [1.0, 2.0**14], ids=["unscaled", "scaled"])
 def test_float16_with_a_loss_scale(row, scale, device):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,24 +10,44 @@ import liger_chunked
 from liger_chunked import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, shifted
 
 
-def test_star_import_has_what_needs_transformers():
+def test_star_import_has_what_needs_transformers(fresh_process):
     pytest.importorskip("transformers")
     code = """
 from liger_chunked import *
 import liger_chunked.integrations.transformers as integration
 assert apply_liger_kernel is integration.apply_liger_kernel and register_family is integration.register_family
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
 
 
-def test_star_import_without_transformers():
+def test_star_import_without_transformers(fresh_process):
     code = """
 import sys
 sys.modules["transformers"] = None
 from liger_chunked import *
 assert LigerFusedLinearDPOLoss and linear_token_stats and "apply_liger_kernel" not in globals()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
+
+
+# On a free machine it takes a few milliseconds.
+MOST_SECONDS = 0.25
+IMPORT = """
+import sys, time
+# Not every environment keeps compiled modules.
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+start = time.process_time()
+import liger_chunked
+print(time.process_time() - start)
+loaded = {"triton", "transformers", "trl", "torch._dynamo", "torch._inductor"} & sys.modules.keys()
+assert not loaded, f"import liger_chunked imported {loaded}"
+"""
+
+
+def test_an_import_is_quick_and_loads_neither_compilers_nor_frameworks(fresh_process, tmp_path):
+    """If it fails, `python -X importtime -c "import torch, liger_chunked"` shows what takes the time."""
+    seconds = [float(fresh_process.run(IMPORT, str(tmp_path))) for _ in range(6)]
+    assert min(seconds) <= MOST_SECONDS, seconds
 
 
 def test_every_name_is_there():

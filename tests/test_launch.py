@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -548,10 +547,10 @@ def test_a_tensor_without_memory_is_refused(kernel) -> None:
     assert kernel.kernel.launched == ["jitted"]
 
 
-def test_an_import_leaves_cuda_alone() -> None:
+def test_an_import_leaves_cuda_alone(fresh_process) -> None:
     """A process that has initialized CUDA can neither fork workers that use it nor select its devices."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
 
 
 @pytest.mark.triton

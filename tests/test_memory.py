@@ -109,10 +109,14 @@ TRAINABLE = {
 }
 # The budget, as a share of the logits of all tokens with a target, and the trainable tensors.
 CASES = [
-    pytest.param(row, part, trainable, id=f"{row}-{part}-{trainable}")
+    pytest.param(
+        row, part, trainable, id=f"{row}-{part}-{trainable}",
+        # Outside of ENGINES, each family has one budget by default.
+        marks=[pytest.mark.exhaustive] if row.id not in ENGINES and (part == 1.0) == bool(i % 2) else [],
+    )
     for part, trainable in ((1.0, "all"), (0.3, "all"), (0.3, "frozen-head"), (0.3, "frozen-input"), (0.3, "nothing"))
-    for row in rows(*(FAMILIES if trainable == "all" else ENGINES))
-]
+    for i, row in enumerate(rows(*(FAMILIES if trainable == "all" else ENGINES)))
+]  # fmt: skip
 
 
 def predicted(row: Row, batch: Batch, budget: int | None, **settings: Any) -> MemoryEstimate:
@@ -163,6 +167,7 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch)
 
 
+@pytest.mark.sampled
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize("trainable", TRAINABLE)
 @pytest.mark.parametrize("part", [1.0, 0.3])

@@ -46,6 +46,7 @@ def graphs():
     return CompileCounterWithBackend("aot_eager")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
 def test_regional_compilation(name, checkpointed, graphs):
@@ -137,6 +138,7 @@ def test_saved_tensors_are_those_of_eager_code(name):
     assert found[0] and found[0] == found[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
 def test_recomputation_on_the_other_path(name, compiled_first):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
+from fresh_process import FreshProcesses
 from model_zoo import BY_ID, VOCAB
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,6 +115,5 @@ def worker(rank: int, folder: str) -> None:
 
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_wrapped_and_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)
+def test_wrapped_and_sharded(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(worker, WORLD, str(tmp_path))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,7 +160,7 @@ def test_pickles_of_each_protocol(module, protocol):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), part.parameters(), strict=True))
 
 
-def test_torch_save_of_a_whole_model(tmp_path):
+def test_torch_save_of_a_whole_model(tmp_path, fresh_process):
     """A model loaded by another process is patched there and can be reverted."""
     model, arguments = patched("gemma2").train(), labelled(BY_ID["gemma2"])
     torch.save(model, tmp_path / "model.pt")
@@ -181,7 +178,7 @@ def test_torch_save_of_a_whole_model(tmp_path):
         import transformers
         assert type(model) is transformers.Gemma2ForCausalLM
     """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[1])
+    fresh_process.run(code, str(tmp_path))
 
 
 def test_state_dict_of_stock_and_patched_are_one():

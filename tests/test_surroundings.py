@@ -98,6 +98,7 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
     return hooks
 
 
+@pytest.mark.sampled
 @by_row
 def test_hooks(row: Row, hooks: Hooks) -> None:
     batch = row.sample(SMALL, seed=0)
@@ -170,6 +171,7 @@ def test_an_inner_graph_keeps_its_own_version_check(around: Callable[[], Abstrac
         _Remembering()(**{**batch, **leaves_of(batch)})
 
 
+@pytest.mark.sampled
 @pytest.mark.ordinary_memory
 @by_row
 @pytest.mark.parametrize("around", [nullcontext, lambda: Hooks()()], ids=["no-hooks", "hooks"])
@@ -213,6 +215,7 @@ def surrounded(
     return evaluate(loss, batch), runs
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
 def test_checkpoint(row: Row, kind: str) -> None:
@@ -538,6 +541,7 @@ def again(loss: Tensor, first: Tensor, by: list[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(gradient.square().sum(), by, allow_unused=True))
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("decay", [0.0, 0.3], ids=["alone", "with-weight-decay"])
 def test_second_derivatives(row: Row, decay: float) -> None:
@@ -650,6 +654,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Fus
     yield replace
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies(row: Row, copied: Callable[[Any], Any], modules: Callable[..., list[FusedLoss]]) -> None:

@@ -275,6 +275,7 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", SERVED)
 @every_argument
 def test_served_as_a_plain_tensor(call: Call, argument: str, kind: str) -> None:
@@ -403,6 +404,7 @@ expects_quantized = pytest.mark.filterwarnings("ignore:.*quantized tensor creati
 expects_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
 
 
+@pytest.mark.sampled
 @expects_nested
 @expects_quantized
 @pytest.mark.parametrize("kind", REFUSED)
@@ -511,6 +513,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @expects_script
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])

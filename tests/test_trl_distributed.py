@@ -19,6 +19,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from datasets import disable_progress_bars
+from fresh_process import FreshProcesses
 from test_trl_trainers import assert_same, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -36,21 +37,25 @@ from liger_chunked.integrations.trl.distillation import distillation_step
 
 WORLD = 2
 # A replaced head, a trainer whose TRL version builds logits, two nested models; then gradients in forward.
-CASES = [
-    ("SFT", None),
-    ("ORPO", None),
-    ("Distillation", None),
-    ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
-    ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
-    ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
-    ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
-]
+CASES = {
+    "each-way": [
+        ("SFT", None),
+        ("ORPO", None),
+        ("Distillation", None),
+        ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
+    ],
+    "other-losses": [
+        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
+        ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
+    ],
+}
 # TRL's ORPO includes prompts and padding in its mean logit. Its DPO counts the samples that fill up a last batch twice.
 NOT_TRLS = {"ORPO": "logits/", "DPO": "eval_"}
 
 
-def train(folder: Path) -> None:
-    for kind, loss in CASES:
+def train(folder: Path, cases: str) -> None:
+    for kind, loss in CASES[cases]:
         stock = run(folder, kind, ours=False, evaluate=True)
         ours = run(folder, kind, ours=True, evaluate=True, loss=loss)
         if loss is not None and kind in NOT_TRLS:
@@ -98,22 +103,23 @@ def shard(rank: int) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), exact.grad, rtol=2e-4, atol=1e-5, msg=name)
 
 
-def worker(rank: int, folder: str, port: int) -> None:
+def worker(rank: int, folder: str, port: str, cases: str) -> None:
     torch.set_num_threads(1)
     disable_progress_bars()
     warnings.simplefilter("ignore", FutureWarning)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(Path(folder))
-    shard(rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    train(Path(folder), cases)
+    if cases == "each-way":
+        shard(rank)
     dist.destroy_process_group()
 
 
 @pytest.mark.ordinary_memory
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
-def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+@pytest.mark.parametrize("cases", ["each-way", pytest.param("other-losses", marks=pytest.mark.exhaustive)])
+def test_two_processes(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, args=(str(tmp_path), port), nprocs=WORLD)
+    fresh_process.spawn(worker, WORLD, str(tmp_path), str(port), cases)

@@ -17,7 +17,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
-from test_trl_trainers import KINDS, Log, assert_same, build, run
+from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
 
 from liger_chunked import LigerFusedLinearDPOLoss
 
@@ -48,16 +48,16 @@ def assert_logs_what_trl_logs(tmp_path: Path) -> Callable[..., None]:
     return check
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES = [
     ("SFT", {}),
     ("DPO", {}),
-    ("DPO", {"loss_type": "ipo"}),
+    rare("DPO", {"loss_type": "ipo"}),
     ("DPO", {"loss_type": "aot"}),
-    ("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
+    rare("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
     ("KTO", {}),
     ("ORPO", {}),
     ("CPO", {}),
-    ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    rare("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     ("GKD", {}),
     ("Distillation", {"beta": 0.5}),
     ("GRPO", {"beta": 0.1}),

@@ -26,6 +26,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.sampled(2)
 @by_row
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_float64_matches_oracle(row, budget, device):
@@ -38,6 +39,7 @@ def test_float64_matches_oracle(row, budget, device):
         assert relative_error(value, exact[name]) < 1e-12, name
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize(
     "rows_in_budget",
@@ -112,6 +114,7 @@ def rms(errors: list[float], sizes: list[float]) -> float:
     return float((torch.tensor(errors, dtype=torch.float64) / scales).square().mean().sqrt())
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
 def test_gradient_error_is_that_of_eager_code(row, dtype, device):
@@ -137,6 +140,7 @@ def test_gradient_error_is_that_of_eager_code(row, dtype, device):
         assert error <= bound, f"{name}, {who}: {error:.3e} against {bound:.3e}"
 
 
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize("dtype", SEEDS, ids=["bf16", "fp32"])
 def test_loss_error_is_that_of_eager_code(row, dtype, device):
@@ -166,6 +170,7 @@ def test_gradcheck(row):
     assert torch.autograd.gradcheck(loss, [batch[name].clone().requires_grad_() for name in names])
 
 
+@pytest.mark.sampled
 @pytest.mark.ordinary_memory  # deterministic mode would choose other operations
 @by_row
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
