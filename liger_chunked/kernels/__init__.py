@@ -1,12 +1,12 @@
 """Kernels, one operation per file: a Triton kernel, a torch path, and a function that picks one of them.
 
-a head's logits     logits_stats.py, logits_grad.py, target_logit.py (corrects its rounding)
-fused epilogue      projection.py, target_rows.py (the target's part of the gradients)
-two heads' logits   divergence_sums.py (first sweep), divergence.py, divergence_grad.py
+a head's logits     logits_stats.py, logits_grad.py, target_logit.py
+fused epilogue      projection.py, target_rows.py
+two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
                     pointwise_divergence.py
-utilities           scale.py, survey.py (of a target)
-shared              backend.py, transform.py, norm_rows.py, operands.py (checks), launch.py (cached launches), tuning/
+utilities           scale.py, survey.py
+shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy

@@ -27,17 +27,17 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_MOST_ROWS = 65_535  # of axes y and z of a launch grid
+_MOST_ROWS = 65_535  # of a grid's axes y and z
 
-# Have a tensor memory accelerator and 227 KiB of shared memory. Blackwell was not measured.
+# Hopper and data-centre Blackwell (not measured): a tensor memory accelerator and 227 KiB of shared memory.
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
 
 def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
-    """Return the major compute capabilities that run `project_exp`: 9 is Hopper, 10 data-centre Blackwell.
+    """Return the major compute capabilities that run `project_exp`, by default Hopper's.
 
-    None returns the default. Raises ValueError for other capabilities.
+    Raises ValueError for unknown ones.
 
     >>> wide_tiles_setting("9,10")
     (9, 10)
@@ -58,7 +58,7 @@ WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
-# Largest distance of a row's maximum from the centre of its sums: squared exponentials still fit in float32.
+# Largest distance of a maximum from its centre: squared exponentials still fit in float32.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
@@ -88,8 +88,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator `liger_chunked::<name>` under a compiler; `fake` returns outputs of its shapes.
 
-    An operator cannot return None, which becomes an empty tensor. Eager code skips the dispatcher: it takes longer than
-    a small kernel.
+    None becomes an empty tensor. Eager code calls the function: dispatch takes longer than a small kernel.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -130,7 +129,7 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Return whether no two elements of `x` share memory."""
+    """Return whether all elements have their own memory."""
     reached = 0
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
@@ -146,7 +145,7 @@ def may_overwrite(x: Tensor) -> bool:
 
 
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor like `x`; `x.new_empty(x.shape)` takes twice as long."""
+    """Return an empty tensor like `x`, faster than `x.new_empty(x.shape)`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -175,7 +174,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # A gradient without sources must raise too, so each requires a gradient.
+        # requires_grad_, so that a gradient without sources raises too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)
@@ -202,11 +201,11 @@ class _Unpacked:
 
 
 class _Once(torch.autograd.Function):
-    """`apply(n, *gradients, *sources)` returns the gradients as results of the sources, without a derivative."""
+    """`apply(n, *gradients, *sources)` connects gradients to sources, without a derivative."""
 
     @staticmethod
     def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.data for g in tensors[:n])  # callers may change these in place, unlike views
+        return tuple(g.data for g in tensors[:n])  # autograd lets callers change these in place, unlike views
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -219,13 +218,13 @@ def power_of_two(n: int) -> int:
 
 
 def block_size(n: int, most: int) -> int:
-    """Return the next power of two, at most `most`, a power of two."""
+    """Return the next power of two, at most `most`."""
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the GPU's multiprocessors; 2 in the interpreter, to test sweeps over several tiles."""
+    """Return the number of multiprocessors; 2 in the interpreter, to test sweeps."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
@@ -234,7 +233,7 @@ def processors(device: torch.device) -> int:
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `x` (N, V) of about `TORCH_BLOCK` elements."""
+    """Yield slices of rows of `x` (N, V), about `TORCH_BLOCK` elements each."""
     rows = max(1, TORCH_BLOCK.get(x.device.type, TORCH_BLOCK_DEFAULT) // max(1, x.shape[1]))
     for start in range(0, x.shape[0], rows):
         yield slice(start, min(start + rows, x.shape[0]))
@@ -248,15 +247,15 @@ def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
 
 @jit
 def grid_row():
-    """Return this program's row, which may be beyond the last."""
+    """Return this program's row, maybe beyond the last."""
     return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
 
 
 @jit
 def exp(x, PRECISE: tl.constexpr):
-    """Return exp(x). PRECISE is for float32 logits: otherwise large arguments lose bits."""
+    """Return exp(x). Without PRECISE, large arguments lose bits, which matters for float32 logits."""
     if PRECISE:
-        # exp(x - n log 2) 2**n. log 2 has two parts, and n times the first is exact.
+        # exp(x - n log 2) 2**n, with log 2 in two parts: n times the first is exact.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4
@@ -277,7 +276,7 @@ def factor(x):
 
 @jit
 def log2(x):
-    """Return log2, with error 2**-22: absolute near 1, else relative. tl.log2 takes twenty instructions."""
+    """Return log2 with an error of 2**-22, absolute near 1. tl.log2 takes twenty instructions."""
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -301,7 +300,7 @@ def reciprocal(x):
 
 @jit
 def tanh(x):
-    # The interpreter has no libdevice. The polynomial is for small x, where 1 - 2 / (1 + exp(2x)) cancels.
+    # The interpreter has no libdevice. 1 - 2 / (1 + exp(2x)) cancels near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

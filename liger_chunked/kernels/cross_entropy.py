@@ -151,11 +151,11 @@ def liger_cross_entropy(
         label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
         softcap, logit_scale: the logit transform.
-        inplace: let the backward overwrite `logits` to save memory; a second backward raises. Not under torch.compile,
-            or for expanded logits.
+        inplace: let the backward overwrite `logits`; a second backward raises. No effect under torch.compile, or for
+            expanded logits.
 
     Returns:
-        The loss in float32, or float64 for float64 logits.
+        float32, or float64 for float64 logits.
 
     Raises:
         TypeError: `logits` is not floating-point, or `target` not of integers.

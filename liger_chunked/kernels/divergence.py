@@ -3,8 +3,8 @@
     p = softmax(z / T), q = softmax(t / T)        z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-TVD stores no slope, because a - slope would cancel. It is `below`, the mass of p where p < q, if p > q, and `-above`,
-the mass where p > q, if p < q. Both masses include half of p where p = q.
+For TVD, a - slope would cancel. It is `below`, the mass of p where p < q, if p > q, and `-above`, the mass of p where
+p > q, if p < q. Both include half of the mass where p = q.
 
 Bytes: KL and cosine read both tiles once, in divergence_sums.py. JSD, skewed KL and TVD read them again.
 """
@@ -24,7 +24,7 @@ from liger_chunked.kernels.transform import load_block, transform_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# Floor of log p, so that a mixture of two zeros stays finite.
+# Floor of log p: a mixture of two zeros stays finite.
 LOG_ZERO = -1e4
 # As in F.cosine_similarity.
 _MIN_NORM = 1e-8
@@ -60,8 +60,8 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """Return `log(p / m)` and `log(q / m)`, `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL has an error of `2**-22 max(1, |log(q / p)|)`, for 16-bit logits and beta far from 0 and 1. The other path
-    factors out the larger part of m; both parts are equal at the gap `even`.
+    CENTRAL, for 16-bit logits and beta far from 0 and 1, has an error of `2**-22 max(1, |log(q / p)|)`. The other path
+    factors out the larger part of m. The parts are equal at the gap `even`.
     """
     # -1e4 is LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
@@ -85,7 +85,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """Return `log2 p`, at least -120, with a thousandth of the error of 16-bit logits."""
+    """Return `log2 p`, at least -120, more exactly than 16-bit logits need."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -108,7 +108,7 @@ def _compare_block(
         z = tl.where(cols < n_cols, z, -float("inf"))
         t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2; q from p and q / p saves a special function.
+        # `log_ratios` in base 2. q = p (q / p) saves a special function.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)

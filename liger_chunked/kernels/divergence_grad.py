@@ -206,7 +206,7 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite `student`, or `out` if given, with the gradient of the student's logits, and return it.
+    """Overwrite `student`, or `out`, with the gradient of the student's logits; return it.
 
     Args:
         stats: `divergence_stats` of the same arguments.
@@ -220,7 +220,7 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 in holes, and return it.
+    """Overwrite logits with their gradient, 0 in holes; return it.
 
     Args:
         stats: `tail_stats` of the logits.

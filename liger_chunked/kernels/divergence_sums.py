@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
 @jit
 def _load(ptr, cols, n_cols, scale, softcap, WHOLE: tl.constexpr, HOLES: tl.constexpr):
-    """Load transformed logits, -inf past the row's end. HOLES keeps an input of -inf."""
+    """Load transformed logits, -inf past the row's end. HOLES keeps inputs of -inf."""
     raw = load_block(ptr, cols, n_cols, WHOLE)
     z = transform_block(raw, scale, softcap, None)
     if HOLES:
@@ -89,7 +89,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # Relative to the centres, because large logits cancel; 0 * -inf would be NaN.
+        # Relative to the centres: large logits would cancel. 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -213,7 +213,7 @@ def _products_kernel(
 def pair_arguments(
     student: Tensor, teacher: Tensor | None, options: LogitOptions, teacher_options: LogitOptions
 ) -> dict[str, Any]:
-    """Return the arguments of every kernel on pairs of rows, with the temperatures apart."""
+    """Return the arguments of kernels on pairs of rows, temperatures apart."""
 
     def factors(options: LogitOptions) -> dict[str, float | None]:
         inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
@@ -271,7 +271,7 @@ def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(logits: Tensor, options: LogitOptions, dtype: torch.dtype, holes: bool = False) -> Tensor:
-    """Return a copy transformed except for the temperature; `holes` keeps an input of -inf."""
+    """Return a transformed copy, except for the temperature; `holes` keeps -inf."""
     z = transform(logits.to(dtype, copy=True), options.logit_scale, options.softcap, 1.0)
     return z.masked_fill_(logits == -torch.inf, -torch.inf) if holes else z
 
@@ -330,7 +330,7 @@ def sums(
 
 
 def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
-    """Return products of rows transformed except for the temperature."""
+    """Return the `Products` of logits transformed except for the temperature."""
     n = student.shape[0]
     dtype = accumulation_dtype(student.dtype)
     found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))

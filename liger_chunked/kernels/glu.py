@@ -98,7 +98,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    """Launch over tensors of one shape. Contiguous tensors are one row: only its last block is partial."""
+    """Launch over tensors of one shape; contiguous ones as one row, with one partial block."""
     first = tensors[0]
     n_rows, n_cols = 1, first.numel()
     if not n_cols:
@@ -169,7 +169,7 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write the gradients to `grads`, which may be `gate` and `up`."""
+    """Write the gradients to `grads`, maybe `gate` and `up`."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
@@ -193,8 +193,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The new version makes other operations that saved gate or up raise. Detach, because the gradients are not
-            # part of the graph.
+            # A new version makes other operations that saved gate or up raise. Gradients are not part of their graph.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -210,7 +209,7 @@ def _is_intermediate(x: Tensor) -> bool:
 
 
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
-    """Return whether gradients may overwrite gate and up, which must not share memory."""
+    """Return whether gradients may overwrite gate and up."""
     if up is None:
         return _is_intermediate(gate)
     apart = _is_intermediate(gate) and _is_intermediate(up)

@@ -1,4 +1,4 @@
-"""Cache compiled variants of Triton kernels: a cached launch takes a third of the host's time."""
+"""Cache compiled Triton kernels: a cached launch takes a third of the host's time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ try:
 except ImportError:
     hooks = driver = None
 
-# On NVIDIA and AMD. Looking for a GPU would initialize CUDA on import.
+# Looking for a GPU would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# A compiled variant: run, handle, launch options, and a function that returns a device's current stream.
+# Run, handle, launch options, and the function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
@@ -41,7 +41,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether tensors are identical, and numbers equal in type and value."""
+    """Return whether tensors are identical, and numbers equal with their types."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -49,23 +49,21 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
+    """A Triton kernel that caches compiled variants, and runs on its tensors' device.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    Triton picks a variant by the dtypes and 16-byte alignment of tensors and by properties of numbers. A launch with
-    the numbers of an earlier one, and aligned tensors of its dtypes, reuses that variant.
+    A launch with the numbers of an earlier one, and 16-byte aligned tensors of its dtypes, reuses its variant.
 
-    - `*_ptr` parameters are tensors or None, the first never None, on one device or in pinned memory. A parameter
-      `<name>_stride` or `<name>_<dimension>_stride` allows any stride but the last. Other tensors must have no gaps or
-      repetitions.
+    - `*_ptr` parameters are tensors or None, the first never None, on one device or in pinned memory. With a
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Otherwise a
+      tensor must have no gaps or repetitions.
     - `*_desc` parameters are tensor descriptors or None.
     - Numbers include compile-time constants. Each must keep one Python type, because 1 equals 1.0 and True.
 
-    A cached launch uses Triton's private interface. A kernel's second equal launch verifies that Triton would call the
-    compiled kernel in the same way. Otherwise Triton launches, as while a launch or compilation hook or
-    `triton.knobs.runtime.debug` is set.
+    A cached launch uses Triton's private interface. A kernel's second equal launch verifies that Triton makes the same
+    call. If not, or while a launch hook, a compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False

@@ -44,7 +44,6 @@ def _backward_kernel(
     dy_stride, x_stride, n_rows, n_cols,
     NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Each program sweeps tiles of rows, with its parts of dw and db in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:

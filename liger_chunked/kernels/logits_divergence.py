@@ -18,7 +18,7 @@ from liger_chunked.kernels.operands import check_floating, check_labels, describ
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# What the backward needs. The slope of reverse KL is the divergence.
+# For the backward. The slope of reverse KL is the divergence.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -139,7 +139,7 @@ def liger_kl_div_with_logits(
         inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
     Returns:
-        The divergence in float32, or float64 for float64 student logits.
+        float32, or float64 for float64 student logits.
 
     Raises:
         TypeError: an input is not floating-point.
@@ -184,8 +184,12 @@ def liger_jsd_with_logits(
         ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`.
 
-    Returns, Raises:
-        As `liger_kl_div_with_logits`.
+    Returns:
+        float32, or float64 for float64 student logits.
+
+    Raises:
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -218,8 +222,12 @@ def liger_tvd_with_logits(
         ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`.
 
-    Returns, Raises:
-        As `liger_kl_div_with_logits`.
+    Returns:
+        float32, or float64 for float64 student logits.
+
+    Raises:
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

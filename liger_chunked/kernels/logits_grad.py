@@ -160,7 +160,7 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite a tile of logits, or `out` if given, with the gradient, and return it.
+    """Overwrite a tile of logits, or `out`, with the gradient; return it.
 
     Args:
         logits, target, options, vocab_start, class_weight: as in `logits_stats`.

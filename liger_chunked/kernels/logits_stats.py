@@ -76,8 +76,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The sums' centre is the maximum of the row's first block: a running maximum would need a reduction per block.
-    # A row that rises too far above it is swept again. FINISH stores the values of `finish`.
+    # The centre is the maximum of the row's first block: a running maximum would need a reduction per block. A row that
+    # rises too far above it is swept again. FINISH stores the values of `finish`.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -120,13 +120,13 @@ def _logits_stats_kernel(
             row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
-        # abs: after a first block of -inf, the row may be far below 0.
+        # abs: after a first block of -inf, the centre is 0.
         sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
         centre = tl.where(sweep, row_max, centre)
 
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # float64: the error of a whole row's factor does not average out.
+        # In float64, because the error of a row's factor does not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -299,7 +299,7 @@ def concatenate(parts: list[PartialStats]) -> PartialStats:
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:
-    """Return the statistics of two tiles of the same rows, `a` before `b`; associative."""
+    """Return the statistics of two tiles, `a` before `b`; associative."""
     maximum = torch.maximum(a.max, b.max)
     shift = torch.where(maximum == -math.inf, 0.0, maximum)
     scale_a, scale_b = torch.exp(a.max - shift), torch.exp(b.max - shift)

@@ -1,6 +1,7 @@
-"""How programs tile the rows of a norm, and the sum of their weight gradients.
+"""Tiles of a norm's rows, and the sum of the programs' weight gradients.
 
-Each program of a backward writes a (D,) float32 sum over its rows. One launch adds these in a fixed order.
+A backward's program accumulates over its rows in registers, and writes a (D,) float32 sum. One launch adds these in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def row_tile(n_cols: int, device: torch.device) -> RowTile:
 
 
 class RowSweep(NamedTuple):
-    """How a backward's programs sweep the rows, each with a partial sum."""
+    """How a backward's programs sweep tiles of rows."""
 
     tile: RowTile
     programs: int
@@ -45,7 +46,7 @@ class RowSweep(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return the sweep of a backward, with as many programs as run at once."""
+    """Return a backward's sweep, with as many programs as run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)

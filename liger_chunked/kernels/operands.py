@@ -1,4 +1,4 @@
-"""Check and unwrap the operands of kernels, fast for valid ones: every launch is checked."""
+"""Check and unwrap operands of kernels. Each launch does this, so it is fast for valid ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
     raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
 
 
-# Tensor classes without values: module (maybe not imported), name, advice or None to wait.
+# Tensor classes without values: module, name, and advice, or None to wait.
 _WRAPPERS = (
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
     (

@@ -233,7 +233,7 @@ def liger_kl_div(
         log_target: whether `target` has log-probabilities.
 
     Returns:
-        The loss in float32, or float64 for float64 inputs.
+        float32, or float64 for float64 inputs.
 
     Raises:
         TypeError: an input is not floating-point, or dtypes differ.
@@ -265,7 +265,7 @@ def liger_jsd(
         ignore_index: label of ignored rows.
 
     Returns:
-        The loss in float32, or float64 for float64 inputs; 0 without valid rows.
+        float32, or float64 for float64 inputs; 0 without valid rows.
 
     Raises:
         TypeError: an input is not floating-point, or dtypes differ.
@@ -298,7 +298,7 @@ def liger_tvd(
         ignore_index: label of ignored rows.
 
     Returns:
-        The loss in float32, or float64 for float64 inputs.
+        float32, or float64 for float64 inputs.
 
     Raises:
         TypeError: an input is not floating-point, or dtypes differ.

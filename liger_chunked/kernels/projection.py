@@ -26,7 +26,7 @@ from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
-# Largest sum of exponentials: its products with weights, and gradients over it, fit in float32.
+# Largest sum: its products with weights, and gradients over it, fit in float32.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
@@ -73,7 +73,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply `_write_part` to both halves of a tile, to leave shared memory for loads."""
+    """Apply `_write_part` to halves of a tile, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -100,7 +100,7 @@ def _write_block(
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
-    # Only tiles with a target or the right edge need the mask.
+    # Other tiles need no mask.
     targets = tl.max(((target >= first_col) & (target < first_col + COLS)).to(tl.int32), axis=0)
     if (targets != 0) | (first_col + COLS > n_cols):
         rest, moment = _write_halves(
@@ -123,7 +123,7 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Flattened, so that a tile's first loads overlap the last tile's epilogue.
+    # Flattened: a tile's first loads overlap the last tile's epilogue.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -252,10 +252,10 @@ def project_exp(
         x, weight: (N, H) and (V, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
         target: (N,) int64 index into the vocabulary.
         weight_sum: (H,) float32 sum of all weights; its dot product with `x` is "mean_logits".
-        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8; None to not write it.
+        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8, or None.
         scale: factor of the logits; not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
-        tiling: None selects it by H.
+        tiling: None selects it for H.
     """
     n, hidden = x.shape
     vocab_size = weight.shape[0]
@@ -267,7 +267,7 @@ def project_exp(
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # One allocation: the GPU waits for the host. Padding aligns each tensor.
+    # One padded allocation of aligned tensors, because the GPU waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)

@@ -18,7 +18,7 @@ from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether rows are cast to the dtype of x before the product with the weight.
+# Whether the cast precedes the product with the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
@@ -55,7 +55,6 @@ def _backward_kernel(
     dy_stride, dtotal_stride, x_stride, n_rows, n_cols, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Each program sweeps tiles of rows, with its part of dw in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys in one launch, computed in float32 and rounded once.
 
 The backward rotates by the negative angle. Results and gradients have the memory layout of q. Bytes: q and k read and
-written once in either direction. Autograd copies the gradient of a view that was overwritten twice.
+written once in either direction. In place, autograd copies the gradient of an overwritten view twice.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _rope_kernel(
 
 @functools.cache
 def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the heads per tile, blocks of pairs and of copied columns, and warps."""
+    """Return the heads per tile, blocks of pairs and copied columns, and warps."""
     pairs, num_warps = TUNING[device].rope
     half = power_of_two(rotary_dim // 2)
     rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
@@ -101,7 +101,7 @@ def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, 
 
 
 def _empty(x: Tensor, by_token: bool) -> Tensor:
-    """Return an empty tensor like `x` (B, heads, T, D), token by token or head by head."""
+    """Return an empty tensor like `x` (B, heads, T, D), by token or by head."""
     _, n_heads, n_tokens, head_dim = x.shape
     head, token = (1, n_heads) if by_token else (n_tokens, 1)
     strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
@@ -191,7 +191,7 @@ class _RotaryPosEmb(torch.autograd.Function):
 class _WrittenOver(torch.autograd.Function):
     """Marks `x` as overwritten before its rotation, because autograd may raise.
 
-    Autograd allows one output if it is an overwritten view.
+    Takes one tensor, because autograd allows no other output next to an overwritten view.
     """
 
     @staticmethod
@@ -297,14 +297,14 @@ def liger_rotary_pos_emb(
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads in `q` and `k`, 1 or 2.
         interleaved: whether pairs are neighbouring columns (GLM-4).
-        inplace: overwrite `q` and `k`. They must not share elements. A checkpointed region must not overwrite its
-            inputs: its recompute would rotate them again. Autograd refuses results of `split`, `chunk` and `unbind`.
+        inplace: overwrite `q` and `k`, which must not share elements. A checkpointed region must not overwrite its
+            inputs: its recompute would rotate them again.
 
     Raises:
         TypeError: an argument is not floating-point.
         ValueError: shapes, dtypes or devices differ, `cos` or `sin` requires a gradient, or `q` or `k` cannot be
             overwritten.
-        RuntimeError: autograd refuses to overwrite `q` or `k`.
+        RuntimeError: `q` or `k` to overwrite is a result of `split`, `chunk` or `unbind`.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)

@@ -1,4 +1,4 @@
-"""Multiply gradients by the upstream scalar, without a wait for its value.
+"""Multiply gradients by the upstream scalar, read on the device.
 
 Bytes: none for a scalar of 1, otherwise each tensor read and written once.
 """
@@ -13,7 +13,7 @@ from liger_chunked.kernels.backend import jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 
-_MOST = 3  # gradients of hidden states, weight and bias
+_MOST = 3  # dX, dW, db
 
 
 @jit

@@ -31,7 +31,7 @@ _FARTHEST = 2.0
 
 @jit
 def _one_minus_exp(x):
-    # x <= 0. The series has a relative error of 1e-8.
+    # For x <= 0. The series has a relative error of 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 

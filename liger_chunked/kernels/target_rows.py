@@ -25,8 +25,8 @@ from liger_chunked.kernels.tuning import TUNING, hopper
 class RowScales(NamedTuple):
     """Factors of rows' gradients, (N,) float32 each."""
 
-    others: Tensor  # s
-    target: Tensor  # a
+    others: Tensor  # `s`
+    target: Tensor  # `a`
 
 
 @Kernel
@@ -58,7 +58,7 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """Return the factors `s` and `a` of rows; write `s x`, rounded once, to `scaled`.
+    """Return the factors `s` and `a` of rows; write `s x`, rounded once, to `scaled` if given.
 
     `x` is (N, H) with contiguous rows, `scaled` (N, H) contiguous; `logps` and `lse` are (N,) upstream gradients.
     """

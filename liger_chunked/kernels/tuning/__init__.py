@@ -12,7 +12,7 @@ from liger_chunked.kernels.tuning.hopper import HOPPER
 
 
 class _ByDevice(dict[torch.device, Tuning]):
-    """The table of each device, picked at its first launch: a query at import would initialize CUDA."""
+    """Tables, picked at a device's first launch: at import, the query would initialize CUDA."""
 
     def __missing__(self, device: torch.device) -> Tuning:
         is_nvidia = device.type == "cuda" and torch.version.cuda is not None

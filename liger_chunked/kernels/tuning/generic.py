@@ -1,7 +1,6 @@
-"""Constants of devices without a table of their own, and constants of all devices, chosen on an H200.
+"""Constants of devices without a table, and of all devices, chosen on an H200.
 
-Quotes name the section of docs/tuning.md that backs a constant, or the constants under a heading. The default is
-"Launch sizes".
+Quotes name the section of docs/tuning.md that backs a constant, or a heading's. The default is "Launch sizes".
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Elements that a program handles at a time, a power of two, and its warps."""
+    """Elements that a program handles at a time, a power of two, and warps."""
 
     block: int
     num_warps: int
@@ -42,7 +41,7 @@ class Tuning(NamedTuple):
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns
     scale: Launch = Launch(4096, 8)
-    scale_programs: int = 2048  # a few waves, which return at once for a scalar of 1
+    scale_programs: int = 2048  # a few waves
     survey: Launch = Launch(4096, 4)  # targets: "Survey of the target"
     survey_top_k_block: int = 64  # entries compared at a time
     survey_top_k_most: int = 1024  # longer rows are sorted by torch
@@ -51,17 +50,17 @@ class Tuning(NamedTuple):
 GENERIC = Tuning()
 
 # Paths
-MAX_ROW = 1 << 15  # columns of a norm; wider rows would spill registers, so torch serves them
+MAX_ROW = 1 << 15  # columns of a norm; torch serves wider rows, which would spill registers
 TORCH_BLOCK = {"cpu": 1 << 18}  # elements per block of the torch path, for a CPU's cache
-TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere: small compared with a tile
-UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time for a float32 product
+TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
+UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"
-ONE_CHUNK = 2_500_000_000  # most bytes of logits of a step in one chunk
+ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
 CHUNK_TOKENS = 4096  # fewest tokens of a chunk under the automatic budget
-ROUND = 256  # chunks and tiles are whole cuBLAS tiles, of at most 256 rows
-MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units; rows are cut instead
-TEACHER_TOKENS = 2048  # most tokens of teacher logits in memory at once
+ROUND = 256  # rows of the largest cuBLAS tile
+MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
+TEACHER_TOKENS = 2048  # most tokens of teacher logits at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
-TEACHER_VOCAB = 152_000  # a smaller vocabulary allows proportionally more teacher tokens
+TEACHER_VOCAB = 152_000  # smaller vocabularies allow proportionally more tokens

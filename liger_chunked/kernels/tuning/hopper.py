@@ -1,6 +1,6 @@
-"""Constants of Hopper, compute capability 9, and of the fused epilogue, which was measured only there.
+"""Constants of Hopper, and of the fused epilogue, which was measured only there.
 
-Quotes name the section of docs/tuning.md that backs the constants under a heading.
+Quotes name sections of docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -28,28 +28,25 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """Return the tiling for a hidden size.
-
-        Up to H = 1536, one program multiplies during another's epilogue. Above, larger tiles read the L2 cache less.
-        """
+        """Return the tiling for a hidden size."""
         if hidden > 1536:
             return cls()
         return cls(cols=128, stages=3, num_warps=4, group=32 if hidden <= 1024 else 8, programs=2)
 
 
 # Kernels next to the fused product: "Launch sizes"
-REDUCED = 16, 256  # rows and partial sums that a program reduces at a time
+REDUCED = 16, 256  # rows and partial sums at a time
 REDUCE_WARPS = 8
-SORTED = 16, 256  # tokens that a program sorts, and compares with at a time
+SORTED = 16, 256  # tokens that a program sorts, and compares at a time
 MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
-TARGET_RUN = 8  # tokens of one target that are added at a time
+TARGET_RUN = 8  # tokens of one target added at a time
 TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
 WIDEST = 3072  # largest H for which it is faster than storing logits
-SMALLEST = 1 << 37  # multiplications of a product, below which the host is the bottleneck
-FEWEST_TOKENS = 3584  # mean tokens per chunk of a step that could be one chunk of logits
-LARGE = 1 << 39  # multiplications of a product in each chunk of that step
-WIDEST_CUT = 2048  # largest H of that step
+SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
+FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that could be one chunk of logits
+LARGE = 1 << 39  # multiplications of a product in each of its chunks
+WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"
