@@ -276,7 +276,7 @@ def factor(x):
 
 @jit
 def log2(x):
-    """Return log2 with an error of 2**-22, absolute near 1. tl.log2 takes twenty instructions."""
+    """Return log2 with an error of 2**-22, absolute near 1, else relative. tl.log2 takes twenty instructions."""
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:

@@ -193,7 +193,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A new version makes other operations that saved gate or up raise. Gradients are not part of their graph.
+            # A new version makes other operations that saved gate or up raise. Detached: gradients leave that graph.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -244,7 +244,7 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, or packed halves have odd size.
+        ValueError: shapes or devices differ, or a packed size is odd.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
@@ -270,7 +270,7 @@ def liger_geglu(
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, packed halves have odd size, or `approximate` is unknown.
+        ValueError: shapes or devices differ, a packed size is odd, or `approximate` is unknown.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

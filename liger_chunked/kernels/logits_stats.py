@@ -235,7 +235,6 @@ def _logits_stats_torch(
                 max=maximum,
                 sum_exp=e.sum(1),
                 target_logit=target_logit,
-                # 0 * -inf would be NaN.
                 sum_exp_z=(e * centred).masked_fill_(e == 0, 0.0).sum(1) if wanted["sum_exp_z"] else None,
                 sum_z=sum_z,
                 sum_exp_sq=e.square().sum(1) if wanted["sum_exp_sq"] else None,

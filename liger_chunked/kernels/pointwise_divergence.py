@@ -1,13 +1,6 @@
-"""Divergences of probabilities or log-probabilities: `sum_v f(x_v, t_v)` of each row of input `x` and target `t`.
+"""Divergences of probabilities or log-probabilities: sums of `f(x, t)` over rows of input `x` and target `t`.
 
-    kl          t (log t - x)
-    kl_log      exp(t) (t - x)
-    reverse_kl  exp(x) (x - t)
-    jsd         beta p (log p - log m) + (1 - beta) q (log q - log m)
-                with p = exp(t), q = exp(x), m = beta p + (1 - beta) q
-    tvd         |x - t| / 2
-
-Zero probabilities give 0. Bytes, in units of the input: forward 2, backward 3.
+`_terms_torch` has the formulas; zero probabilities give 0. Bytes, in units of the input: forward 2, backward 3.
 """
 
 from __future__ import annotations
@@ -224,13 +217,15 @@ def liger_kl_div(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return `F.kl_div`, `KL(target || exp(input))`, in nats.
+    """Return `F.kl_div`: `KL(target || exp(input))`, in nats.
+
+        sum_v t_v (log t_v - x_v)        t: target, x: input
 
     Args:
         input: (N, V) log-probabilities.
         target: (N, V) probabilities, in the dtype of `input`.
         reduction: "batchmean" divides the sum by N, "mean" by N * V; "none" returns the (N, V) terms.
-        log_target: whether `target` has log-probabilities.
+        log_target: whether `target` holds log-probabilities.
 
     Returns:
         float32, or float64 for float64 inputs.

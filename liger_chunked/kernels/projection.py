@@ -31,7 +31,7 @@ LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
 class Exponentials(NamedTuple):
-    """A chunk's softmax before normalisation; fields are (N,) float32."""
+    """A chunk's softmax before normalisation; (N,) float32, except `values`."""
 
     values: Tensor | None  # E, (N, V) bfloat16
     centre: Tensor

@@ -191,7 +191,7 @@ class _RotaryPosEmb(torch.autograd.Function):
 class _WrittenOver(torch.autograd.Function):
     """Marks `x` as overwritten before its rotation, because autograd may raise.
 
-    Takes one tensor, because autograd allows no other output next to an overwritten view.
+    Autograd allows no other output next to an overwritten view.
     """
 
     @staticmethod
@@ -302,9 +302,9 @@ def liger_rotary_pos_emb(
 
     Raises:
         TypeError: an argument is not floating-point.
-        ValueError: shapes, dtypes or devices differ, `cos` or `sin` requires a gradient, or `q` or `k` cannot be
+        ValueError: shapes, dtypes or devices do not match, `cos` or `sin` requires a gradient, or `q` or `k` cannot be
             overwritten.
-        RuntimeError: `q` or `k` to overwrite is a result of `split`, `chunk` or `unbind`.
+        RuntimeError: `inplace` for a result of `split`, `chunk` or `unbind`.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)

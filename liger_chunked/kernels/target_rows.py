@@ -189,8 +189,8 @@ class Occurrences(NamedTuple):
     """Where targets occur, (N,) int32 each."""
 
     order: Tensor  # tokens sorted by target, stable
-    start: Tensor  # in `order`, of the tokens with this target
-    length: Tensor  # number of these tokens; 0 after the first of them
+    start: Tensor  # first place of this target in `order`
+    length: Tensor  # tokens of this target; 0 after its first token
 
 
 def occurrences(target: Tensor) -> Occurrences:

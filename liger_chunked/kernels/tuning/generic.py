@@ -59,7 +59,7 @@ REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 # Chunks: "Chunk sizes"
 ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
 CHUNK_TOKENS = 4096  # fewest tokens of a chunk under the automatic budget
-ROUND = 256  # rows of the largest cuBLAS tile
+ROUND = 256  # chunks and tiles are multiples: rows of the largest cuBLAS tile
 MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
 TEACHER_TOKENS = 2048  # most tokens of teacher logits at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
