@@ -114,7 +114,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` (..., D) and the stride of its contiguous rows; copy only if they have none."""
+    """Return `x` (..., D) and the one stride of its contiguous rows; copy only if necessary."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.stride(-1) != 1:
@@ -253,9 +253,9 @@ def grid_row():
 
 @jit
 def exp(x, PRECISE: tl.constexpr):
-    """Return exp(x). Without PRECISE, large arguments lose bits, which matters for float32 logits."""
+    """Return exp(x); PRECISE keeps the bits of large float32 arguments."""
     if PRECISE:
-        # exp(x - n log 2) 2**n, with log 2 in two parts: n times the first is exact.
+        # exp(x - n log 2) 2**n, 0 below -120. log 2 has two parts: n times the first is exact.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4

@@ -1,4 +1,4 @@
-"""Turn student logits into the gradient of a divergence and of the target's log-probability.
+"""Gradients of a divergence and of the target's log-probability by the student's logits.
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
 
@@ -206,11 +206,11 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite `student`, or `out`, with the gradient of the student's logits; return it.
+    """Write the gradient by the student's logits to `out`, or to `student`; return it.
 
     Args:
         stats: `divergence_stats` of the same arguments.
-        g_divergence, g_logps: (N,) upstream gradients.
+        g_divergence, g_logps: (N,) upstream gradients; `g_logps` may be None.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out

@@ -29,7 +29,7 @@ from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype, shown
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
-# (1 + tanh(u)) / 2 = sigmoid(2 u), 2 u = sqrt(8 / pi) (z + 0.044715 z**3)
+# Fewer instructions: (1 + tanh(u)) / 2 = sigmoid(2 u), 2 u = sqrt(8 / pi) (z + 0.044715 z**3)
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
@@ -193,7 +193,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A new version makes other operations that saved gate or up raise. Detached: gradients leave that graph.
+            # A new version makes other operations that saved gate or up raise. Gradients are not in that graph: detach.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)

@@ -1,4 +1,4 @@
-"""Turn logits into their gradient.
+"""Gradients of the statistics by the logits.
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
@@ -160,7 +160,7 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite a tile of logits, or `out`, with the gradient; return it.
+    """Write the gradient of a tile of logits to `out`, or to `logits`; return it.
 
     Args:
         logits, target, options, vocab_start, class_weight: as in `logits_stats`.

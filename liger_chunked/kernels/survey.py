@@ -1,4 +1,4 @@
-"""Count and check targets, and check a teacher's top-k, on the device. The host cuts chunks by the counts.
+"""Count and check targets, to cut chunks, and check a teacher's top-k, on the device.
 
 Bytes: the target, and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
 """

@@ -116,9 +116,9 @@ def _move_torch(
 def unround_logps_(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Overwrite `logps`, (N,) of rounded logits, with those of exact target logits.
+    """Overwrite `logps` of rounded logits, (N,) in the accumulation dtype, with those of exact target logits.
 
-    `x` is (N, H) in the dtype of the head, `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
+    `x` is (N, H) in the head's dtype, `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
 
     Returns:
         (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps`.

@@ -41,7 +41,7 @@ class Tuning(NamedTuple):
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns
     scale: Launch = Launch(4096, 8)
-    scale_programs: int = 2048  # a few waves
+    scale_programs: int = 2048  # a few waves, few enough to return at once
     survey: Launch = Launch(4096, 4)  # targets: "Survey of the target"
     survey_top_k_block: int = 64  # entries compared at a time
     survey_top_k_most: int = 1024  # longer rows are sorted by torch
