@@ -1,4 +1,7 @@
-"""What kernels share. Those of a step also take meta tensors, which allocate what a GPU would, and launch nothing."""
+"""Shared by kernels: paths, layouts, autograd, device functions.
+
+A step's kernels also take meta tensors: they allocate what a GPU would, and launch nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_MOST_ROWS = 65_535  # of axes y and z of a launch grid
+_MOST_ROWS = 65_535  # of a grid's axes y and z
 
-# A tensor memory accelerator and 227 KiB of shared memory: Hopper, and data-centre Blackwell, which was not measured.
+# Hopper and data-centre Blackwell (not measured): a tensor memory accelerator and 227 KiB of shared memory.
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
 
 def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
-    """Parse `LIGER_CHUNKED_WIDE_TILES`: major compute capabilities whose GPUs run `project_exp`.
+    """Return the major compute capabilities that run `project_exp`, by default Hopper's.
 
-    "9" is Hopper, the default; "9,10" adds data-centre Blackwell; "" is none. Raises ValueError for any other text.
+    Raises ValueError for unknown ones.
 
     >>> wide_tiles_setting("9,10")
     (9, 10)
@@ -55,7 +58,7 @@ WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
-# Largest value of a row above the centre of its sums: the sum of squared exponentials still fits in float32.
+# Largest distance of a maximum from its centre: squared exponentials still fit in float32.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
@@ -64,7 +67,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether the Triton kernels serve `x`. float64, which is for reference results, takes the torch path."""
+    """Return whether Triton kernels serve `x`; float64 takes the torch path."""
     if triton is None or x.dtype == torch.float64:
         return False
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
@@ -83,10 +86,9 @@ def has_wide_tiles(device: torch.device) -> bool:
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a host function the operator `liger_chunked::<name>` under a compiler; `fake` gives its outputs' shapes.
+    """Make a function the operator `liger_chunked::<name>` under a compiler; `fake` returns outputs of its shapes.
 
-    An operator must return tensors, so None becomes an empty tensor. Eager code calls the function directly, because
-    dispatching a Python operator takes longer than a small kernel.
+    None becomes an empty tensor. Eager code calls the function: dispatch takes longer than a small kernel.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -112,7 +114,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` (..., D) with contiguous rows and their uniform stride; copy only if there is none."""
+    """Return `x` (..., D) and the one stride of its contiguous rows; copy only if necessary."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.stride(-1) != 1:
@@ -122,12 +124,12 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return `x` (..., D) as (N, D) by `strided_rows`."""
+    """Return `x` (..., D) as (N, D), by `strided_rows`."""
     return strided_rows(x)[0].view(-1, x.shape[-1])
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Return whether the elements of `x` have distinct addresses."""
+    """Return whether all elements have their own memory."""
     reached = 0
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
@@ -138,21 +140,21 @@ def has_own_memory(x: Tensor) -> bool:
 
 
 def may_overwrite(x: Tensor) -> bool:
-    """Return whether a backward may write a gradient to `x`. An operator declares that it mutates no input."""
+    """Return whether a backward may overwrite `x`; a compiled operator may not."""
     return not torch.compiler.is_compiling() and has_own_memory(x)
 
 
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return contiguous memory of the shape of `x`; `x.new_empty(x.shape)` takes twice as long."""
+    """Return an empty tensor like `x`, faster than `x.new_empty(x.shape)`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# Private. Without it torch raises its own error.
+# Private; if it is missing, torch raises its own error.
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make second derivatives raise, for saved tensors too, which torch's `once_differentiable` does not cover."""
+    """Make second derivatives raise, also of saved tensors, unlike torch's `once_differentiable`."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -172,7 +174,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # They require a gradient, so that a penalty on a gradient without sources raises too.
+        # requires_grad_, so that a gradient without sources raises too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)
@@ -186,7 +188,7 @@ def refuse_second_derivative(*_: Any) -> NoReturn:
 
 
 class _Unpacked:
-    """A context with unpacked tensors: a checkpoint allows unpacking once."""
+    """A context with its tensors unpacked: a checkpoint allows that once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
         vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
@@ -199,11 +201,11 @@ class _Unpacked:
 
 
 class _Once(torch.autograd.Function):
-    """`apply(n, *gradients, *sources)` returns the gradients, connected to the sources without a derivative."""
+    """`apply(n, *gradients, *sources)` connects gradients to sources, without a derivative."""
 
     @staticmethod
     def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.data for g in tensors[:n])  # not views, so they may be changed in place
+        return tuple(g.data for g in tensors[:n])  # autograd lets callers change these in place, unlike views
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -216,13 +218,13 @@ def power_of_two(n: int) -> int:
 
 
 def block_size(n: int, most: int) -> int:
-    """Return the next power of two, at most `most`, which is one."""
+    """Return the next power of two, at most `most`."""
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; 2 in the interpreter, so that programs sweep several tiles."""
+    """Return the number of multiprocessors; 2 in the interpreter, to test sweeps."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
@@ -231,41 +233,41 @@ def processors(device: torch.device) -> int:
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `x` (N, V) of about `TORCH_BLOCK` elements."""
+    """Yield slices of rows of `x` (N, V), about `TORCH_BLOCK` elements each."""
     rows = max(1, TORCH_BLOCK.get(x.device.type, TORCH_BLOCK_DEFAULT) // max(1, x.shape[1]))
     for start in range(0, x.shape[0], rows):
         yield slice(start, min(start + rows, x.shape[0]))
 
 
 def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
-    """Return a launch grid for `grid_row`, with the blocks of a row next to each other (docs/tuning.md)."""
+    """Return a launch grid for `grid_row`, row by row (docs/tuning.md)."""
     y = min(n_rows, _MOST_ROWS)
     return blocks, y, -(-n_rows // y)
 
 
 @jit
 def grid_row():
-    """Return this program's row, which may be beyond the last."""
+    """Return this program's row, maybe beyond the last."""
     return tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
 
 
 @jit
 def exp(x, PRECISE: tl.constexpr):
-    """Return exp(x). PRECISE is for float32 logits: 2 ** (x log2 e) loses bits of a large argument."""
+    """Return exp(x); PRECISE keeps the bits of large float32 arguments."""
     if PRECISE:
-        # exp(x - n log 2) 2**n, with log 2 in two parts, of which n times the first is exact; 0 below -120.
+        # exp(x - n log 2) 2**n, 0 below -120. log 2 has two parts: n times the first is exact.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4
         return tl.exp2(x * 1.4426950408889634) * tl.exp2(n)
     else:
-        # tl.exp takes three more instructions, to keep subnormal results.
+        # tl.exp takes three more instructions, for subnormal results.
         return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def factor(x):
-    """Prepare an operand of `tl.dot`: the interpreter would multiply the bits of bfloat16."""
+    """Prepare an operand of `tl.dot`: the interpreter multiplies the bits of bfloat16."""
     if PTX:
         return x
     else:
@@ -291,14 +293,14 @@ def log(x):
 
 @jit
 def reciprocal(x):
-    """Return 1 / x with one Newton step: plain division is off by two units in the last place."""
+    """Return 1 / x with a Newton step: division is off by two units in the last place."""
     y = 1.0 / x
     return tl.fma(tl.fma(-x, y, 1.0), y, y)
 
 
 @jit
 def tanh(x):
-    # The interpreter has no libdevice. A polynomial near 0, where 1 - 2 / (1 + exp(2x)) would cancel.
+    # The interpreter has no libdevice. 1 - 2 / (1 + exp(2x)) cancels near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

@@ -1,7 +1,6 @@
-"""Cross entropy of materialized logits.
+"""Cross entropy of materialized logits, from logits_stats.py and logits_grad.py.
 
-The loss is a function of logits_stats.py, whose gradient is logits_grad.py. Bytes, in units of the logits: forward 1,
-backward 2.
+Bytes, in units of the logits: forward 1, backward 2.
 """
 
 from __future__ import annotations
@@ -134,34 +133,33 @@ def liger_cross_entropy(
     logit_scale: float = 1.0,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `F.cross_entropy` of logits of any floating dtype, computed in float32 without a copy of them.
+    """Return `F.cross_entropy` of logits in nats, computed in float32 without a float32 copy of them.
 
-    With `z = softcap * tanh(logit_scale * logits / softcap)` (without a softcap `z = logit_scale * logits`), the loss
-    of a token with target `y`, in nats, is
+    The loss of a token with target `y`, `s = label_smoothing` and `lse = logsumexp(z)` is
 
         (1 - s) * w_y * (lse - z_y) + s / V * sum_v(w_v * (lse - z_v)) + lse_square_scale * lse ** 2
 
-    with `s = label_smoothing` and `lse = logsumexp(z)`.
+    where `z = softcap * tanh(logit_scale * logits / softcap)`, or `z = logit_scale * logits` without a softcap.
 
     Args:
         logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad the labels instead.
-        target: (...) class indices. One outside the vocabulary raises on a CPU, and gives an infinite loss on a GPU.
+        target: (...) class indices. One outside the vocabulary raises on a CPU, and makes the loss infinite on a GPU.
         weight: (V,) class weights `w`; None for ones.
-        ignore_index: the target of tokens that do not count.
-        reduction: "mean" divides the cross entropy by the sum of `w_y` over the valid tokens, and the last term by
-            their number; it is 0 without any. "none" returns (...), with 0 at ignored tokens.
-        label_smoothing: `s`.
+        ignore_index: target of ignored tokens.
+        reduction: "mean" divides the cross entropy by the sum of valid tokens' `w_y`, and the last term by their
+            number; 0 without valid tokens. "none" returns (...), 0 at ignored tokens.
+        label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
-        softcap, logit_scale: see the formula.
-        inplace: let the backward overwrite `logits` with the gradient, to save memory; a second backward raises. No
-            effect under torch.compile or on expanded logits.
+        softcap, logit_scale: the logit transform.
+        inplace: let the backward overwrite `logits`; a second backward raises. No effect under torch.compile, or for
+            expanded logits.
 
     Returns:
-        The loss in float32, or float64 for float64 logits.
+        float32, or float64 for float64 logits.
 
     Raises:
         TypeError: `logits` is not floating-point, or `target` not of integers.
-        ValueError: shapes or devices do not match, a target is out of range, or the reduction is unknown.
+        ValueError: shapes or devices differ, a target or option is out of range, or `weight` requires a gradient.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

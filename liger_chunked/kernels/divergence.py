@@ -1,15 +1,12 @@
-"""Divergences of student and teacher rows of logits, and the sums that their gradients need.
+"""Divergences of student and teacher logits, and the sums that their gradients need.
 
-`z` and `t` are the rows after their logit transforms, without the temperature `T`. With `p = softmax(z / T)` and
-`q = softmax(t / T)`, a divergence `D(p, q)` has the gradient
+    p = softmax(z / T), q = softmax(t / T)        z, t: logits transformed except for the temperature T
+    T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-    T dD/dz_v = p_v (a_v - slope)        a_v = dD/dp_v        slope = sum_u p_u a_u
+For TVD, a - slope would cancel. It is `below`, the mass of p where p < q, if p > q, and `-above`, the mass of p where
+p > q, if p < q. Both include half of the mass where p = q.
 
-TVD stores what does not cancel: a - slope is `below` where p > q and `-above` where p < q, the student's mass where
-p < q and where p > q, each with half of that where p = q.
-
-KL and the cosine need the sweep of divergence_sums.py, and read both tiles once. JSD, skewed KL and TVD need its
-normalisers for a second sweep.
+Bytes: KL and cosine read both tiles once, in divergence_sums.py. JSD, skewed KL and TVD read them again.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from liger_chunked.kernels.transform import load_block, transform_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# Floor of log p, so that a mixture of two zeros stays finite.
+# Floor of log p: a mixture of two zeros stays finite.
 LOG_ZERO = -1e4
 # As in F.cosine_similarity.
 _MIN_NORM = 1e-8
@@ -35,19 +32,19 @@ _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class DivergenceStats(NamedTuple):
-    """Statistics of each row, (N,)."""
+    """Statistics of rows, (N,) each."""
 
     divergence: Tensor  # log_sum without a teacher
-    centre: Tensor  # of the student's z
+    centre: Tensor
     sum_exp: Tensor  # p = exp((z - centre) / T) / sum_exp
-    log_sum: Tensor  # log(sum_exp)
-    hard_sum_exp: Tensor | None = None  # sum_exp at temperature 1, if that differs
+    log_sum: Tensor
+    hard_sum_exp: Tensor | None = None  # at temperature 1, if that differs
     logps: Tensor | None = None  # log p(target) at temperature 1
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    slope: Tensor | None = None  # sum p a; cosine: the gradient's coefficient of z; TVD: `below`
-    other_slope: Tensor | None = None  # cosine: the gradient's coefficient of t; TVD: `above`
+    slope: Tensor | None = None  # cosine: coefficient of z in the gradient; TVD: `below`
+    other_slope: Tensor | None = None  # cosine: coefficient of t; TVD: `above`
 
 
 @jit
@@ -55,22 +52,22 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
-    # exp(z - log_sum) would round its argument first.
+    # exp(z - log_sum) would round its argument.
     return exp(z, PRECISE) * reciprocal(sum_exp), z - log_sum
 
 
 @jit
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
-    """Return `log(p / m)` and `log(q / m)`, with `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
+    """Return `log(p / m)` and `log(q / m)`, `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL, for 16-bit logits and a beta away from 0 and 1, has an error of 2**-22 of the gap `log(q / p)`, at least
-    2**-22. The other path works relative to the larger part of m; the parts are equal at the gap `even`.
+    CENTRAL, for 16-bit logits and beta far from 0 and 1, has an error of `2**-22 max(1, |log(q / p)|)`. The other path
+    factors out the larger part of m. The parts are equal at the gap `even`.
     """
     # -1e4 is LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
-        # exp(87) fits in float32; beyond this gap p does not matter.
+        # exp(87) fits in float32; beyond, p does not matter.
         gap = tl.minimum(gap, 87.0, propagate_nan=tl.PropagateNan.ALL)
         log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
@@ -88,7 +85,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """Return `log2 p`, at least -120. The relative error of p is a thousandth of that from 16-bit logits."""
+    """Return `log2 p`, at least -120, more exactly than 16-bit logits need."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -104,14 +101,14 @@ def _compare_block(
     beta, one_minus_beta, even,
     KIND: tl.constexpr, RATIO: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
+    """Add a block of both rows to each lane's sums; -inf adds nothing."""
     z = transform_block(load_block(z_ptr, cols, n_cols, WHOLE), scale, softcap, None)
     t = transform_block(load_block(t_ptr, cols, n_cols, WHOLE), teacher_scale, teacher_softcap, None)
     if not WHOLE:
         z = tl.where(cols < n_cols, z, -float("inf"))
         t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2, with q from p and q / p: three special functions per element, not four.
+        # `log_ratios` in base 2. q = p (q / p) saves a special function.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -181,7 +178,7 @@ def _second_sweep_kernel(
         slope += tl.sum(on_p, axis=0)
         tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
-        unit = 0.6931471805599453 if CENTRAL else 1.0  # the sums are in bits or in nats
+        unit = 0.6931471805599453 if CENTRAL else 1.0  # bits or nats
         if on_teacher is not None:
             divergence += on_teacher * unit * tl.sum(on_q, axis=0)
         if on_student is not None:
@@ -288,7 +285,7 @@ def _normalised(sums: Sums) -> DivergenceStats:
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
     return DivergenceStats(
         divergence=sums.log_sum if sums.divergence is None else sums.divergence,
@@ -326,12 +323,11 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Return the divergences of pairs of rows, and the sums that the gradient needs.
+    """Return the divergence of each pair of rows, and the sums that its gradient needs.
 
     Args:
-        student, teacher: (N, V) logits before the transform, each row contiguous; any floating dtypes.
-        target: (N,) int64 token ids whose log-probabilities to return, or None.
-        options, teacher_options: the logit transforms.
+        student, teacher: (N, V) logits before the transform, each row contiguous.
+        target: (N,) int64 token ids for `logps`, or None.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options)
@@ -341,10 +337,10 @@ def divergence_stats(
         compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
         value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
         return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
-    # The slope of forward KL is -1 and not stored.
+    # The slope of forward KL is -1.
     return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return the normalisers of rows without entries that are -inf before the transform; `hard` as in `sums`."""
+    """Return the normalisers of rows without their holes, inputs of -inf; `hard` as in `sums`."""
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

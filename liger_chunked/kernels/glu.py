@@ -1,11 +1,8 @@
-"""Gated linear units.
+"""Gated linear units, computed in float32 and rounded once.
 
-    swiglu = silu(gate) * up        silu(z) = z sigmoid(z)
-    geglu  = gelu(gate) * up        gelu(z) = z Phi(z), or its approximation by tanh
-    dgate  = dy * up * act'(gate)
-    dup    = dy * act(gate)
+    y = act(gate) * up,  dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-in float32, rounded once. Bytes, in units of `gate`: forward 3, backward 5.
+Bytes, in units of `gate`: forward 3, backward 5.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype, shown
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
-# (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3), takes fewer instructions.
+# Fewer instructions: (1 + tanh(u)) / 2 = sigmoid(2 u), 2 u = sqrt(8 / pi) (z + 0.044715 z**3)
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
@@ -45,7 +42,7 @@ def _activation(z, KIND: tl.constexpr):
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
-        # See `_TANH_LINEAR`. exp(-|2 u|) does not overflow, and sigmoid and 1 - sigmoid do not cancel.
+        # See `_TANH_LINEAR`. exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
         square = z * z
         e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
         larger = 1.0 / (1.0 + e)
@@ -101,7 +98,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    """Launch over tensors of one shape. Contiguous tensors are one row, so that only the last block is partial."""
+    """Launch over tensors of one shape; contiguous ones as one row, with one partial block."""
     first = tensors[0]
     n_rows, n_cols = 1, first.numel()
     if not n_cols:
@@ -166,20 +163,20 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    gradients = dy * up * slope, dy * activated  # both before either is written: dy may share their memory
+    gradients = dy * up * slope, dy * activated  # both first: dy may share their memory
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write the gradients to `grads`, which may be `gate` and `up`, and return it."""
+    """Write the gradients to `grads`, maybe `gate` and `up`."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
 
 @operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return `(dgate, dup)`; for a packed input, its gradient and None."""
+    """Return `dgate` and `dup`, or the packed gradient and None."""
     return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
 
 
@@ -196,8 +193,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Autograd compares versions, and raises in an operation that saved gate or up. Detached, because the
-            # gradients are not part of the graph whose memory they use.
+            # A new version makes other operations that saved gate or up raise. Gradients are not in that graph: detach.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -208,12 +204,12 @@ class _GLU(torch.autograd.Function):
 
 
 def _is_intermediate(x: Tensor) -> bool:
-    """Return whether `x` is a contiguous non-leaf, which a gradient may overwrite."""
+    """Return whether `x` is a contiguous non-leaf."""
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
-    """Return whether the gradients may overwrite gate and up, which must not share memory."""
+    """Return whether gradients may overwrite gate and up."""
     if up is None:
         return _is_intermediate(gate)
     apart = _is_intermediate(gate) and _is_intermediate(up)
@@ -223,7 +219,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
 def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
     given = gate, up
     gate, up = plain(("gate", "up"), given)
-    inplace = inplace and gate is given[0] and up is given[1]  # an unwrapped tensor may be a leaf
+    inplace = inplace and gate is given[0] and up is given[1]  # unwrapped tensors may be leaves
     check_floating(gate, "gate")
     if up is not None:
         check_like(up, "up", gate, "gate")
@@ -243,12 +239,12 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
         gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side (Phi-3, GLM-4, fused experts).
         up: (..., I) of the same dtype; None for packed halves.
         inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
-            share memory. Another operation that saved them raises, or reads gradients if hooks (a checkpoint's too)
-            pack its saved tensors.
+            share memory. Other operations that saved them raise, or read gradients if hooks (as a checkpoint's) pack
+            their saved tensors.
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.
-        ValueError: shapes or devices do not match.
+        ValueError: shapes or devices differ, or a packed size is odd.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
@@ -266,8 +262,15 @@ def liger_geglu(
 ) -> Tensor:
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
-    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. `liger_swiglu` documents the
-    rest.
+    Args:
+        gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side.
+        up: (..., I) of the same dtype; None for packed halves.
+        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function.
+        inplace: let the backward overwrite `gate` and `up`, as in `liger_swiglu`.
+
+    Raises:
+        TypeError: an argument is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, a packed size is odd, or `approximate` is unknown.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

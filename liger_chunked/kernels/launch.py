@@ -1,4 +1,4 @@
-"""Cache the compiled variants of Triton kernels: a cached launch takes the host a third of the time."""
+"""Cache compiled Triton kernels: a cached launch takes a third of the host's time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ try:
 except ImportError:
     hooks = driver = None
 
-# Whether torch.cuda knows the current device, on NVIDIA and AMD. Asking for a GPU would initialize CUDA on import.
+# Looking for a GPU would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Not on AMD, where Triton compiles for a tensor's size too.
+# AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Of a compiled variant: run, handle, launch options, and the function that returns a device's current stream.
+# Run, handle, launch options, and the function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Return whether a kernel finds the elements of `x`, see `Kernel`."""
+    """Return whether `Kernel` supports the layout of `x`."""
     if x.is_contiguous():
         return True
     if strided:
@@ -41,7 +41,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether tensors are the same, and numbers equal in type and value."""
+    """Return whether tensors are identical, and numbers equal with their types."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -49,24 +49,21 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
+    """A Triton kernel that caches compiled variants, and runs on its tensors' device.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    Triton picks a compiled variant by the dtypes and 16-byte alignment of tensors and by properties of numbers, at
-    every launch, and asks the driver about each tensor. A launch with the numbers of an earlier one, and with aligned
-    tensors of the same dtypes, reuses its variant and passes addresses.
+    A launch with the numbers of an earlier one, and 16-byte aligned tensors of its dtypes, reuses its variant.
 
-    - `*_ptr` parameters are tensors or None, the first never None, all on its device or in pinned memory. With a
-      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Without, a
-      tensor must have no gaps or repetitions. Other layouts raise.
+    - `*_ptr` parameters are tensors or None, the first never None, on one device or in pinned memory. With a
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Otherwise a
+      tensor must have no gaps or repetitions.
     - `*_desc` parameters are tensor descriptors or None.
-    - Numbers include compile-time constants. Each must always have one Python type, because 1 equals 1.0 and True.
+    - Numbers include compile-time constants. Each must keep one Python type, because 1 equals 1.0 and True.
 
-    A cached launch uses Triton's private interface. A kernel's second equal launch verifies it: Triton must call the
-    compiled kernel exactly as a cached launch will. Otherwise all launches go through Triton, as they do while a launch
-    hook (of a profiler), a compilation hook or `triton.knobs.runtime.debug` is set.
+    A cached launch uses Triton's private interface. A kernel's second equal launch verifies that Triton makes the same
+    call. If not, or while a launch hook, a compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False
@@ -113,7 +110,7 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """Launch like `triton.jit(function)[grid](...)`, with `num_stages` unless it is None."""
+        """Launch like `triton.jit(function)[grid](...)`."""
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
@@ -166,7 +163,7 @@ class Kernel:
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # not ==: autograd's threads add to it too
+            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads may add more than one
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:
@@ -175,7 +172,7 @@ class Kernel:
                 self.variants[key] = unproven[0]
             return
         compiled = self._launch(*call)
-        if compiled is None:  # a compilation hook took over the launch
+        if compiled is None:  # a compilation hook launched
             return
         try:
             variant = compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
@@ -189,7 +186,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and check that it does what a cached launch will."""
+        """Launch through Triton, and compare with a cached launch."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -229,7 +226,7 @@ class Kernel:
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
-        """Launch through Triton, and return the kernel that it compiled."""
+        """Launch through Triton, and return the compiled kernel."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is None:
                 continue

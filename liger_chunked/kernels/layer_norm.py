@@ -1,9 +1,4 @@
-"""LayerNorm.
-
-    y = (x - mean(x)) / sqrt(var(x) + eps) * w + b
-
-over the last dimension, in float32. Bytes, in units of `x`: forward 2, backward 3.
-"""
+"""LayerNorm over the last dimension, in float32. Bytes, in units of `x`: forward 2, backward 3."""
 
 from __future__ import annotations
 
@@ -49,7 +44,6 @@ def _backward_kernel(
     dy_stride, x_stride, n_rows, n_cols,
     NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A program sweeps tiles of rows, and accumulates its parts of dw and db in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
@@ -65,7 +59,7 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         rstd = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
-        # Beyond the row dy is 0, and so are its products.
+        # dy is 0 past the row.
         normal = (x - mean) * rstd
         if NEEDS_DW:
             dw += dy * normal
@@ -118,7 +112,7 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @operator("layer_norm", fake=_forward_torch)
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `y`, and (2, N) mean and rstd of each row."""
+    """Return `y`, and (2, N) means and rstds."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, bias, eps)
 
@@ -174,7 +168,7 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `(dx, dw, db)`, each None unless needed: unless `needs_dx`, or without a dtype."""
+    """Return `(dx, dw, db)`, each None unless needed."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
 
@@ -194,21 +188,23 @@ class _LayerNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         dx, dw, db = _backward(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)
-        # Under a compiler, absent gradients are empty tensors.
+        # Compiled operators return empty tensors for None.
         return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
 
 
 def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return `F.layer_norm(x, x.shape[-1:], weight, bias, eps)` (Ba, Kiros and Hinton 2016), in the dtype of `x`.
 
+        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
     Args:
         x: (..., D), rows in any layout.
-        weight, bias: (D,) or None. Their gradients accumulate in float32, deterministically.
+        weight, bias: (D,) or None; their gradients are deterministic float32 sums.
         eps: added to the variance.
 
     Raises:
         TypeError: an argument is not floating-point.
-        ValueError: shapes or devices do not match.
+        ValueError: shapes or devices differ.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_layer_norm(x, torch.ones(64)), torch.nn.functional.layer_norm(x, (64,)), atol=1e-6)

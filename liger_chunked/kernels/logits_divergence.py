@@ -1,7 +1,6 @@
-"""Divergences of materialized logits, student against teacher, without a softmax in memory.
+"""Divergences of materialized logits, from divergence.py and divergence_grad.py, without a softmax in memory.
 
-The kernels are those of the fused losses: divergence.py and divergence_grad.py. Bytes, in units of one logits tensor:
-forward 2 (JSD and TVD 4), backward 3.
+Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4), backward 3.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from liger_chunked.kernels.operands import check_floating, check_labels, describ
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# Statistics that the backward needs beside the divergence, which is the slope of reverse KL.
+# For the backward. The slope of reverse KL is the divergence.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -124,28 +123,27 @@ def liger_kl_div_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `KL(teacher || student)` of two logits tensors' distributions (Hinton et al. 2015), in nats per row.
+    """Return `KL(q || p)` of student `p` and teacher `q` (Hinton et al. 2015), in nats per row.
 
-    The result is not multiplied by `temperature ** 2`.
+    `p` and `q` are the softmax of the logits over `temperature`. The result is not multiplied by `temperature ** 2`.
 
     Args:
         student_logits, teacher_logits: (..., V) of floating dtypes. Rows without a uniform stride, such as
             `logits[:, :-1]`, are copied: pad the labels instead.
         shift_labels: (...) labels; None uses all rows.
-        reverse: compute `KL(student || teacher)`.
+        reverse: return `KL(p || q)`.
         reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
-            (...), one value per row, 0 in ignored rows.
+            (...), 0 in ignored rows.
         temperature: divides both models' logits.
-        ignore_index: the label of ignored rows.
-        inplace: as of `liger_cross_entropy`.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
     Returns:
-        The divergence in float32, or float64 for float64 student logits.
+        float32, or float64 for float64 student logits.
 
     Raises:
         TypeError: an input is not floating-point.
-        ValueError: shapes or devices differ, the reduction is unknown, the temperature is not positive, or the teacher
-            requires a gradient.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(
@@ -171,14 +169,27 @@ def liger_jsd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `liger_jsd` of two logits tensors' distributions (Agarwal et al. 2024, equation 1), in nats per row.
-
-    With `p` the student's distribution and `q` the teacher's, both at the temperature,
+    """Return the Jensen-Shannon divergence of student `p` and teacher `q` (Agarwal et al. 2024), in nats per row.
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    The result is `KL(q || p)` at `beta` 0 and `KL(p || q)` at 1, where this formula is 0. A `beta` outside [0, 1]
-    raises ValueError. `liger_kl_div_with_logits` documents the other arguments.
+    This formula is 0 at `beta` 0 and 1: there the result is `KL(q || p)` and `KL(p || q)`.
+
+    Args:
+        student_logits, teacher_logits: (..., V) of floating dtypes.
+        shift_labels: (...) labels; None uses all rows.
+        beta: weight of the teacher, in [0, 1].
+        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
+        temperature: divides both models' logits.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`.
+
+    Returns:
+        float32, or float64 for float64 student logits.
+
+    Raises:
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -201,9 +212,22 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the total variation distance of two logits tensors' distributions, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
 
-    `liger_kl_div_with_logits` documents the arguments.
+    Args:
+        student_logits, teacher_logits: (..., V) of floating dtypes.
+        shift_labels: (...) labels; None uses all rows.
+        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
+        temperature: divides both models' logits.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`.
+
+    Returns:
+        float32, or float64 for float64 student logits.
+
+    Raises:
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

@@ -1,8 +1,8 @@
-"""Turn logits into their gradient, in place or in a separate tensor.
+"""Gradients of the statistics by the logits.
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
-and then back through the transform of `LogitOptions`. Bytes: the tile read once and written once.
+and back through the logit transform. Bytes: the tile read once and written once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class LogitsCotangents(NamedTuple):
-    """Row statistics and upstream gradients for the logits gradient; each (N,), None for absent terms."""
+    """Statistics and upstream gradients of rows, (N,) each, None for absent terms."""
 
-    max: Tensor  # p = exp(z - max) / sum_exp; exp(z - lse) would be inexact for large logits
+    max: Tensor  # p = exp(z - max) / sum_exp is exact for large logits, unlike exp(z - lse)
     sum_exp: Tensor
     logps: Tensor | None = None  # dL/dlogps, and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
-    entropy_value: Tensor | None = None  # the entropy itself
+    entropy_value: Tensor | None = None  # the entropy
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
-        """Return the fields of some of the rows."""
+        """Return the fields of some rows."""
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
@@ -76,7 +76,7 @@ def _logits_grad_kernel(
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
-        # Form p - 1 before any rounding. Two branches, because the compiler keeps 0 + x as an addition.
+        # p - 1 before rounding. Two branches, because the compiler keeps 0 + x as an addition.
         onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
         if lse_ptr is not None:
             grad += g * onehot_minus_p
@@ -131,11 +131,11 @@ def _logits_grad_torch_(
             grad.addcmul_(p, row.lse)
         if row.entropy is not None:
             assert row.entropy_value is not None
-            # 0 * -inf would be NaN.
+            # masked_fill_, because 0 * -inf is NaN
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
-            # Form 1[v = y] - p_v before any rounding.
+            # 1[v = y] - p_v before rounding
             local = target[rows] - vocab_start
             here = ((local >= 0) & (local < n_cols)).to(p.dtype)
             onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])
@@ -160,13 +160,12 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite a tile of logits with its gradient, and return it.
+    """Write the gradient of a tile of logits to `out`, or to `logits`; return it.
 
     Args:
-        logits, target, options, vocab_start, class_weight: the arguments of `logits_stats`.
-        cotangents: the rows' normalisers, and the upstream gradient of each statistic.
-        vocab_size: `V`, of the whole vocabulary.
-        out: write the gradient here, and keep `logits`.
+        logits, target, options, vocab_start, class_weight: as in `logits_stats`.
+        cotangents: the rows' normalisers and upstream gradients.
+        vocab_size: `V` of the whole vocabulary.
     """
     compute = _logits_grad_triton_ if use_triton(logits) or logits.is_meta else _logits_grad_torch_
     out = logits if out is None else out

@@ -1,8 +1,7 @@
-"""Reduce logits to statistics in one pass, tile by tile.
+"""Reduce logits to statistics, tile by tile. Bytes: the tile read once.
 
-`logits_stats` reduces each row of a tile to a `PartialStats`, `merge` joins neighbouring tiles of the same rows, and
-`finish` turns the whole into `TokenStats`. `row_stats` does all of this for whole rows, in one launch. Bytes: the tile
-read once.
+`logits_stats` reduces a tile to `PartialStats`, `merge` joins neighbouring tiles, and `finish` returns `TokenStats`.
+`row_stats` does all of this for whole rows, in one launch.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
 
 
 class PartialStats(NamedTuple):
-    """Statistics of rows `z` of a tile; each field (N,), None if not requested."""
+    """Statistics of rows `z` of a tile, (N,) each, None if not requested."""
 
-    max: Tensor  # max z
+    max: Tensor
     sum_exp: Tensor  # sum exp(z - max)
     target_logit: Tensor | None = None  # z at the target, -inf if it is outside the tile
-    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max), so that large logits do not cancel
-    sum_z: Tensor | None = None  # sum of z, or of class_weight * z
+    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): large z would cancel
+    sum_z: Tensor | None = None  # or sum class_weight z
     sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
-    argmax: Tensor | None = None  # first index of max in the whole vocabulary, int64
+    argmax: Tensor | None = None  # first index of max, int64
 
 
 @jit
@@ -47,7 +46,7 @@ def _add_block(
     WHOLE: tl.constexpr, PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of logits to the sums of each lane; entries of -inf add nothing."""
+    """Add a block of logits to each lane's sums; -inf adds nothing."""
     z = transform_block(load_block(row_ptr, cols, n_cols, WHOLE), scale, softcap, inv_temperature)
     if MEAN:
         if class_weight_ptr is not None:
@@ -77,8 +76,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # Sums are per lane and relative to the maximum of the row's first block: a running maximum would need a reduction
-    # per block. A row that rises too far above this centre is swept again. FINISH stores what `finish` computes.
+    # The centre is the maximum of the row's first block: a running maximum would need a reduction per block. A row that
+    # rises too far above it is swept again. FINISH stores the values of `finish`.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -121,13 +120,13 @@ def _logits_stats_kernel(
             row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
-        # abs: after a first block of -inf, the row may be far below the centre.
+        # abs: after a first block of -inf, the centre is 0.
         sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
         centre = tl.where(sweep, row_max, centre)
 
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # In float64: the error of one factor for the whole row would not average out.
+        # In float64, because the error of a row's factor does not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -142,7 +141,7 @@ def _logits_stats_kernel(
     mean = tl.sum(sum_z, axis=0)
     if FINISH:
         log_sum = tl.log(normaliser)
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         of_target = (of_target - row_max) - log_sum
         moment = log_sum - moment / normaliser
         squares = tl.log(squares) - 2 * log_sum
@@ -176,7 +175,7 @@ def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, whole: bool,
 ) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
-    """Return the sums; for `whole` rows, `finish`ed values and the lse if requested."""
+    """Return the sums; for `whole` rows, finished values and the lse."""
     n, n_cols = logits.shape
 
     def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -223,7 +222,7 @@ def _logits_stats_torch(
         target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
         sum_z = None
         if wanted["sum_z"]:
-            # Not a matrix product: autocast would round it.
+            # Autocast would round a matrix product.
             sum_z = z.sum(1) if class_weight is None else (z * class_weight).sum(1)
         if wanted["argmax"]:
             maximum, argmax = z.max(1)
@@ -236,7 +235,6 @@ def _logits_stats_torch(
                 max=maximum,
                 sum_exp=e.sum(1),
                 target_logit=target_logit,
-                # 0 * -inf would be NaN.
                 sum_exp_z=(e * centred).masked_fill_(e == 0, 0.0).sum(1) if wanted["sum_exp_z"] else None,
                 sum_z=sum_z,
                 sum_exp_sq=e.square().sum(1) if wanted["sum_exp_sq"] else None,
@@ -260,13 +258,11 @@ def logits_stats(
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
 ) -> PartialStats:
-    """Reduce a tile of logits to the partial statistics that `outputs` needs.
+    """Return the partial statistics of a tile of logits that `outputs`, fields of `TokenStats`, need.
 
     Args:
         logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; each row contiguous.
         target: (N,) int64 index into the whole vocabulary.
-        options: the logit transform.
-        outputs: names of `TokenStats` fields.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
     if use_triton(logits) or logits.is_meta:
@@ -277,7 +273,7 @@ def logits_stats(
 def row_stats(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
 ) -> tuple[PartialStats, TokenStats]:
-    """Return the `PartialStats`, of which only `max` and `sum_exp` are always set, and `TokenStats` of whole rows."""
+    """Return the `PartialStats`, at least `max` and `sum_exp`, and `TokenStats` of whole rows."""
     if not (use_triton(logits) or logits.is_meta):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
         return partial, finish(partial, target, logits.shape[1], outputs)
@@ -302,14 +298,14 @@ def concatenate(parts: list[PartialStats]) -> PartialStats:
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:
-    """Merge the statistics of two tiles of the same rows, `a` before `b`. Associative."""
+    """Return the statistics of two tiles, `a` before `b`; associative."""
     maximum = torch.maximum(a.max, b.max)
     shift = torch.where(maximum == -math.inf, 0.0, maximum)
     scale_a, scale_b = torch.exp(a.max - shift), torch.exp(b.max - shift)
 
     def moved(part: PartialStats, scale: Tensor) -> Tensor:
         assert part.sum_exp_z is not None
-        # Move the centre from part.max to the joint maximum; a tile of -inf has nothing to move.
+        # From part.max to the joint maximum; a tile of -inf has no moment.
         return scale * (part.sum_exp_z + torch.where(part.sum_exp == 0, 0.0, part.sum_exp * (part.max - shift)))
 
     def both(x: Tensor | None, y: Tensor | None) -> bool:
@@ -331,11 +327,11 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
 
 
 def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[str, ...]) -> TokenStats:
-    """Return the `TokenStats` of rows whose `PartialStats` cover the whole vocabulary."""
+    """Return the `TokenStats` of rows from statistics of the whole vocabulary."""
     log_sum = stats.sum_exp.log()
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         fields["logps"] = (stats.target_logit - stats.max) - log_sum  # type: ignore[operator]
     if "lse" in outputs:
         fields["lse"] = stats.max + log_sum

@@ -1,9 +1,7 @@
-"""Rows of norms: how programs tile them, and the sum of the programs' weight gradients.
+"""Tiles of a norm's rows, and the sum of the programs' weight gradients.
 
-    dw = cast(sum over programs of partial[program])
-
-Each program of a norm's backward writes the sum over its rows, (D,) float32. One launch adds them, always in the same
-order. The data is small and cached, so only latency matters.
+A backward's program accumulates over its rows in registers, and writes a (D,) float32 sum. One launch adds these in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from liger_chunked.kernels.tuning.generic import REMEMBERED
 
 
 class RowTile(NamedTuple):
-    """Tile of a kernel that keeps whole rows in registers: `rows` of up to `block` columns."""
+    """Whole rows in registers: `rows` of up to `block` columns."""
 
     rows: int
     block: int
@@ -30,7 +28,7 @@ class RowTile(NamedTuple):
 
 @functools.cache
 def row_tile(n_cols: int, device: torch.device) -> RowTile:
-    """Return the tile of a forward. Short rows share a program."""
+    """Return the tile of a forward; short rows share a program."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_forward_elements // block)
@@ -39,7 +37,7 @@ def row_tile(n_cols: int, device: torch.device) -> RowTile:
 
 
 class RowSweep(NamedTuple):
-    """How the programs of a backward sweep all rows, tile after tile, each with its own partial sum."""
+    """How a backward's programs sweep tiles of rows."""
 
     tile: RowTile
     programs: int
@@ -48,9 +46,7 @@ class RowSweep(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return the sweep of a backward that loads two or three tensors of `element_size`: as many programs as run at
-    once.
-    """
+    """Return a backward's sweep, with as many programs as run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)
@@ -86,7 +82,7 @@ def _sum_kernel(
 
 
 def sum_partials(partial: Tensor, *sums: Tensor) -> None:
-    """Write the sums over P of `partial`, (1 or 2, P, D) float32 contiguous, into one (D,) tensor each."""
+    """Write the sums over P of `partial`, (1 or 2, P, D) float32 contiguous, to `sums`, (D,) each."""
     _, n_partials, n_cols = partial.shape
     first, second = sums if len(sums) == 2 else (*sums, None)
     rows, cols, num_warps = TUNING[partial.device].norm_sums

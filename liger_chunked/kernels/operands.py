@@ -1,4 +1,4 @@
-"""Check and unwrap the operands of kernels. For valid ones, which are checked before every launch, it must be fast."""
+"""Check and unwrap operands of kernels. Each launch does this, so it is fast for valid ones."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from liger_chunked.types import described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
-_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated, to be removed from torch
+_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated in torch
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
-# Private, because the public ones are slow. Without them, autograd raises its own errors.
+# Public queries are slow. Without these, autograd raises its own errors.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments `names` of a public function, with each tensor as a plain dense `torch.Tensor`.
+    """Return arguments with each tensor as a plain dense `torch.Tensor`.
 
-    Subclasses that only tag a tensor and results of asynchronous collectives are unwrapped.
+    Unwraps subclasses that only tag a tensor, and results of asynchronous collectives.
 
     Raises:
-        TypeError: a DTensor, FakeTensor, nested, sparse, complex or quantized tensor, or another subclass with a
-            `__torch_dispatch__`.
-        NotImplementedError: a transform of `torch.func` or forward-mode differentiation is active.
+        TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.
+        NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
     """
     if torch.compiler.is_compiling():  # the tracer handles tensor types
         return values
@@ -74,7 +73,7 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _unwrapped(name: str, x: Any) -> Tensor:
-    """Unwrap a subclass with its own dispatch, or raise: its values are elsewhere."""
+    """Unwrap a subclass with its own dispatch, or raise."""
     for module, kind, advice in _WRAPPERS:
         cls = getattr(sys.modules.get(module), kind, None)
         if cls is not None and isinstance(x, cls):
@@ -93,7 +92,7 @@ def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
     raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
 
 
-# Tensor classes with values elsewhere: module, which need not be imported, name, and advice, or None to wait.
+# Tensor classes without values: module, name, and advice, or None to wait.
 _WRAPPERS = (
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
     (
@@ -112,7 +111,7 @@ _WRAPPERS = (
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for the result of an asynchronous collective."""
+    """Waits for an asynchronous collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -124,13 +123,13 @@ class _Wait(torch.autograd.Function):
 
 
 def check_class_ids(x: Any, name: str, what: str = "token ids", hint: Callable[[], str] = str) -> None:
-    """Raise TypeError, with `hint()` appended, unless `x` is a tensor of integers."""
+    """Raise TypeError, with `hint()`, unless `x` is a tensor of integers."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}{hint()}")
 
 
 def check_floating(x: Any, name: str, ndim: int = 1) -> None:
-    """Raise TypeError or ValueError unless `x` is a floating-point tensor of at least `ndim` dimensions."""
+    """Raise unless `x` is a floating-point tensor of at least `ndim` dimensions."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(x)}")
     if x.ndim < ndim:
@@ -138,7 +137,7 @@ def check_floating(x: Any, name: str, ndim: int = 1) -> None:
 
 
 def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
-    """Raise TypeError or ValueError unless `x` has the dtype, shape and device of `other`."""
+    """Raise unless `x` has the dtype, shape and device of `other`."""
     if not isinstance(x, Tensor) or x.dtype != other.dtype:
         raise TypeError(f"{name} must be a tensor of the dtype of {other_name} {described(other)}, got {described(x)}")
     if x.shape != other.shape or x.device != other.device:
@@ -148,7 +147,7 @@ def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
 
 
 def check_row(weight: Any, name: str, x: Tensor) -> None:
-    """Raise TypeError or ValueError unless `weight` is floating-point with one value per column of `x`."""
+    """Raise unless `weight` is floating-point with one value per column of `x`."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {described(weight)}")
     if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
@@ -158,7 +157,7 @@ def check_row(weight: Any, name: str, x: Tensor) -> None:
 
 
 def check_labels(labels: Any, rows: Tensor, rows_name: str) -> None:
-    """Raise ValueError unless `labels` is None or has one label for each row of `rows` (..., V)."""
+    """Raise unless `labels` is None or has one label per row of `rows` (..., V)."""
     shape = rows.shape[:-1]
     if labels is not None and (not isinstance(labels, Tensor) or labels.shape != shape or labels.device != rows.device):
         raise ValueError(

@@ -1,15 +1,6 @@
-"""Divergences of given probabilities or log-probabilities, without normalisation.
+"""Divergences of probabilities or log-probabilities: sums of `f(x, t)` over rows of input `x` and target `t`.
 
-Each row is `sum_v f(x_v, t_v)` of input `x` and target `t`. The gradient with respect to `x` is `f'`.
-
-    kl          t (log t - x)                                  t: probabilities
-    kl_log      exp(t) (t - x)
-    reverse_kl  exp(x) (x - t)
-    jsd         beta p (log p - log m) + (1 - beta) q (log q - log m)
-                with p = exp(t), q = exp(x), m = beta p + (1 - beta) q
-    tvd         |x - t| / 2                                    x and t: probabilities
-
-A term with zero probability is 0. Bytes, in units of the input: forward 2, backward 3.
+`_terms_torch` has the formulas; zero probabilities give 0. Bytes, in units of the input: forward 2, backward 3.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ def _term(
     x, t, beta, one_minus_beta, even, GRADIENT: tl.constexpr, KIND: tl.constexpr, PRECISE: tl.constexpr,
     CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Return `f(x, t)`, or with GRADIENT `df/dx`."""
+    """Return `f(x, t)`, or `df/dx`."""
     if KIND == "kl":
         term = -t if GRADIENT else tl.where(t > 0.0, t * (tl.log(t) - x), 0.0)
     elif KIND == "kl_log":
@@ -67,7 +58,7 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # Past the row's end both are 0, and so is every kind of term.
+        # Zeros past the row's end give terms of 0.
         x = load_block(x_ptr + row * x_stride, cols, n_cols, False)
         t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
         total += _term(x, t, beta, one_minus_beta, even, False, KIND, PRECISE, CENTRAL)
@@ -226,15 +217,18 @@ def liger_kl_div(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return `F.kl_div(input, target, reduction=reduction, log_target=log_target)`: `KL(target || exp(input))` in nats.
+    """Return `F.kl_div`: `KL(target || exp(input))`, in nats.
+
+        sum_v t_v (log t_v - x_v)        t: target, x: input
 
     Args:
         input: (N, V) log-probabilities.
-        target: (N, V) probabilities (`log_target`: log-probabilities), in the dtype of `input`.
-        reduction: "batchmean" divides the sum by N, "mean" by N * V.
+        target: (N, V) probabilities, in the dtype of `input`.
+        reduction: "batchmean" divides the sum by N, "mean" by N * V; "none" returns the (N, V) terms.
+        log_target: whether `target` holds log-probabilities.
 
     Returns:
-        The loss in float32, or float64 for float64 inputs.
+        float32, or float64 for float64 inputs.
 
     Raises:
         TypeError: an input is not floating-point, or dtypes differ.
@@ -253,20 +247,24 @@ def liger_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence of teacher `p` and student `q`, in nats per row.
+    """Return the mean Jensen-Shannon divergence of teacher `p` and student `q` over the valid rows, in nats.
 
         beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q        (Agarwal et al. 2024)
 
-    The result is `KL(p || q)` at `beta` 0 and `KL(q || p)` at 1, where this formula is 0.
+    This formula is 0 at `beta` 0 and 1: there the result is `KL(p || q)` and `KL(q || p)`.
 
     Args:
         log_q, log_p: (N, V) log-probabilities of student and teacher, in one dtype.
         shift_labels: (N,) labels; None uses all rows.
-        beta: in [0, 1].
-        ignore_index: the label of ignored rows.
+        beta: weight of the teacher, in [0, 1].
+        ignore_index: label of ignored rows.
 
     Returns:
-        The mean over the valid rows, or 0 without any; dtype and errors as of `liger_kl_div`.
+        float32, or float64 for float64 inputs; 0 without valid rows.
+
+    Raises:
+        TypeError: an input is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, `beta` is out of range, or the teacher requires a gradient.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -285,13 +283,21 @@ def liger_tvd(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the total variation distance of probabilities, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
 
     Args:
-        p, q: (N, V) probabilities of student and teacher, in one dtype.
-        shift_labels, ignore_index: as of `liger_jsd`.
+        p, q: (N, V) probabilities, in one dtype.
+        shift_labels: (N,) labels; None uses all rows.
         reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; "none" returns the
-            (N, V) terms, 0 in ignored rows. Dtype and errors as of `liger_kl_div`.
+            (N, V) terms, 0 in ignored rows.
+        ignore_index: label of ignored rows.
+
+    Returns:
+        float32, or float64 for float64 inputs.
+
+    Raises:
+        TypeError: an input is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, the reduction is unknown, or the teacher requires a gradient.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

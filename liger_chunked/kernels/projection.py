@@ -1,13 +1,13 @@
-"""The head's product with the softmax fused in its epilogue: writes exponentials, never logits.
+"""The head's product with a fused epilogue that writes exponentials, never logits.
 
-    z = scale x W^T                                       in registers, float32
+    z = scale x W^T                                       float32, in registers
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
-    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
+    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, from unrounded terms
 
 `rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit. If a
-row rises 44 nats above it, two more launches find the maximum and write its 128-row block again. The entropy's error is
-up to 5e-6 if the centre is far from the maximum. The mean of a row's logits is the dot product of x with the sum of all
-weights. FLOPs: 2 N V H. Bytes: E, x and W, and 4 (V / 128) N of partial sums per statistic, half of that at H > 1536.
+row rises 44 nats above it, two launches find the maximum and recompute the row's block. Far from the maximum, the
+entropy has errors of up to 5e-6. FLOPs: 2 N V H. Bytes: E, x, W, and 4 (V / 128) N of partial sums per statistic, half
+of that at H > 1536.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
-# Of a sum of exponentials. Its products with weights, and a gradient times its inverse, fit in float32.
+# Largest sum: its products with weights, and gradients over it, fit in float32.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
 class Exponentials(NamedTuple):
     """A chunk's softmax before normalisation; (N,) float32, except `values`."""
 
-    values: Tensor | None  # E (N, V) bfloat16; None if not written
+    values: Tensor | None  # E, (N, V) bfloat16
     centre: Tensor
     rest: Tensor
-    target_exp: Tensor  # exp(z - centre) at the target
+    target_exp: Tensor  # at the target
     sum_exp: Tensor  # rest + target_exp
 
 
@@ -54,7 +54,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the exponentials of some columns of a tile; return the row sums of `e` and of `e log2 e`."""
+    """Write the exponentials of a tile's columns; return the row sums of `e` and `e log2 e`."""
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
     if MASKED:
@@ -73,7 +73,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply `_write_part` to both halves of a tile: a whole one would take shared memory from the loads."""
+    """Apply `_write_part` to halves of a tile, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -91,16 +91,16 @@ def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's exponentials and partial row sums. Exponents are base 2."""
+    """Write a tile's exponentials and partial row sums, in base 2."""
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_rows
-    part = col_block * n_rows + rows  # 32 bits suffice: 128 times fewer than logits
+    part = col_block * n_rows + rows  # 128 times fewer than logits: fits 32 bits
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
-    # Only tiles with a target or the right edge need the mask.
+    # Other tiles need no mask.
     targets = tl.max(((target >= first_col) & (target < first_col + COLS)).to(tl.int32), axis=0)
     if (targets != 0) | (first_col + COLS > n_cols):
         rest, moment = _write_halves(
@@ -123,7 +123,7 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Flattening merges the tile loop with the loop over H: a tile's first loads overlap the last tile's epilogue.
+    # Flattened: a tile's first loads overlap the last tile's epilogue.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -141,7 +141,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Return 1 for rows too far above their centre, infinite or NaN."""
+    """Return 1 for rows too far above their centre, or NaN."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -152,7 +152,7 @@ def _rescue_kernel(
     sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE a row block's centres to the maxima, or write the row block again.
+    # RAISE a row block's centres to the maxima, or write the block again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
@@ -163,7 +163,7 @@ def _rescue_kernel(
         if RAISE:
             cols = col_block * COLS + tl.arange(0, COLS)
             top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
-            # Deterministic: a maximum does not depend on the order of the atomics.
+            # Deterministic: maxima have no order.
             tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
         else:
             _write_block(
@@ -226,7 +226,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
@@ -246,17 +246,16 @@ def project_exp(
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
 ) -> tuple[Exponentials, TokenStats]:
-    """Return the exponentials of a chunk's logits `scale * x @ weight.T`, and its statistics `outputs`.
+    """Return the exponentials of a chunk's logits, and its statistics `outputs`.
 
     Args:
-        x: (N, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
-        weight: (V, H) bfloat16, contiguous and 16-byte aligned.
+        x, weight: (N, H) and (V, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
         target: (N,) int64 index into the vocabulary.
-        weight_sum: (H,) float32 `weight.sum(0)` for "mean_logits" in `outputs`; otherwise None.
-        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8; or None.
-        scale: multiplies the logits; not zero.
+        weight_sum: (H,) float32 sum of all weights; its dot product with `x` is "mean_logits".
+        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8, or None.
+        scale: factor of the logits; not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
-        tiling: None selects the tiling for H.
+        tiling: None selects it for H.
     """
     n, hidden = x.shape
     vocab_size = weight.shape[0]
@@ -268,7 +267,7 @@ def project_exp(
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # One allocation, because the first product waits for the host. Padding keeps each tensor aligned.
+    # One padded allocation of aligned tensors, because the GPU waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)

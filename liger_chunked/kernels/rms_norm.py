@@ -1,9 +1,6 @@
-"""RMSNorm, of a tensor or of a sum with a residual.
+"""RMSNorm over the last dimension, in float32.
 
-    y = cast(x / rms(x)) * (offset + w)         rms(x) = sqrt(mean(x ** 2) + eps)
-
-over the last dimension, in float32 except for the cast. Bytes, in units of `x`: forward 2, backward 3; 4 and 4 with a
-residual.
+Bytes, in units of `x`: forward 2, backward 3; both 4 with a residual.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether the normalised row is cast to the dtype of x before the product with the weight.
+# Whether the cast precedes the product with the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
@@ -58,7 +55,6 @@ def _backward_kernel(
     dy_stride, dtotal_stride, x_stride, n_rows, n_cols, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A program sweeps tiles of rows, and accumulates its part of dw in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
@@ -88,7 +84,7 @@ def _backward_kernel(
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the output dtype of the models' code, which promotes types in a product after the cast."""
+    """Return the dtype of the models' code, which promotes after the cast."""
     if weight is None or weight.dtype == x.dtype or not cast_first:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
@@ -135,7 +131,7 @@ def _forward_torch(
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `y`, the rstd of each row, and `x + residual` or None."""
+    """Return `y`, the rstds, and `x + residual`."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
 
@@ -204,7 +200,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        # In the order of a compiled graph: a checkpoint may run eagerly, then compiled.
+        # The order of a compiled graph, because a checkpoint may run eagerly, then compiled.
         ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 
@@ -231,18 +227,20 @@ def liger_rms_norm(
 ) -> Any:
     """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4).
 
+        x / rms(x) * (offset + weight),    rms(x) = sqrt(mean(x ** 2) + eps)
+
     Args:
         x: (..., D), rows in any layout.
-        weight: (D,) or None. Its gradient accumulates in float32, deterministically.
+        weight: (D,) or None; its gradient is a deterministic float32 sum.
         eps: added to the mean square.
         offset: added to the weight in float32; 1.0 for Gemma.
-        casting: "llama" is `cast(x / rms(x)) * (offset + weight)`, in the wider dtype of `x` and `weight` (Llama,
-            Mistral, Qwen, Phi-3, Granite, GLM-4); "gemma" and "olmo2" are `cast(x / rms(x) * (offset + weight))`.
+        casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight` (Llama,
+            Mistral, Qwen, Phi-3, Granite, GLM-4); "gemma" and "olmo2" cast the result to the dtype of `x`.
         residual: same shape and dtype as `x`.
 
     Raises:
         TypeError: an argument is not floating-point, or the residual has another dtype.
-        ValueError: shapes or devices do not match, or the casting is unknown.
+        ValueError: shapes or devices differ, or the casting is unknown.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)

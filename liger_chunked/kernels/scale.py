@@ -1,7 +1,6 @@
-"""Multiply gradients in place by the upstream scalar, in one launch.
+"""Multiply gradients by the upstream scalar, read on the device.
 
-The kernel reads the scalar on the device, so the host does not wait. Bytes: none for a scalar of 1, otherwise each
-tensor read and written once.
+Bytes: none for a scalar of 1, otherwise each tensor read and written once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from liger_chunked.kernels.backend import jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 
-_MOST = 3  # gradients of hidden states, weight and bias
+_MOST = 3  # dX, dW, db
 
 
 @jit
@@ -43,10 +42,7 @@ def _scale_kernel(
 
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
-    """Compute `x *= scalar` for up to three contiguous tensors and a scalar tensor on their device.
-
-    The product is in float32, or float64 for float64 tensors.
-    """
+    """Compute `x *= scalar` in the accumulation dtype, for up to three contiguous tensors on the scalar's device."""
     served = [x for x in tensors if use_triton(x) and x.numel()]
     if served:
         tuned = TUNING[served[0].device]

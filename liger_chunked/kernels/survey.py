@@ -1,7 +1,6 @@
-"""Check a target, and a teacher's top-k, on the device; the host waits once.
+"""Count and check targets, to cut chunks, and check a teacher's top-k, on the device.
 
-The host needs the counts of valid tokens to cut a batch into chunks. Bytes: the target and a mask byte per token; the
-top-k once, with k k / 2 comparisons per row.
+Bytes: the target, and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from liger_chunked.kernels.tuning import TUNING
 
 
 class Survey(NamedTuple):
-    """Which tokens have a target, and a summary of each block of a row."""
+    """The valid tokens, and a summary of each block of a row."""
 
     mask: Tensor  # (R, C) bool
-    summary: Tensor  # (3, R, blocks) int64: number of valid tokens, lowest and highest target
-    on_host: Tensor | None = None  # the summary in pinned host memory
+    summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest and highest target
+    on_host: Tensor | None = None  # in pinned memory
 
     def read(self) -> list[list[list[int]]]:
-        """Return the summary. The host waits for the device."""
+        """Return the summary; waits for the device."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
@@ -62,7 +61,7 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # Pinned memory saves a copy and half of the latency: docs/tuning.md.
+    # Pinned memory saves a copy: docs/tuning.md.
     on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
     grid = n_rows, shape[2], 1
     _survey_kernel(grid, (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
@@ -76,7 +75,7 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
 
 
 def survey(target: Tensor, ignore_index: int) -> Survey:
-    """Return the survey of a target, (R, C) int64 contiguous; ignored tokens count as target 0."""
+    """Return the survey of a target, (R, C) int64 contiguous, with ignored tokens as 0."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
@@ -135,7 +134,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
 def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
     present = logps > -torch.inf
     ids = ids.long()
-    # Absent entries get unique ids, so that they are no duplicates.
+    # Absent entries get unique ids.
     distinct = torch.where(present, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(1).values
     lowest, highest = torch.where(present, ids, 0).aminmax()
     twice = (distinct[:, 1:] == distinct[:, :-1]).any()
@@ -148,8 +147,8 @@ def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
     """Check a teacher's top-k, (N, k) `logps` and integer `ids`, not empty. Entries of -inf are absent.
 
     Returns:
-        (5,) int64: `~min(0, ids)`, the highest id, and three flags: a row has a duplicate id, an entry is positive or
-        NaN, a row has no entry.
+        (5,) int64: `~min(0, ids)`, the highest id, and whether an id is twice in a row, an entry is positive or NaN, a
+        row has no entry.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

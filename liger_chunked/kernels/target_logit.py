@@ -1,12 +1,10 @@
-"""Correct the target's log-probability for the rounding of its logit, and scale the row's gradient to match.
+"""Correct the target's log-probability for the rounding of its logit.
 
-    z  = transform(x . W[y] + b[y])                               float32
-    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]              p: from the rounded logits, p': corrected
-    gradient of log p' by the row's logits:                       (1 - p') / (1 - p) times that of log p
+    z  = transform(x . W[y] + b[y])                       float32
+    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]      p: from the rounded logits, p': corrected
+    d log p' / dz_v = (1 - p') / (1 - p) d log p / dz_v
 
-Rounding errors average out in a sum over the vocabulary, but that of the target's logit adds up over a sequence
-(docs/tuning.md). The gradient gives the target `1 - p'`, and takes it from token j in proportion to `p[j] / (1 - p)`.
-Bytes: x and as many rows of W, 4 N H.
+Other logits' rounding errors average out, but the target's add up over a sequence (docs/tuning.md). Bytes: 4 N H.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from liger_chunked.kernels.transform import load_block, transform, transform_arg
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
-# Largest correction of a logit. Coarser errors are correlated in a row, and cancel only if no logit is corrected.
+# Largest correction. Larger errors are correlated in a row, and cancel if no logit is corrected.
 _FARTHEST = 2.0
 
 
 @jit
 def _one_minus_exp(x):
-    # For x <= 0; near 0 by its series, with a relative error of 1e-8.
+    # For x <= 0. The series has a relative error of 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 
 
 @jit
 def _log1p(x):
-    # Corrects the rounding of 1 + x to first order.
+    # Corrects the rounding of 1 + x.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -69,7 +67,7 @@ def _move_kernel(
     small = tl.exp(-tl.abs(odds))
     exact = tl.minimum(odds, 0.0) - _log1p(small)
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
-    # Skip infinite and NaN corrections, and rows without probability left for other tokens.
+    # Skip infinite and NaN corrections, and rows where p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
     tl.store(logps_ptr + row, tl.where(moves, exact, logp))
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
@@ -118,20 +116,14 @@ def _move_torch(
 def unround_logps_(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Overwrite log-probabilities from rounded logits with those of exact target logits.
+    """Overwrite `logps` of rounded logits, (N,) in the accumulation dtype, with those of exact target logits.
 
-    Args:
-        logps: (N,) in the accumulation dtype.
-        x: (N, H) hidden states.
-        head: in the dtype of `x`.
-        target: (N,) int64 index into the vocabulary.
-        maximum, sum_exp: (N,) `PartialStats` of the rounded logits.
-        options: the logit transform.
+    `x` is (N, H) in the head's dtype, `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
 
     Returns:
         (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps`.
     """
-    # The kernel takes one stride per matrix.
+    # The kernel takes only row strides.
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if logps.is_meta or (use_triton(logps) and side_by_side) else _move_torch
     return compute(logps, x, head, target, maximum, sum_exp, options)

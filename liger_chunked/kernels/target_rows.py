@@ -1,13 +1,12 @@
-"""Add the target's terms to the head's gradients, next to the products with the exponentials of `project_exp`.
+"""Add the target's terms to the head's gradients, after the products with `E` of `project_exp`.
 
-`E` is zero at the target. If only `logps` and `lse` have upstream gradients,
+`E` is zero at the target. For upstream gradients of only `logps` and `lse`,
 
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
     s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
     dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
 
-Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H. `occurrences` takes
-3 N N comparisons.
+Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from liger_chunked.kernels.tuning import TUNING, hopper
 
 
 class RowScales(NamedTuple):
-    """Factors of the gradient of each row; (N,) float32."""
+    """Factors of rows' gradients, (N,) float32 each."""
 
-    others: Tensor  # s, multiplies E
-    target: Tensor  # a, added at the target
+    others: Tensor  # `s`
+    target: Tensor  # `a`
 
 
 @Kernel
@@ -59,13 +58,9 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """Return the factors `s` and `a` of each row; write `s x`, rounded once, to `scaled`.
+    """Return the factors `s` and `a` of rows; write `s x`, rounded once, to `scaled` if given.
 
-    Args:
-        x: (N, H), each row contiguous.
-        logps, lse: (N,) float32 upstream gradients, None for zeros.
-        scale: multiplies the logits.
-        scaled: (N, H), contiguous; None if the weight needs no gradient.
+    `x` is (N, H) with contiguous rows, `scaled` (N, H) contiguous; `logps` and `lse` are (N,) upstream gradients.
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
@@ -112,7 +107,7 @@ def _input_kernel(
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
     """Write `s * product + a * weight[target]` to `out`, rounded once.
 
-    `product` is E W, (N, H) float32 contiguous; the rows of `weight` (V, H) and `out` (N, H) are contiguous.
+    `product` is E W, (N, H) float32 contiguous; `weight` (V, H) and `out` (N, H) have contiguous rows.
     """
     if product.is_meta:
         return
@@ -162,7 +157,7 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The program of a target's first token adds all of its tokens.
+    # A target's first token adds all of its tokens.
     row = grid_row()
     if row >= n_rows:
         return
@@ -191,15 +186,15 @@ def _target_rows_kernel(
 
 
 class Occurrences(NamedTuple):
-    """Where each target occurs; (N,) int32."""
+    """Where targets occur, (N,) int32 each."""
 
     order: Tensor  # tokens sorted by target, stable
-    start: Tensor  # where the tokens of this token's target start in `order`
-    length: Tensor  # number of these tokens, for the first of them; otherwise 0
+    start: Tensor  # first place of this target in `order`
+    length: Tensor  # tokens of this target; 0 after its first token
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Return where each target of `target`, (N,) int64, occurs."""
+    """Return where each target of (N,) int64 occurs, with 3 N N comparisons."""
     n = target.shape[0]
     if n > hopper.MOST_SORTED:
         by_target, order = torch.sort(target, stable=True)
@@ -217,7 +212,7 @@ def occurrences(target: Tensor) -> Occurrences:
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
     """Add `scale[n] * x[n]` to `grad[target[n]]` for every n, in a fixed order; return `grad`.
 
-    `grad` is (V, H) float32 and `x` (N, H), both with contiguous rows; `scale` is (N,) float32.
+    `grad` (V, H) float32 and `x` (N, H) have contiguous rows; `scale` is (N,) float32.
     """
     if x.is_meta:
         return grad

@@ -1,7 +1,4 @@
-"""The logit transform of `LogitOptions` and its derivative, in torch and in Triton.
-
-z = softcap * tanh(logit_scale * logit / softcap) / temperature        logit_scale * logit / temperature without softcap
-"""
+"""The logit transform of `LogitOptions` and its derivative, in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ from liger_chunked.types import LogitOptions
 def transform_and_slope(
     z: Tensor, logit_scale: float, softcap: float | None, temperature: float, needs_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return transformed logits, and the softcap's derivative `1 - tanh ** 2` or None. May overwrite `z`.
-
-    `z` must have the accumulation dtype.
-    """
+    """Return transformed logits, and the softcap's derivative or None. May overwrite `z`, in the accumulation dtype."""
     slope = None
     if logit_scale != 1.0:
         z = z.mul_(logit_scale)
@@ -32,12 +26,12 @@ def transform_and_slope(
 
 
 def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
-    """Return transformed logits. May overwrite `z`, which must have the accumulation dtype."""
+    """Return transformed logits. May overwrite `z`, in the accumulation dtype."""
     return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
 
 
 def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
-    """Return the arguments of `transform_block`. Steps without effect are None and compile to nothing."""
+    """Return the arguments of `transform_block`; None compiles to nothing."""
 
     def unless_one(factor: float) -> float | None:
         return None if factor == 1.0 else float(factor)
@@ -54,7 +48,7 @@ def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
 
 @jit
 def transform_and_tanh(z, scale, softcap, inv_temperature):
-    """Transform a block of logits; return it with the tanh, which `transform_gradient` needs."""
+    """Return transformed logits, and the tanh for `transform_gradient`."""
     if scale is not None:
         z = z * scale
     tanh_z = z
@@ -74,7 +68,7 @@ def transform_block(z, scale, softcap, inv_temperature):
 
 @jit
 def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
-    """Pass the gradient of transformed logits back to the logits."""
+    """Return the logits' gradient from that of transformed logits."""
     if inv_temperature is not None:
         grad = grad * inv_temperature
     if softcap is not None:
@@ -86,7 +80,7 @@ def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
 
 @jit
 def load_block(ptr, cols, n_cols, WHOLE: tl.constexpr):
-    """Load a block of a row in float32, with zeros past its end. WHOLE blocks do not reach the end."""
+    """Load a block of a row in float32, zero past its end, which WHOLE blocks do not reach."""
     if WHOLE:
         x = tl.load(ptr + cols)
     else:

@@ -1,7 +1,4 @@
-"""Tuned constants, one file per architecture; `TUNING[device]` is the table of a device.
-
-hopper.py    compute capability 9, and the fused epilogue
-generic.py   every other device, and constants that do not depend on the device
+"""Tuned constants, one file per architecture; `TUNING[device]` is a device's table.
 
 To tune an architecture, add a file with a `Tuning` that states what differs, and pick it here.
 """
@@ -15,7 +12,7 @@ from liger_chunked.kernels.tuning.hopper import HOPPER
 
 
 class _ByDevice(dict[torch.device, Tuning]):
-    """The table of each device, picked at the first launch on it: at import, the query would initialize CUDA."""
+    """Tables, picked at a device's first launch: at import, the query would initialize CUDA."""
 
     def __missing__(self, device: torch.device) -> Tuning:
         is_nvidia = device.type == "cuda" and torch.version.cuda is not None
