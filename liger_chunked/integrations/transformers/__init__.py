@@ -7,6 +7,9 @@ detect.py     facts about a model's code
 overrides.py  the table of families
 verify.py     compares the kernels of a row with the code that they replace
 check.py      compares a patched model with the original one
+shared_prefix.py   computes prompts that sequences share once
+trie.py            packs the sequences of a batch as a trie
+trie_attention.py  masks and attention of such a batch
 """
 
 from typing import Any
@@ -24,6 +27,13 @@ from liger_chunked.integrations.transformers.patch import (
     register_family,
     revert_liger_kernel,
 )
+from liger_chunked.integrations.transformers.shared_prefix import (
+    SharedBatch,
+    maybe_share,
+    share_batch,
+    shared_prefix_hidden_states,
+    why_not_shared,
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +44,24 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "FAMILIES", "Applied", "AutoLigerKernelForCausalLM", "Family", "HeadFn", "HeadInput", "ModelReport",
-    "apply_liger_kernel", "attach_head", "check_model", "detach_head", "logit_options", "register_family",
-    "revert_liger_kernel", *APPLY_TO,
-]  # fmt: skip
+    "FAMILIES",
+    "Applied",
+    "AutoLigerKernelForCausalLM",
+    "Family",
+    "HeadFn",
+    "HeadInput",
+    "ModelReport",
+    "SharedBatch",
+    "apply_liger_kernel",
+    "attach_head",
+    "check_model",
+    "detach_head",
+    "logit_options",
+    "maybe_share",
+    "register_family",
+    "revert_liger_kernel",
+    "share_batch",
+    "shared_prefix_hidden_states",
+    "why_not_shared",
+    *APPLY_TO,
+]
