@@ -58,8 +58,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
-    With `l` the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the chosen
-    sequence minus that of the rejected one, without a reference:
+    With `l` the log-probability of a sequence in nats, `l'` the same per token, and `d` the chosen reward minus the
+    rejected one:
 
     | loss_type | loss | reward |
     |---|---|---|

@@ -111,7 +111,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """All inputs of the objective except the statistics."""
+    """The objective's inputs except statistics."""
 
     definition: _CrossEntropy
     target: Tensor  # (N,)

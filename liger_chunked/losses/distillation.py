@@ -74,7 +74,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     https://arxiv.org/abs/1503.02531).
 
     Args:
-        weight_hard_loss, weight_soft_loss: not negative; without a target there is no hard loss.
+        weight_hard_loss, weight_soft_loss: not negative.
         teacher_options: the teacher's transform, if it differs: `softcap`, `logit_scale` and `temperature` only.
         **options: see `LogitOptions`. The budget covers the logits of both models, and the copies that autograd needs.
     """
@@ -136,19 +136,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, bias: (V, H) and (V,) or None, the student's `lm_head`.
-            input: (B, T, H) or (N, H) hidden states of the student.
-            teacher_weight, teacher_bias, teacher_input: the same of the teacher. Its hidden size may differ; rows
+            weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Tokens with
+                `ignore_index` count in neither loss; without a target there is no hard loss.
+            teacher_weight, teacher_input, teacher_bias: the same of the teacher. Its hidden size may differ; rows
                 beyond V are ignored, also in its softmax.
-            target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Tokens with `ignore_index` count in
-                neither loss. None: no hard loss. Labels must be shifted, see `shifted`.
             teacher_logps: instead of `teacher_input`, at no GEMM: (B, T, k) or (N, k) log-probabilities of k tokens in
                 nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1 bins:
                 these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, True at the tokens that count, except those with `ignore_index`.
-            num_items: divides instead of the number of tokens that count, as in
-                `LigerFusedLinearCrossEntropyLoss.forward`.
 
         Raises:
             ValueError, TypeError: if inputs do not fit together, or the teacher is missing or given twice.

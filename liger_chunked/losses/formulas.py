@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A margin is the reward of a pair's chosen sequence minus that of its rejected one.
+# A margin is the chosen reward minus the rejected one.
 
 _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 

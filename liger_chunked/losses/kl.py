@@ -15,7 +15,7 @@ from liger_chunked.types import Divergence, check_number
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
     """`KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, with both projections fused in.
 
-    With `p` the student's distribution, `q` the teacher's, and `KL(a || b) = sum(a * log(a / b))` in nats per token:
+    With `p` the student's distribution, `q` the teacher's, in nats per token:
 
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
         reverse    KL(p || skew * p + (1 - skew) * q)    seeks the teacher's modes

@@ -248,8 +248,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, bias: (V, H) and (V,) or None, the `lm_head`.
-            input, target: (B, T, H) hidden states and (B, T) token ids, as in `LigerFusedLinearPreferenceBase.forward`.
+            weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) log-probabilities in nats of the policy that sampled (None on-policy), and of

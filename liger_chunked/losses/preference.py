@@ -68,7 +68,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """All inputs of the objective except the statistics."""
+    """The objective's inputs except statistics."""
 
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1

@@ -77,7 +77,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """All inputs of the objective except the statistics."""
+    """The objective's inputs except statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1

@@ -42,7 +42,7 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """All inputs of the objective except the statistics."""
+    """The objective's inputs except statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
@@ -288,7 +288,7 @@ def _check_weights(weights: Tensor, input: Tensor) -> None:
 
 
 def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    """Raise ValueError unless `x` has one value for each sequence of `input`, on its device."""
+    """Raise ValueError unless `x` has one value for each sequence of `input`."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "
