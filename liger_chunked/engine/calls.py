@@ -3,8 +3,8 @@
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-`once` and `answering` serve `liger_chunked.functional`. In a function that torch.compile traces, the second line breaks
-the graph; the functions of that module do not.
+Under torch.compile, the second line breaks the graph; `liger_chunked.functional`, which uses `once` and `answering`,
+does not.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; if the positional arguments are tensors, evaluate it on them.
+        """Build a loss, or evaluate it if the positional arguments are tensors.
 
-        With tensors, each keyword goes to the constructor or to the call, depending on its name.
+        With tensors, a keyword goes to the constructor or to the call, depending on its name.
         """
         if args and arguments.are_data(cls, args):
             settings, data = arguments.split(cls, kwargs)
@@ -77,7 +77,7 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """Holds the losses that were built for graphs, as attributes. Each must live as long as the graph that calls it."""
+    """Holds the losses built for graphs as attributes. Each must live as long as its graph."""
 
 
 _OF_GRAPHS = _OfGraphs()
@@ -86,7 +86,7 @@ _OF_GRAPHS = _OfGraphs()
 def _for_graph(cls: type, settings: Settings) -> str:
     """Build a loss while a graph is traced, and return its name in `_OF_GRAPHS`.
 
-    `LogitOptions` come as tuples, because tracers can read those.
+    `LogitOptions` come as tuples, which tracers can read.
     """
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
@@ -94,7 +94,7 @@ def _for_graph(cls: type, settings: Settings) -> str:
     return name
 
 
-# What torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes almost a second.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which is slow.
 _for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -105,10 +105,9 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss with these settings, from a cache where it has one.
+    """Return a loss with these settings, from a cache unless a setting is callable: a callable may hold on to a batch.
 
-    A loss with a callable is not cached: the callable may hold on to a batch. In a compiled function the loss is made
-    when the graph is traced, and outlives it.
+    In a compiled function, the loss is built when the graph is traced, and outlives it.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():
@@ -118,7 +117,7 @@ def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
 
 
 def answering(function: Function) -> Function:
-    """Answer an argument that `function` does not take as the losses do, with the name that was meant."""
+    """Make an unknown argument of `function` an error that suggests the name that was meant."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,15 @@
 """Make a loss one operation of a torch.compile graph, without a graph break.
 
-A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
-over the batch. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph.
-The eager loss runs inside of that call:
+A loss cannot be traced: it waits for the device to count its tokens, and its objective may be a closure. The tracer
+therefore stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph:
 
     forward     run the eager loss on detached arguments; return its outputs and what the backward needs
-    backward    a scalar loss:                    multiply the gradients of the forward by the upstream gradient
-                outputs with a value per token:   `liger_chunked::backward` runs the eager loss again, then its
-                                                  backward; one matrix product more than in eager code
+    backward    a scalar loss:          multiply the gradients of the forward by the upstream gradient
+                a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward;
+                                        one matrix product more than eager
 
-Both operators are pure functions of the tensors in the graph and of the loss module, which they look up by name in
-`_OWNERS`. Gradients that are not needed are not computed. Shapes are symbolic: another length does not recompile.
+Both operators are pure functions of the graph's tensors and of the loss, which they look up by name in `_OWNERS`. They
+compute only the needed gradients. Shapes are symbolic: another length does not recompile.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import plain
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# The arguments that get gradients. A loss detaches all others.
+# The arguments that get gradients; a loss detaches the others.
 _PARAMETERS = ("weight", "input", "bias")
-# Asked on import, because some tracers cannot trace the question.
+# Asked on import: some tracers cannot trace the call.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
 class Like(NamedTuple):
-    """One tensor that a loss returns.
+    """The shape and dtype of one tensor that a loss returns.
 
-    `per` gives its shape: () per batch, (B / 2,) per pair, and the target's own shape per token. The dtype "wide" is
-    `accumulation_dtype` of the weight.
+    `per` gives the shape: () per batch, (B / 2,) per pair, the target's per token. "wide" is `accumulation_dtype` of
+    the weight.
     """
 
     per: Literal["batch", "pair", "token"] = "batch"
     dtype: Literal["wide", "float32", "float64", "int64", "bool"] = "wide"
 
     def empty(self, weight: Tensor, target: Tensor | None) -> Tensor:
-        """Return an empty tensor like this, on the device of the weight."""
+        """Return such a tensor, empty, on the device of the weight."""
         shape: Sequence[int] = ()
         if self.per != "batch":
             assert target is not None
@@ -60,9 +59,9 @@ class Like(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What a loss returns: `build(**tensors)` of tensors like `tensors`, by name, in the order of its fields.
+    """What a loss returns: `build(**tensors)`, of tensors like `tensors`, in that order.
 
-    If the first tensor is per batch, it is a loss whose gradients are computed in the forward.
+    If the first tensor is per batch, the forward computes its gradients.
     """
 
     build: Callable[..., Any]
@@ -70,7 +69,7 @@ class Returns(NamedTuple):
 
 
 def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
-    """Return the `Returns` of a loss with detached metrics that have these fields."""
+    """Return the `Returns` of a loss with detached metrics of these fields."""
 
     def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
         return loss, metrics(**{name: x.detach() for name, x in values.items()})
@@ -84,11 +83,10 @@ _count = itertools.count()
 
 
 class FusedLoss(nn.Module, metaclass=LossType):
-    """A loss module that a graph can refer to. Every instance, also a copy, has a unique name.
+    """A loss module that a graph can refer to: every instance, also a copy, has a unique name.
 
-    Calling the class with tensors evaluates a loss with default settings: `Loss(weight, input, ..., beta=0.2)` is
-    `Loss(beta=0.2)(weight, input, ...)`. Type checkers that do not read metaclasses, such as mypy, accept only the
-    second form. `liger_chunked.functional` is typed for all of them.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
+    such as mypy, accept only the second form, or `liger_chunked.functional`.
     """
 
     options: LogitOptions
@@ -98,11 +96,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         self._enter()
 
     def _made(self) -> None:
-        """Check the instance after its constructor has returned.
-
-        Raises:
-            RuntimeError: the constructor did not call the constructor of its base class.
-        """
+        """Check an instance after its constructor; raise RuntimeError if that did not call the base's."""
         if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -123,9 +117,9 @@ class _Call(NamedTuple):
       text with a comma after each word
     - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; `owner` is "" for a plain function
     - `needs`: the arguments that need gradients
-    - `returns`: the `Like` of each output, as "per dtype"
-    - `autocast`: the dtype of autocast, such as "torch.bfloat16", or "" if it is off; a compiled graph runs with
-      autocast off
+    - `returns`: each output's `Like`, as "per dtype"
+    - `autocast`: its dtype, such as "torch.bfloat16", or "" if off; needed because compiled graphs run with autocast
+      off
     """
 
     tensors: Sequence[Tensor]
@@ -157,7 +151,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients of the parameters; with `unscaled`, float32 ones for float16 (`HeadGradients`)."""
+        """Return empty gradients of the parameters; with `unscaled`, in float32 for float16 (see `HeadGradients`)."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -172,7 +166,7 @@ class _Call(NamedTuple):
         return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the eager function. Return its outputs as a flat list, and the leaves `needs` of its graph."""
+        """Run the eager function. Return its outputs as a flat list, and the leaves `needs`."""
         arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
@@ -190,7 +184,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Turn autograd on inside of an operation, where the dispatcher has turned it off."""
+    """Turn on autograd, which the dispatcher turns off inside an operation."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -199,7 +193,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _like(x: Tensor, declared: Tensor, name: str) -> Tensor:
-    """Return a contiguous copy, as the graph expects it."""
+    """Return a contiguous copy, as the graph expects."""
     if x.shape != declared.shape:
         raise RuntimeError(f"{name} is declared to be {tuple(declared.shape)}, and is {tuple(x.shape)}")
     return x.detach().to(declared.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -209,16 +203,13 @@ _CALL = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, str[] texts, str[] names, str function, str owner, "
     "str[] needs, str[] returns, str autocast"
 )
-# A loss waits for the device, and its number of tokens changes from step to step.
+# A loss waits for the device, and its number of tokens changes every step.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
 def _forward(*call: Any) -> list[Tensor]:
-    """Return the outputs, then the gradients of `needs` if the loss computes them in the forward.
-
-    The gradients are for an upstream gradient of 1.
-    """
+    """Return the outputs, then the gradients of `needs` for an upstream gradient of 1 if the forward computes them."""
     made = _Call(*call)
     outputs, _ = made.run()
     declared = made.empty_returned()
@@ -242,7 +233,7 @@ def _(*call: Any) -> list[Tensor]:
     "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
 )
 def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """Return the gradients of `needs`, from an upstream gradient for each floating-point output."""
+    """Return the gradients of `needs`, given an upstream gradient for each floating-point output."""
     outputs, leaves = _Call(*call).run()
     floating = (x for x in outputs if x.is_floating_point())
     given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
@@ -257,9 +248,9 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Return the upstream gradient, connected to what the gradients depend on, so that second derivatives raise.
+    """Return the upstream gradient, connected to `sources`, so that second derivatives raise.
 
-    Gradients computed in the forward would otherwise be constants.
+    Otherwise gradients computed in the forward would count as constants.
     """
     return upstream.clone()
 
@@ -287,10 +278,10 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
     call = ctx.call
     if call.brings_gradients:
         n = len(call.needs)
-        saved = ctx.saved_tensors  # a checkpoint lets it be read once
+        saved = ctx.saved_tensors  # a checkpoint allows one read
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # A compiler reuses the memory of the saved gradient for this product, unless the graph is retained.
+        # The compiler reuses the saved gradient's memory, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -301,7 +292,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # torch treats an empty list of numbers as a list of tensors, whose gradient is an empty list.
+    # To torch, an empty list of numbers is a list of tensors, whose gradient is an empty list.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 
@@ -309,7 +300,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]) -> _Call:
-    """Encode a call of a function with these arguments, as the tracer sees it."""
+    """Encode a call, as the tracer sees it."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
     floats = {name: x for name, x in arguments.items() if isinstance(x, float)}
@@ -341,14 +332,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
-    """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
+    """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation of torch.compile.
 
-    Its arguments are tensors, numbers, words and tuples of words. A float is a
-    constant of the graph, so pass a number that changes from step to step as a tensor.
+    Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a number that
+    changes every step as a tensor.
 
     Args:
-        returns: maps the arguments by name, without those that are None, to what the function returns. A method's
-            `returns` takes `self` first.
+        returns: maps the arguments that are not None, by name, to the function's `Returns`. A method's takes `self`
+            first.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -23,10 +23,10 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(NamedTuple):
-    """A block's divergences and log-probabilities (None without targets), and their backward.
+    """A block's divergences, log-probabilities (None without targets), and backward.
 
-    `backward(g_divergence, g_logps)` overwrites the student's logits with the gradient of the loss with respect to
-    them. `g_logps` is None if the log-probabilities are not part of the loss.
+    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient. `g_logps` is None if the loss
+    has no log-probabilities.
     """
 
     divergence: Tensor
@@ -38,18 +38,18 @@ class Route(Protocol):
     """Computes a divergence per token from a block of logits (n, V), before the logit transform."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Return the bytes in memory per logit of the student while its block is processed."""
+        """Return the bytes in memory per student logit of a block."""
         ...
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
     ) -> Measured:
-        """Compute the divergences of the tokens `rows`, which index the batch's valid tokens."""
+        """Compute the divergences of `rows` of the batch's valid tokens."""
         ...
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
-    """Apply the transform of `LogitOptions`, except for the temperature; differentiable."""
+    """Apply the transform of `LogitOptions` without the temperature; differentiable."""
     z = logits * options.logit_scale if options.logit_scale != 1.0 else logits
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
@@ -61,7 +61,7 @@ def tempered(z: Tensor, options: LogitOptions) -> Tensor:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Use kernels, in place: nothing of the logits' size is in memory except the logits."""
+    """Uses kernels, in place: nothing else of the logits' size is in memory."""
 
     divergence: Divergence
     options: LogitOptions
@@ -86,7 +86,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """Use autograd on copies of the block's logits in the accumulation dtype."""
+    """Uses autograd on copies of the block's logits in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions
@@ -94,8 +94,8 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # In the accumulation dtype: copies and transforms of both, two gradients, and two tensors that the function
-        # saves.
+        # In the accumulation dtype: copies and transforms of both logits, two gradients, two tensors saved by the
+        # function.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(
@@ -133,7 +133,7 @@ def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list
 
 
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
-    """Return `function` of (n, V) logits. Check that the result is (n,) and depends on the student's logits."""
+    """Return `function` of (n, V) logits; raise ValueError unless it is (n,) and depends on the student's."""
     divergence = function(student, teacher)
     check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:

@@ -48,9 +48,7 @@ class _Plan:
         return head_pass
 
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """Return the pass that holds the last tile's logits, its partial statistics, and the statistics of the valid
-        tokens.
-        """
+        """Return the pass, which holds the last tile's logits, its partial statistics, and those of the valid tokens."""
         head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
@@ -68,7 +66,7 @@ class _Plan:
     def holding(
         self, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
     ) -> _Plan:
-        """Return a plan for a backward, with these tensors and no others."""
+        """Return a plan for a backward, with no tensors but these."""
         layout = replace(self.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
         return replace(self, layout=layout, class_weight=class_weight)
 
@@ -81,8 +79,8 @@ def _savable(x: Tensor | None) -> Tensor | None:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, plan)`: the fields of `TokenStats` that the plan names.
 
-    The pass holds the logits of the last tile. It is kept on `ctx` for the backward, which hooks on saved tensors
-    cannot see. With active hooks it is not kept: otherwise a checkpoint or an offloader would save no memory.
+    The pass, with the last tile's logits, stays on `ctx`, where hooks on saved tensors cannot see it. With active hooks
+    it is dropped: otherwise a checkpoint or an offloader would save no memory.
     """
 
     @staticmethod
@@ -198,9 +196,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other fields of `TokenStats`, which describes the effect of rounding to 16 bits. If the logits fit
-    `logits_budget`, they are kept for the backward: three matrix products in total. Otherwise the backward recomputes
-    them: at most four. They are never kept under `torch.compile`.
+    and so on for the other fields of `TokenStats`. Logits that fit `logits_budget` are kept for the backward: three
+    matrix products in total. Otherwise, and always under `torch.compile`, the backward recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.

@@ -18,7 +18,7 @@ from liger_chunked.engine.divergences import (
 from liger_chunked.kernels import tail_grad_, tail_stats
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# Minimum probability of the tail that the teacher's top-k leave, the same as in TRL.
+# Least probability of the teacher's tail, as in TRL.
 LEAST_LEFT = 1e-7
 
 
@@ -62,7 +62,7 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # These gradients were computed before any rounding.
+            # Written last, because these gradients come from unrounded values.
             return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
@@ -70,9 +70,9 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The separate columns of each row: the teacher's k tokens, then the target's, if there is one.
+    """The columns that each row treats apart from the tail: the teacher's k tokens, then the target if there is one.
 
-    A missing entry repeats the row's first present entry. The target may repeat one of the k.
+    A missing entry repeats the row's first present one. The target may repeat one of the k.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -92,10 +92,10 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits, and the tail's logsumexp at the temperature and at 1.
+        """Return the logits (n, k or k + 1) of the columns before the temperature, and the tail's logsumexp at the
+        temperature and at 1.
 
-        All are relative to the row's largest logit. The columns' logits (n, k or k + 1) are those before the
-        temperature. The last result is None without a target.
+        All are relative to the row's largest logit. The last is None without a target.
         """
         z = transformed(leaves[0], options)
         largest = torch.maximum(z.detach().amax(1), tail_centre)
@@ -108,16 +108,15 @@ class _Columns:
         """Return the logits (n, k + 1) of the student's bins, -inf at missing entries."""
         k = self.present.shape[1]
         if self.is_target is not None:
-            # A target outside the k was removed from the tail: add it again.
+            # The tail lacks a target outside the k: add it.
             tail = _log_add(tail, z[:, k].masked_fill(self.is_target.any(1), -torch.inf))
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
-        """Return the log-probabilities (n, k + 1) of the teacher's bins; the tail is -inf if the k are the whole
-        vocabulary.
+        """Return the log-probabilities (n, k + 1) of the teacher's bins.
 
-        Otherwise the tail has at least `LEAST_LEFT`, even if the k add up to 1 in their precision: the divergence of a
-        student's tail from an empty one would be infinite.
+        The tail is -inf if the k are the whole vocabulary. Otherwise it is at least `LEAST_LEFT`, even if the k sum to
+        1 when rounded: the divergence from an empty tail would be infinite.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
