@@ -1,23 +1,23 @@
-"""The engine: run chunks of tokens through the head, and compute losses and gradients. It knows no loss by name.
+"""The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch.py         select the tokens that count, and group them
+batch.py         select and group the tokens that count
 plan.py          cut a batch into chunks and tiles
-head.py          project a chunk; compute statistics, then gradients
-epilogue.py      the same with the fused epilogue, without logits
+head.py          statistics and gradients of a chunk
+epilogue.py      the same with the fused epilogue
 side_stream.py   overlap two products
 gradients.py     accumulate dX, dW and db
 precision.py     make products accumulate in float32
-step.py          losses of token statistics, with the gradient in the forward
-distillation.py  the same for a student and a teacher
+step.py          losses of token statistics, gradient in forward
+distillation.py  the same for student and teacher
 divergences.py   divergences of a block of logits
 top_k.py         divergences from a teacher's top-k
 stats.py         the differentiable primitive, `linear_token_stats`
-hooks.py         hide inner graphs from hooks on saved tensors
+hooks.py         hide inner graphs from saved-tensor hooks
 loss.py          base class of losses of token statistics
-compile.py       each loss as one operation of torch.compile
+compile.py       a loss as one torch.compile operation
 calls.py         call a loss class with settings or tensors
 dry_run.py       predict memory for `estimate_memory`
-checks.py        check the inputs
+checks.py        check inputs
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

@@ -1,8 +1,8 @@
 """Select the tokens of a batch that count, and order them.
 
 token    a position that has a target; the others never reach a matrix product
-group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair of sequences
-chunk    as many whole groups as the budget holds; the objective is evaluated on one chunk at a time
+group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair
+chunk    as many whole groups as the budget holds; the objective sees one chunk at a time
 tile     some rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
 
@@ -23,12 +23,12 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` itself if `part` is all of it: creating a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` itself if that is all: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Chunk(NamedTuple):
-    """Consecutive groups that the objective sees together, and the `rows` of their tokens in computing order."""
+    """Consecutive groups, and the `rows` of their tokens in computing order."""
 
     rows: slice
     groups: slice
@@ -38,21 +38,21 @@ class Chunk(NamedTuple):
 class Layout:
     """The position of each token of a batch.
 
-    The dense layout of a value per token is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, with
-    chosen and rejected on axis 1. The computing order is that of the valid tokens in the input. Only in stacked pairs
-    are the tokens of a group apart; `by_group` brings them together for a batch of several chunks.
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, with chosen and rejected on
+    axis 1. The computing order is that of the input. Only in stacked pairs are a group's tokens apart; `by_group` joins
+    them, as several chunks require.
     """
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,) int64
-    rows: Tensor | None  # (n_valid,) position in the flattened input; None: all, in order
-    slots: Tensor | None  # (n_valid,) position in the flattened dense layout; None: all, in order
+    rows: Tensor | None  # (n_valid,) positions in the flattened input; None: all
+    slots: Tensor | None  # (n_valid,) positions in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None for groups of one token
-    side_lengths: Tensor | None  # (2,) int64, `lengths` summed over the pairs; None for other groups
-    group_lengths: Sequence[int] | None  # valid tokens of each group, on the host; None for groups of one token
-    shortest: int = 0  # valid tokens of the shortest sequence, on the host
-    stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
+    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None for groups of one token
+    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs; None for other groups
+    group_lengths: Sequence[int] | None  # the same per group, on the host
+    shortest: int = 0  # of `lengths`, on the host
+    stacked: bool = False  # all chosen sequences, then all rejected ones
 
     @property
     def n_valid(self) -> int:
@@ -66,14 +66,14 @@ class Layout:
 
     @property
     def tokens_per_group(self) -> int:
-        """Positions of one group in the dense layout, valid or not."""
+        """Dense positions of one group, valid or not."""
         size = 1
         for extent in self.shape[1:]:
             size *= extent
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """Return the hidden states (len, H) of `rows` from the flattened input (N, H)."""
+        """Return hidden states (len, H) of `rows` from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
@@ -85,7 +85,7 @@ class Layout:
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
         """Move a chunk's values (len,) to the dense layout of its groups, with zeros elsewhere.
 
-        Deterministic, like `compact`: no two values share a place. For groups of one token, return `values`.
+        Deterministic, like `compact`: no two values share a place. Groups of one token need no move.
         """
         if self.group_lengths is None:
             return values
@@ -95,7 +95,7 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values from the dense layout back to (len,)."""
+        """Move a chunk's dense values back to (len,)."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
             slots = self._slots_in(chunk)
@@ -103,7 +103,7 @@ class Layout:
         return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Move a value per valid token to the dense layout of the batch, with `fill` elsewhere."""
+        """Move all valid tokens' values to the dense layout, with `fill` elsewhere."""
         if self.slots is not None:
             values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
@@ -129,10 +129,7 @@ class Layout:
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[TokenStats]) -> TokenStats:
-        """Join the chunks' dense statistics into those of the batch.
-
-        Ignored tokens have zeros in every field; for groups of one token see `scatter_stats`.
-        """
+        """Join the chunks' dense statistics. Ignored tokens get zeros, or for groups of one token see `scatter_stats`."""
         stats = parts[0]
         if len(parts) > 1:
             stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
@@ -141,18 +138,18 @@ class Layout:
         return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move the statistics of every valid token to the dense layout; ignored tokens have argmax -1 and zeros."""
+        """Move all valid tokens' statistics to the dense layout, with argmax -1 and zeros elsewhere."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Reorder a tensor stacked like the target, (B, ...) or (B, T, ...), to the dense layout."""
+        """Move a tensor stacked like the target, (B, ...) or (B, T, ...), to the dense layout."""
         if self.group_lengths is None:
             return x.reshape(self.shape)
         sequences_per_group = self.shape[1]
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        """Return the index of the chunk's rows in a tensor whose first axis is the groups of the batch."""
+        """Return the index of the chunk's rows in a dense tensor of the batch."""
         if self.group_lengths is not None:
             return chunk.groups
         return chunk.rows if self.slots is None else self.slots[chunk.rows]
@@ -161,8 +158,8 @@ class Layout:
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
     """Return the layout of a target (B, T), or (N,) for groups of one token.
 
-    The host waits for the device once, to learn how many tokens there are. A pair is a chosen sequence and the rejected
-    one half a batch later.
+    The host waits for the device once, to count the tokens. A pair is a chosen sequence and the rejected one half a
+    batch later.
 
     Raises:
         ValueError: a target is neither `ignore_index` nor below `vocab_size`; the message calls it `name`.
@@ -204,9 +201,8 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
 
 
 def lay_out_every(n: int) -> Layout:
-    """Return the layout of `n` tokens without targets, all of which count, without waiting for the device.
-
-    Nothing reads its target and mask, so they have no storage.
+    """Return the layout of `n` tokens that all count, without waiting for the device. Nothing reads its target and
+    mask.
     """
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")

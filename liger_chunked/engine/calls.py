@@ -3,8 +3,7 @@
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-Under torch.compile, the second line breaks the graph; `liger_chunked.functional`, which uses `once` and `answering`,
-does not.
+The second line breaks a torch.compile graph; `liger_chunked.functional` does not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments, rather than raised inside. Call it in the frame of the call."""
+    """Return whether a function rejected its arguments. Call it in the frame of the call."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -47,9 +46,9 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss, or evaluate it if the positional arguments are tensors.
+        """Build a loss; evaluate it if the positional arguments are tensors.
 
-        With tensors, a keyword goes to the constructor or to the call, depending on its name.
+        Each keyword then goes to the constructor or the call, by its name.
         """
         if args and arguments.are_data(cls, args):
             settings, data = arguments.split(cls, kwargs)
@@ -77,16 +76,15 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """Holds the losses built for graphs as attributes. Each must live as long as its graph."""
+    """Holds the losses of graphs as attributes, because each must outlive its graph."""
 
 
 _OF_GRAPHS = _OfGraphs()
 
 
 def _for_graph(cls: type, settings: Settings) -> str:
-    """Build a loss while a graph is traced, and return its name in `_OF_GRAPHS`.
-
-    `LogitOptions` come as tuples, which tracers can read.
+    """Build a loss during tracing. Return its name in `_OF_GRAPHS`. `LogitOptions` come as tuples, which tracers can
+    read.
     """
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
@@ -94,7 +92,7 @@ def _for_graph(cls: type, settings: Settings) -> str:
     return name
 
 
-# torch.compiler.assume_constant_result sets this too, but imports the compiler, which is slow.
+# As torch.compiler.assume_constant_result, which imports the slow compiler.
 _for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -105,9 +103,9 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss with these settings, from a cache unless a setting is callable: a callable may hold on to a batch.
+    """Return a loss from a cache, unless a setting is callable: a callable may hold a batch.
 
-    In a compiled function, the loss is built when the graph is traced, and outlives it.
+    In a compiled function, tracing builds the loss, which outlives the graph.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():
@@ -117,7 +115,7 @@ def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
 
 
 def answering(function: Function) -> Function:
-    """Make an unknown argument of `function` an error that suggests the name that was meant."""
+    """Make the error of an unknown argument suggest the name that was meant."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

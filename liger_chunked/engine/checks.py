@@ -20,12 +20,12 @@ def _has_autocast(device: str) -> bool:
 
 
 def autocasts(device: str) -> bool:
-    """Return whether autocast is on for a type of device. Some devices have none to ask about."""
+    """Return whether autocast is on for a type of device. Some devices have none."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, or the one that all tensors share.
+    """Return the dtype of the matrix products: autocast's, or the shared one.
 
     Raises:
         TypeError: dtypes differ outside autocast.
@@ -71,9 +71,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Raise ValueError unless the result of a user's method `name` is a tensor of `shape` (n,), one value for each
-    `of`.
-    """
+    """Raise ValueError unless a user's method `name` returned a tensor of `shape` (n,), one value for each `of`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -83,7 +81,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x` as argument `name`, or "". `ids`: the argument holds token ids."""
+    """Return advice on what to pass instead of `x`, or "". `ids`: the argument holds token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -107,7 +105,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """Check that `input @ weight.T + bias` is defined. `prefix` and `input_name` are for messages.
+    """Check that `input @ weight.T + bias` is defined.
 
     Raises:
         TypeError: a value is not a floating-point tensor, or dtypes differ outside autocast.
@@ -148,7 +146,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Check that `target` has an integer for each row of `input`. `weight` lets the message detect swapped arguments.
+    """Check that `target` has an integer for each row of `input`. `weight` helps to detect swapped arguments.
 
     Raises:
         TypeError: not an integer tensor.
@@ -172,9 +170,8 @@ def check_target(
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
 
-    The losses expect that `input[t]` predicts `target[t]`. A causal model predicts the next token, so a tokenizer's
-    `labels` are one position off. No loss can detect that: with unshifted labels the model learns to copy its input,
-    and the loss becomes very small.
+    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss can
+    detect that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
 
     Args:
         hidden: (B, T, H) last hidden states.
@@ -206,11 +203,10 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k log-probabilities (N, k), -inf for missing entries, and their token ids (N, k).
+    """Check a teacher's top-k log-probabilities (N, k), -inf for missing entries, and token ids (N, k).
 
     Raises:
-        ValueError: a token is out of range or occurs twice in a row, a value is not a log-probability, or a row is
-            empty.
+        ValueError: a token is out of range or repeated, a value is no log-probability, or a row is empty.
     """
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low

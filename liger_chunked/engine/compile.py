@@ -1,15 +1,15 @@
 """Make a loss one operation of a torch.compile graph, without a graph break.
 
-A loss cannot be traced: it waits for the device to count its tokens, and its objective may be a closure. The tracer
-therefore stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph:
+A loss cannot be traced: it waits for the device to count its tokens, and its objective may be a closure.
+`one_operation` therefore writes a call of `liger_chunked::forward` into the graph:
 
-    forward     run the eager loss on detached arguments; return its outputs and what the backward needs
-    backward    a scalar loss:          multiply the gradients of the forward by the upstream gradient
+    forward     run the eager loss on detached arguments; keep what the backward needs
+    backward    a scalar loss:          scale the forward's gradients by the upstream gradient
                 a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward;
                                         one matrix product more than eager
 
-Both operators are pure functions of the graph's tensors and of the loss, which they look up by name in `_OWNERS`. They
-compute only the needed gradients. Shapes are symbolic: another length does not recompile.
+Both operators are pure functions of the graph's tensors and of the loss, found by name in `_OWNERS`. Shapes are
+symbolic: another length does not recompile.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda"
 
 
 class Like(NamedTuple):
-    """The shape and dtype of one tensor that a loss returns.
+    """Shape and dtype of one returned tensor.
 
-    `per` gives the shape: () per batch, (B / 2,) per pair, the target's per token. "wide" is `accumulation_dtype` of
-    the weight.
+    `per` gives the shape: () per batch, (B / 2,) per pair, the target's per token. "wide" is the weight's
+    `accumulation_dtype`.
     """
 
     per: Literal["batch", "pair", "token"] = "batch"
@@ -59,17 +59,14 @@ class Like(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What a loss returns: `build(**tensors)`, of tensors like `tensors`, in that order.
-
-    If the first tensor is per batch, the forward computes its gradients.
-    """
+    """What a loss returns: `build(**tensors)`. If the first tensor is per batch, the forward computes its gradients."""
 
     build: Callable[..., Any]
     tensors: Mapping[str, Like]
 
 
 def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
-    """Return the `Returns` of a loss with detached metrics of these fields."""
+    """Return the `Returns` of a loss with detached metrics."""
 
     def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
         return loss, metrics(**{name: x.detach() for name, x in values.items()})
@@ -86,7 +83,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
     """A loss module that a graph can refer to: every instance, also a copy, has a unique name.
 
     `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
-    such as mypy, accept only the second form, or `liger_chunked.functional`.
+    such as mypy, accept only the second.
     """
 
     options: LogitOptions
@@ -96,7 +93,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         self._enter()
 
     def _made(self) -> None:
-        """Check an instance after its constructor; raise RuntimeError if that did not call the base's."""
+        """Raise RuntimeError if the constructor did not call the base's."""
         if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -111,15 +108,14 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class _Call(NamedTuple):
-    """The arguments of `liger_chunked::forward`: a call of an eager function, encoded for a graph.
+    """A call of an eager function, encoded for a graph: the arguments of `liger_chunked::forward`.
 
-    - `tensors`, `ints`, `floats`, `texts`: the values of the arguments `names`, in this order; a tuple of words is a
-      text with a comma after each word
-    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; `owner` is "" for a plain function
+    - `tensors`, `ints`, `floats`, `texts`: values of the arguments `names`, in order; a tuple of words is a text with a
+      comma after each
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
     - `needs`: the arguments that need gradients
     - `returns`: each output's `Like`, as "per dtype"
-    - `autocast`: its dtype, such as "torch.bfloat16", or "" if off; needed because compiled graphs run with autocast
-      off
+    - `autocast`: its dtype, or "" if off; compiled graphs run with autocast off
     """
 
     tensors: Sequence[Tensor]
@@ -151,7 +147,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients of the parameters; with `unscaled`, in float32 for float16 (see `HeadGradients`)."""
+        """Return empty gradients; `unscaled` ones of float16 are float32, see `HeadGradients`."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -166,7 +162,7 @@ class _Call(NamedTuple):
         return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the eager function. Return its outputs as a flat list, and the leaves `needs`."""
+        """Run the eager function. Return its flat outputs, and the leaves `needs`."""
         arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
@@ -209,7 +205,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
 def _forward(*call: Any) -> list[Tensor]:
-    """Return the outputs, then the gradients of `needs` for an upstream gradient of 1 if the forward computes them."""
+    """Return the outputs, then the gradients of `needs` if the forward computes them."""
     made = _Call(*call)
     outputs, _ = made.run()
     declared = made.empty_returned()
@@ -233,7 +229,7 @@ def _(*call: Any) -> list[Tensor]:
     "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
 )
 def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """Return the gradients of `needs`, given an upstream gradient for each floating-point output."""
+    """Return the gradients of `needs`, given those of the floating-point outputs."""
     outputs, leaves = _Call(*call).run()
     floating = (x for x in outputs if x.is_floating_point())
     given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
@@ -248,9 +244,8 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Return the upstream gradient, connected to `sources`, so that second derivatives raise.
-
-    Otherwise gradients computed in the forward would count as constants.
+    """Return the upstream gradient, connected to `sources`: second derivatives must raise, and saved gradients are
+    constants.
     """
     return upstream.clone()
 
@@ -334,12 +329,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation of torch.compile.
 
-    Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a number that
-    changes every step as a tensor.
+    Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a changing
+    number as a tensor.
 
     Args:
-        returns: maps the arguments that are not None, by name, to the function's `Returns`. A method's takes `self`
-            first.
+        returns: maps the arguments that are not None to `Returns`; a method's takes `self` first.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""Compute a distillation loss of a student and a teacher, with its gradients in the forward.
+"""Compute a distillation loss, with its gradients in the forward.
 
     for chunk in tokens:
         project the student
@@ -8,8 +8,8 @@
             student logits -> gradient, in place
         dX, dW
 
-A divergence needs whole rows of the vocabulary, so a chunk has at least one token. The loss is a weighted sum of
-divergences and log-probabilities, so its gradients with respect to them are known in advance.
+A divergence needs whole rows of the vocabulary, so a chunk has at least one token. The loss is a weighted sum of these
+numbers, so its gradients with respect to them are known in advance.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class LossWeights(NamedTuple):
-    """The weights in `divergence * sum(divergences) + logps * sum(log-probabilities of the targets)`.
-
-    Numbers or tensors (); `logps` is None if the loss has no second term.
-    """
+    """The weights in `divergence * sum(divergences) + logps * sum(logps)`; `logps` is None without the second term."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
 
     def loss(self, divergences: Tensor, logps: Tensor | None) -> Tensor:
-        """Return the loss of all tokens, in float64."""
+        """Return the loss in float64."""
         loss = self.divergence * divergences.sum(dtype=torch.float64)
         if self.logps is None:
             return loss
@@ -50,13 +47,13 @@ class LossWeights(NamedTuple):
         return loss + self.logps * logps.sum(dtype=torch.float64)
 
     def gradients(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return the gradients of the loss with respect to `n` tokens' numbers."""
+        """Return the loss's gradients with respect to `n` tokens' numbers."""
         given = {name: weight for name, weight in self._asdict().items() if weight is not None}
         return {name: torch.empty(n, dtype=dtype, device=device).fill_(weight) for name, weight in given.items()}
 
 
 class Teacher(NamedTuple):
-    """A teacher's head over the student's vocabulary, and its hidden states (B, T, H_teacher) or (N, H_teacher)."""
+    """A teacher's head over the student's vocabulary, and its hidden states (..., H_teacher)."""
 
     head: Head
     input: Tensor
@@ -64,7 +61,7 @@ class Teacher(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some tokens of a chunk: `rows` among the batch's valid tokens, `within` among the chunk's."""
+    """Tokens of a chunk: `rows` in the batch, `within` in the chunk."""
 
     rows: slice
     within: slice
@@ -72,7 +69,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. `estimate_memory` makes one too, so it must not read a device or a tensor's values."""
+    """How a step is cut. It reads no device and no values: `estimate_memory` makes one too."""
 
     layout: Layout
     size: ChunkSize
@@ -116,7 +113,7 @@ class DistillationPlan:
 
 @dataclass(frozen=True)
 class _Step:
-    """A distillation step: everything except the tensors that get gradients."""
+    """A step, without the tensors that get gradients."""
 
     plan: DistillationPlan
     weights: LossWeights
@@ -124,13 +121,13 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
-    teacher_dtype: torch.dtype | None  # fixed here: autocast may have ended before a second backward
+    teacher_dtype: torch.dtype | None  # kept: a second backward may run after autocast has ended
     has_target: bool
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, the divergences and log-probabilities of all valid tokens, and the needed gradients."""
+        """Return the loss, all tokens' divergences and log-probabilities, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
@@ -144,7 +141,7 @@ class _Step:
                 x = layout.input_rows(flat, chunk.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # The GPU is idle until its first product is enqueued, so this comes after it.
+                    # Only now: the GPU is idle until its first product is enqueued.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
@@ -174,7 +171,7 @@ class _Step:
     ) -> tuple[Tensor, Tensor | None]:
         """Return a block's divergences and log-probabilities; with `grads`, overwrite its logits with their gradient.
 
-        `of_tokens` has the loss's gradients with respect to these numbers, for at least as many tokens.
+        `of_tokens` has the loss's gradients with respect to at least as many tokens' numbers.
         """
         measured = self.route.measure(
             student=logits,
@@ -233,21 +230,11 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a distillation loss, with its gradients computed in the forward.
+    """Return the loss () with its gradients, and each token's detached divergence and log-probability (None without
+    targets).
 
-    Args:
-        head: the student's weight (V, H) and bias (V,) or None, checked.
-        input: (B, T, H) or (N, H), checked.
-        teacher: cut to V rows; None if the route has the teacher's log-probabilities.
-        layout: the tokens that count, each its own group.
-        weights: of the two terms of the loss.
-        route: how divergences are computed.
-        options: the student's logit transform, and the budget for both models' logits.
-        has_target: whether the layout has targets.
-
-    Returns:
-        The loss (), connected to input, weight and bias. Detached, for every token that counts: the divergence, and the
-        log-probability or None.
+    Inputs are checked, and the teacher's head is cut to V rows. `teacher` is None if `route` has its log-probabilities.
+    The budget of `options` covers the logits of both models; `has_target` says whether the layout's targets are real.
     """
     dtype = compute_dtype(head, input)
     teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)

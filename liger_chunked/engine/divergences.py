@@ -1,7 +1,7 @@
 """Compute each token's divergence from a block of student and teacher logits, and the gradient.
 
-`ClosedForm` uses kernels, `ByAutograd` differentiates any function of the logits, and `TopK` (top_k.py) needs only the
-teacher's largest log-probabilities.
+`ClosedForm` uses kernels, `ByAutograd` takes any function of the logits, and `TopK` (top_k.py) needs only the teacher's
+largest log-probabilities.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 class Measured(NamedTuple):
     """A block's divergences, log-probabilities (None without targets), and backward.
 
-    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient. `g_logps` is None if the loss
-    has no log-probabilities.
+    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient; `g_logps` may be None.
     """
 
     divergence: Tensor
@@ -35,7 +34,7 @@ class Measured(NamedTuple):
 
 
 class Route(Protocol):
-    """Computes a divergence per token from a block of logits (n, V), before the logit transform."""
+    """Computes a divergence per token from logits (n, V) before the logit transform."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         """Return the bytes in memory per student logit of a block."""
@@ -61,7 +60,7 @@ def tempered(z: Tensor, options: LogitOptions) -> Tensor:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Uses kernels, in place: nothing else of the logits' size is in memory."""
+    """Uses kernels, in place: nothing else has the logits' size."""
 
     divergence: Divergence
     options: LogitOptions

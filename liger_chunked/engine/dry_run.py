@@ -1,7 +1,7 @@
-"""Predict the memory of the engine's steps with a dry run on meta tensors.
+"""Predict a step's memory with a dry run on meta tensors.
 
-Each dry run repeats the order in which a step allocates and frees. It calls the step's own plan, layout, head pass and
-gradients, which launch nothing on meta tensors.
+Each dry run allocates and frees in the order of the step. It calls the step's own plan, layout, pass and gradients,
+which launch nothing on meta tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMBERS = 8
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of tensors created under it, by part. `most` is the estimate at their peak."""
+    """Counts the bytes of tensors created under it, by part; `most` is the estimate at their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Projection(NamedTuple):
     needs: Needs
 
     def computed_head(self) -> Head:
-        """Return the head in the dtype of the matrix products."""
+        """Return the head in the dtype of its products."""
         weight, bias = self.head
         return Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
 
@@ -100,7 +100,7 @@ class Projection(NamedTuple):
 
 
 class _Gradients:
-    """`HeadGradients` that counts the gradients of the hidden states and of the head apart."""
+    """`HeadGradients` that counts input and head gradients apart."""
 
     def __init__(self, ledger: Ledger, projection: Projection, layout: Layout, n_contributions: int) -> None:
         self._ledger = ledger
@@ -150,7 +150,7 @@ class _Gradients:
         return of_input[0], *of_head[1:]
 
     def hand_over(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Cast the gradients to their parameters' dtypes, as backward does: all before any is freed."""
+        """Cast the gradients as backward does: all before any is freed."""
         scaled = []
         parts: tuple[Part, ...] = ("input_grad", "weight_grad", "weight_grad")
         for part, gradient, x in zip(parts, gradients, self._given, strict=True):
@@ -177,7 +177,7 @@ def _backward(
 
 
 def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
-    """Dry run of `fused_loss` and its backward."""
+    """Dry run of `fused_loss` with its backward."""
     grads, layout = None, plan.layout
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
@@ -200,7 +200,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
 
 
 def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions) -> None:
-    """Dry run of `token_stats`, and of its backward if needed."""
+    """Dry run of `token_stats` with its backward, if needed."""
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
     warn_of_few_rows(options, projection.head.weight.shape[0], projection.dtype.itemsize, layout.n_valid)
     cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
@@ -228,7 +228,7 @@ def rehearse_distillation(
     route: Route,
     has_target: bool,
 ) -> None:
-    """Dry run of `distillation_loss` and its backward. `teacher` is None if `route` has its log-probabilities."""
+    """Dry run of `distillation_loss` with its backward. `teacher` is None if `route` has its log-probabilities."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
     plan = DistillationPlan.of(

@@ -1,9 +1,7 @@
-"""Run a chunk through the head with the fused epilogue: `HeadPass` without logits, for losses of logps and lse alone.
+"""Run a chunk through the head with the fused epilogue, without logits: for losses of logps and lse alone.
 
 statistics   one matrix product, whose epilogue writes exponentials and sums them
 backward     dX and dW as matrix products with these exponentials, on two streams
-
-The target's part of both gradients is added separately, in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 # Tensor descriptors need rows that start at multiples of 16 bytes.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# What the epilogue has registers for: not an argmax or a sum of squares.
+# The epilogue has no registers for an argmax or a sum of squares.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
 
 
@@ -53,14 +51,10 @@ def serves(
     differentiates: tuple[str, ...],
     chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass` in a step, and is faster. The device must have wide tiles.
+    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster.
 
-    Args:
-        head: as the caller gave it, for its shapes and memory layout.
-        dtype: of the matrix products.
-        options, class_weight, outputs: of the step.
-        differentiates: the statistics that the loss's gradient reaches.
-        chunks: the tiles of each chunk.
+    `head` is the caller's, for its shapes and memory layout. `differentiates` names the statistics that the gradient
+    reaches.
     """
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
@@ -82,11 +76,11 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether to split a step that could be one chunk, to use the fused epilogue. `serves` must hold too.
+    """Return whether splitting a possible single chunk, to use the fused epilogue, saves memory in about the same time.
 
-    The split must save memory and take about the same time. One chunk of N tokens holds 2 N V bytes of logits and 2 V H
-    bytes of dW. Chunks of n tokens hold 2 n V bytes of exponentials and 4 V H bytes of float32 dW: less if n + H < N.
-    Each chunk adds small kernels, and a read and a write of dW. See docs/tuning.md.
+    One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of n tokens hold 2 n V bytes of
+    exponentials and 4 V H bytes of float32 dW: less if n + H < N. Each chunk adds a read and a write of dW. See
+    docs/tuning.md.
     """
     return (
         len(chunks) > 1
@@ -100,22 +94,21 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
 class EpiloguePass:
     """The head of one step with the fused epilogue; same methods as `HeadPass`. Each chunk is one tile.
 
-    With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums while
-    the logits are in registers. The gradient of a row of logits is `s E`, except at the target, so
+    With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
+    registers. The gradient of the logits is `s E`, except at the target, so
 
-        dW = E^T (s x),   dX = s (E W),   and at the target a x and a W[y]
+        dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
-    `HeadPass` instead reads the logits and overwrites them with their gradient: 6 N V bytes in bfloat16.
-    `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
+    `HeadPass` reads and overwrites the logits instead: 6 N V bytes in bfloat16. `kernels/projection.py` and
+    `kernels/target_rows.py` derive the formulas.
 
-    `serves` checks the conditions: bfloat16, because E is rounded to 8 bits; tiles of whole rows; a loss of logps and
-    lse, whose gradient is a multiple of E; H at most `WIDEST`, above which it is hardly faster. Also, dW must be
-    float32, as over several chunks, or not needed: the target's part cannot be added to a dW that is written once in
-    bfloat16.
+    `serves` requires bfloat16, because E is rounded to 8 bits, tiles of whole rows, a gradient that is a multiple of E,
+    and H up to `WIDEST`, above which little is gained. `Plan.open` requires a float32 dW or none: the target's part
+    cannot be added to a rounded dW.
 
-    dX and dW run on two streams, because each leaves part of the GPU idle in its last wave. dX starts first: small
-    kernels precede dW, and a tile of dX takes long. cuBLAS keeps a workspace per stream, 32 MiB on Hopper, which no
-    memory estimate includes. See docs/tuning.md.
+    Each product leaves part of the GPU idle in its last wave, so dX and dW run on two streams. dX starts first: small
+    kernels precede dW, and a tile of dX takes long. See docs/tuning.md. No estimate includes cuBLAS's workspace per
+    stream, 32 MiB on Hopper.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 
@@ -125,11 +118,6 @@ class EpiloguePass:
                      E W       4 n H         while dX is formed; at most 32 MiB
 
     Statistics and backward do not overlap.
-
-    Args:
-        head: weight (V, H) in bfloat16, no bias.
-        options: the logit transform.
-        backward_follows: whether to keep E.
     """
 
     head: Head
@@ -148,7 +136,7 @@ class EpiloguePass:
         return self.options.logit_scale / self.options.temperature
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the exponentials of the largest chunk."""
+        """Allocate the buffer for the largest chunk."""
         if self.backward_follows:
             row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)

@@ -1,4 +1,4 @@
-"""Accumulate the gradients of hidden states, weight and bias over the chunks of a step."""
+"""Accumulate the gradients of hidden states, weight and bias over a step's chunks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.sum(0)` in `dtype`, that of `x` or wider.
 
-    On a GPU it is a matrix product, whose precision the caller sets: for float32, torch's sum allocates more than the
-    logits.
+    On a GPU it is a matrix product: torch's sum of float32 logits allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -57,7 +56,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(Protocol):
-    """What a pass adds its dX, dW and db to. See `HeadGradients`."""
+    """What a pass adds dX, dW and db to, see `HeadGradients`."""
 
     @property
     def accumulates(self) -> bool: ...
@@ -80,19 +79,13 @@ class Gradients(Protocol):
 class HeadGradients:
     """dX, dW and db of one step, to which the chunks add.
 
-    dW has the weight's dtype if each element is written once. Otherwise it accumulates in float32.
+    dW has the weight's dtype if `n_contributions`, the products added to each element, is at most 1. Otherwise it is
+    float32.
 
-    float16 gradients of a mean over many tokens would underflow. So the gradients of the statistics are divided by
-    `unit`, a power of two near the largest so far. dX and dW then stay in float32 until the upstream gradient
-    multiplies them.
+    float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
+    power of two near the largest so far, and dX and dW stay float32 until the upstream gradient multiplies them.
 
-    Args:
-        layout: where the rows of dX go.
-        input: (N, H), for its shape and dtype.
-        head: as the caller gave it, for its shapes and dtypes.
-        compute_dtype: of the matrix products.
-        needs: the gradients to compute.
-        n_contributions: number of products added to each element of dW.
+    `head` and `input` (N, H) are the caller's, for shapes and dtypes.
     """
 
     def __init__(
@@ -122,8 +115,7 @@ class HeadGradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a chunk's statistics by `unit`. If `unit` must grow, rescale dX, dW and db.
 
-        In distillation, all blocks of a chunk have the gradient of one mean, so `unit` is set before the chunk's
-        products.
+        In distillation, `unit` does not change within a chunk: all its blocks have the gradient of one mean.
         """
         if not self._half:
             return gradients
@@ -131,7 +123,7 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            # Launches little if the unit did not grow.
+            # The kernel returns at once if the unit did not grow.
             scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
             if self._bias is not None:
                 self._bias.mul_(self._unit / unit)
@@ -139,9 +131,8 @@ class HeadGradients:
         return {name: g / unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
-        """Return memory for a chunk's dX, or None if not needed.
-
-        A dX that is one product in the right dtype is written straight into the batch's gradient.
+        """Return memory for a chunk's dX, or None: its place in the batch's dX, if it is one product in the right
+        dtype.
         """
         gradient = self._input_gradient()
         if gradient is None:
@@ -152,11 +143,11 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW before its first product is enqueued. Return whether dW is needed."""
+        """Allocate dW before its first product. Return whether dW is needed."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db. `first`: the chunk's first tile of this slice of the vocabulary."""
+        """Add a tile to dW and db. `first`: the chunk's first tile of this vocabulary slice."""
         weight = self._weight_gradient()
         if weight is not None:
             accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
@@ -165,18 +156,18 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether dW can be added to after a product: it is float32, or not needed."""
+        """Whether dW can be added to later: it is float32, or not needed."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Return dX, or None. Allocated late: the GPU is idle until the first product is enqueued."""
+        """Return dX or None. Late, because the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Return dW, or None. Allocated late: a teacher's logits may be free by then."""
+        """Return dW or None. Late, because a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -184,10 +175,9 @@ class HeadGradients:
     def add_exponentials(
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None:
-        """Add a chunk to a float32 dW: `exponentials.T @ scaled`, and `target_scale[n] * x[n]` at row `target[n]`.
+        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        If dW has values already, the targets' rows come first: this small kernel then overlaps the start of a longer
-        product.
+        The targets' rows come first, unless dW is new: this small kernel then overlaps the start of a longer product.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
@@ -209,7 +199,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the parameters' dtypes (float32 for float16), and drop the references to them."""
+        """Return the gradients in the parameters' dtypes (float32 for float16), and drop them here."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

@@ -1,7 +1,7 @@
-"""Run a chunk of tokens through the head, forward and backward.
+"""Run a chunk of tokens through the head.
 
 statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
-backward     for each tile, last first: project again unless it is in memory,
+backward     for each tile, last first: project again unless in memory,
              logits -> gradient in place, dX, dW, db                              two products, three if recomputed
 """
 
@@ -31,15 +31,15 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats
 
 @dataclass
 class HeadPass:
-    """The head of one step, in the dtype of its products, and one buffer for every tile of logits.
+    """The head of one step, in the dtype of its products, and one buffer for all tiles.
 
-    Call `backward` after `statistics` of the same chunk: it starts from the last tile, which is still in the buffer.
+    Call `backward` after `statistics` of the same chunk: it starts from the last tile, still in the buffer.
     """
 
     head: Head
     options: LogitOptions
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
-    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # factor that `unround_logps_` returned
+    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -57,7 +57,7 @@ class HeadPass:
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Return the logits (rows, columns) of a tile of `x` (n, H), before the logit transform, in the buffer."""
+        """Return the logits (rows, columns) of a tile of `x` (n, H) in the buffer, before the logit transform."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
@@ -71,7 +71,7 @@ class HeadPass:
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk, `x` (n, H) and `target` (n,), with logps corrected for rounding."""
+        """Return the statistics of a chunk `x` (n, H), `target` (n,), with logps corrected for rounding."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(

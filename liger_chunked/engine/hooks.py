@@ -1,4 +1,4 @@
-"""Hide the graphs that a step builds inside its forward from hooks on saved tensors."""
+"""Hide a step's inner graphs from hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Return whether the caller's hooks, for example of a checkpoint, see the tensors that autograd saves."""
+    """Return whether hooks of the caller, such as a checkpoint's, see saved tensors."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -59,8 +59,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks.
-
-    Autograd calls only the innermost hooks, so hooks that do nothing hide the caller's.
-    """
+    """Save tensors as if there were no hooks: autograd calls only the innermost, and these do nothing."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

@@ -13,7 +13,7 @@ from liger_chunked.types import Head, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Check `token_outputs` and `scope` of a loss or its class, unless they are properties.
+    """Check a loss's `token_outputs` and `scope`, unless they are properties.
 
     Raises:
         TypeError: `token_outputs` is not a tuple of names.
@@ -33,9 +33,9 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 
 
 class StatsLoss(FusedLoss):
-    """A loss module that reads logits only through token statistics: every loss except distillation.
+    """A loss that reads logits only through token statistics: every loss except distillation.
 
-    The engine and `estimate_memory` read only the properties below. A subclass defines them as properties or class
+    The engine and `estimate_memory` read only these properties, which a subclass defines as properties or class
     attributes.
     """
 

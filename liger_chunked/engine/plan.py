@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile, projected once. A single group that exceeds the budget is cut along the
-vocabulary first: each slice of dW is then one product, written once.
+A chunk within the budget is one tile. A group that exceeds the budget is cut along the vocabulary first: each slice of
+dW is then one product, written once.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes: dW is then one product without an
-    accumulator. Otherwise it holds 2 H tokens, whose bfloat16 logits take as many bytes as the float32 accumulator (V,
-    H), and at least `CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
+    The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). It holds at
+    least `CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
 
     Args:
         options: with the caller's budget, if any.
         head_shape: (V, H).
         dtype: of the logits.
-        n_valid: tokens of a step that may be one chunk; 0 if logits may have to wait for a backward.
+        n_valid: tokens of a step that may be one chunk, else 0.
         bytes_per_logit: bytes in memory per logit, if more than its own.
     """
     vocab_size, hidden_size = head_shape
@@ -54,22 +54,20 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Chunks are shorter if more than the teacher's logit is in memory per logit.
+    # Shorter if more than a teacher's logit is in memory per logit.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
 
 
-# A budget is probably a mistake if it holds so few rows of a large vocabulary, and the step needs many more: a product
-# of few rows takes about as long as one of many.
+# So few rows of a large vocabulary, where a step needs many more, are probably a mistake: a product of few rows takes
+# about as long as one of many.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once per budget and vocabulary if the caller's budget, at this size of a logit, cuts a step into very many
-    chunks.
-    """
+    """Warn once per budget and vocabulary if the caller's budget cuts a step into very many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -93,7 +91,7 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 class ChunkSize(NamedTuple):
-    """Tokens of a chunk, and of a block: the part of a chunk whose teacher logits are also in memory."""
+    """Tokens of a chunk, and of a block, the part whose teacher logits are in memory."""
 
     tokens: int
     block: int
@@ -107,11 +105,10 @@ def budget_chunk_size(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> ChunkSize:
-    """Return the sizes of a chunk and its blocks within `budget_elements`.
+    """Return sizes of chunk and block within `budget_elements`.
 
-    Only the student's logits are in memory for a whole chunk; a teacher's are for one block. dW, if `wants_weight`,
-    takes one product per chunk, so long chunks are worth more memory than long blocks. The automatic budget uses one
-    chunk if its block takes at most half the bytes of its logits.
+    dW, if `wants_weight`, takes one product per chunk, so memory is better spent on long chunks than on long blocks.
+    The automatic budget uses one chunk if its block takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
@@ -129,13 +126,13 @@ def budget_chunk_size(
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of nearly equal pieces of `n`, no more pieces than with `limit`."""
+    """Return the size of nearly equal pieces of `n`, no more of them than with `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut `start` to `stop` into nearly equal pieces; an empty range has none."""
+    """Cut `start` to `stop` into nearly equal pieces, none if empty."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -143,7 +140,7 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups, of at most `elements` logits unless one group alone has more."""
+    """Cut the batch into chunks of whole groups within `elements` logits, unless one group has more."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
@@ -167,9 +164,8 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles of at most `elements` logits: along the vocabulary, and along rows where slices would
-    become
-    too narrow.
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows only if slices become too
+    narrow.
     """
     if n_rows == 0:
         return []
@@ -191,12 +187,12 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Count the row blocks of a chunk: how often it adds to each element of dW."""
+    """Count how often a chunk adds to each element of dW."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the number of logits in the largest tile, which is the first."""
+    """Return the logits in the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]

@@ -13,13 +13,13 @@ from liger_chunked.engine.checks import autocasts
 
 
 class Refused:
-    """A permission of `torch.backends.cuda.matmul` to round sums, switched off while any step runs.
+    """A permission of `torch.backends.cuda.matmul` to round sums, off while any step runs.
 
-    The permission belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward).
-    The first step to enter switches it off for all threads, and the last to leave restores it.
+    It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
+    to enter switches it off for all, and the last to leave restores it.
 
-    Change these settings only between steps. During a step, a newly granted permission lasts until the next step
-    enters. A revoked one cannot be detected, and comes back at the end.
+    Change these settings only between steps. One granted during a step lasts until the next step enters; one revoked
+    comes back.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,8 +44,8 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# cuBLAS may split a long sum and add the parts in the dtype of the product. If allowed, it also accumulates float16 in
-# float16. TF32 for float32 products remains the user's choice.
+# cuBLAS may add parts of a long sum in the product's dtype, and accumulate float16 in float16. TF32 remains the user's
+# choice.
 _OF_DTYPE = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),
@@ -60,7 +60,7 @@ def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
 
 @contextmanager
 def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
-    """Run a block on `device`, without autocast, and with products in `dtypes` that accumulate in float32."""
+    """Run a block on `device`, without autocast, with products in `dtypes` that accumulate in float32."""
     autocast = autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     entered: list[Refused] = []

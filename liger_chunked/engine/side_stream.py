@@ -26,7 +26,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A side stream of the current GPU, joined when the block ends. Does nothing on other devices."""
+    """A side stream of the current GPU, joined when the block ends. Does nothing elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
@@ -39,7 +39,7 @@ class SideStream:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context whose work waits for everything enqueued on the current stream so far."""
+        """Return a context whose work waits for all work enqueued so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True

@@ -1,8 +1,7 @@
 """Differentiable statistics of a head's logits, for code that computes its own loss.
 
 forward    project slice by slice of the vocabulary, keep a few numbers per token       one matrix product
-backward   the same slices, last first, into dX and dW; the last slice is in memory     two products, three if the
-                                                                                       logits exceed the budget
+backward   the same slices, last first, into dX and dW; the last is in memory           two products, three over budget
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class _Plan:
         return head_pass
 
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """Return the pass, which holds the last tile's logits, its partial statistics, and those of the valid tokens."""
+        """Return the pass with the last tile's logits, its partial statistics, and the final ones."""
         head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
@@ -59,28 +58,28 @@ class _Plan:
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that a backward reads. The caller may own target and class weights."""
+        """Return what a backward reads; the caller may own target and class weights."""
         layout = self.layout
         return tuple(map(_savable, (layout.target, layout.rows, layout.slots, self.class_weight)))
 
     def holding(
         self, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
     ) -> _Plan:
-        """Return a plan for a backward, with no tensors but these."""
+        """Return a plan with only these tensors."""
         layout = replace(self.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
         return replace(self, layout=layout, class_weight=class_weight)
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that autograd can save: a copy of an inference tensor."""
+    """Return a tensor that autograd can save: a copy, if an inference tensor."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, plan)`: the fields of `TokenStats` that the plan names.
+    """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`, where hooks on saved tensors cannot see it. With active hooks
-    it is dropped: otherwise a checkpoint or an offloader would save no memory.
+    The pass, with the last tile's logits, stays on `ctx`. Hooks on saved tensors cannot see it there, so with active
+    hooks it is dropped: otherwise a checkpoint or an offloader would save no memory.
     """
 
     @staticmethod
@@ -196,16 +195,15 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other fields of `TokenStats`. Logits that fit `logits_budget` are kept for the backward: three
-    matrix products in total. Otherwise, and always under `torch.compile`, the backward recomputes them: at most four.
+    and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
+    in total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64. Unshifted labels give the log-probabilities of other tokens, without an
-            error, see `shifted`.
+        target: (B, T) or (N,) token ids, int64, shifted, see `shifted`.
         bias: (V,) or None.
-        outputs: names of the `TokenStats` fields to compute.
+        outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
 
     Returns:

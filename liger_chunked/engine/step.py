@@ -33,10 +33,10 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 
 
 class Objective(Protocol):
-    """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
+    """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
 
     `stats` has one value per token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with
-    zeros at ignored tokens. `index` picks these groups from a tensor with one row for each group of the batch.
+    zeros at ignored tokens. `index` picks the same groups from a tensor of all groups.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -44,9 +44,9 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """The objective `-sum(logps) / items`, whose gradient is a constant.
+    """The objective `-sum(logps) / items`, whose constant gradient needs no graph.
 
-    It needs no graph. The engine calls it once, with the whole dense batch, where ignored tokens add zeros.
+    The engine calls it once, with the whole dense batch, where ignored tokens add zeros.
     """
 
     items: float | Tensor  # a number, or ()
@@ -56,16 +56,16 @@ class NegativeLogLikelihood:
         return (-stats.logps).sum(dtype=torch.float64) / self.items  # gives 0 rather than -0 without tokens
 
     def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
-        """Return the gradients with respect to the statistics, one value per token."""
+        """Return the gradients with respect to the statistics."""
         assert stats.logps is not None
         return {"logps": torch.empty_like(stats.logps).fill_(-1 / self.items)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and which pass runs it. The arguments of `of` are those of `fused_loss`.
+    """How a step is cut, and which pass runs it; `of` takes the arguments of `fused_loss`.
 
-    `estimate_memory` makes one too, so it must not read a device or a tensor's values.
+    It reads no device and no values: `estimate_memory` makes one too.
     """
 
     layout: Layout
@@ -127,11 +127,9 @@ class Plan:
         return sum(row_blocks(t) for t in self.tiles)
 
     def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that runs the step, with its buffer.
-
-        Args:
-            head: in the dtype of the matrix products.
-            grads: what the backward adds to; None without a backward.
+        """Return the pass that runs the step, with its buffer. `head` has the products' dtype; `grads` is None without
+        a
+        backward.
         """
         head_pass: HeadPass | EpiloguePass
         if self.by_epilogue and (grads is None or grads.accumulates):
@@ -144,7 +142,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: everything except the tensors that get gradients."""
+    """A step, without the tensors that get gradients."""
 
     plan: Plan
     objective: Objective
@@ -152,7 +150,7 @@ class _Step:
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
-        """Return the loss, the batch's statistics in the dense layout, and the needed gradients."""
+        """Return the loss, the batch's dense statistics, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -200,7 +198,7 @@ class _Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, its share of the loss, and the share's gradients by statistic.
+        """Return a chunk's dense statistics, its share of the loss, and the share's gradients.
 
         The share is None if the loss is computed from all chunks at once.
         """
@@ -235,17 +233,17 @@ class _Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the gradient of a loss with respect to itself, cached: autograd would launch a kernel for it."""
+    """Return a cached one, the gradient of a loss: autograd would launch a kernel for it."""
     return torch.ones((), dtype=dtype, device=device)
 
 
 class Step(Protocol):
-    """A loss with everything it needs, except the tensors that get gradients."""
+    """A loss, without the tensors that get gradients."""
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, statistics of the batch's tokens, and the needed gradients."""
+        """Return the loss, values per token, and the needed gradients."""
         ...
 
 
@@ -260,8 +258,8 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the forward's gradients, so the caller may change any tensor in between. The saved tensors are
-    for `first_derivative`.
+    Backward reads only the forward's gradients, so the caller may change any tensor in between. Saved tensors are for
+    `first_derivative`.
     """
 
     @staticmethod
@@ -311,22 +309,17 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a loss of token statistics, with its gradients computed in the forward.
+    """Return a loss of token statistics (), with its gradients, and the batch's detached dense statistics.
 
     Args:
-        head: weight (V, H) and bias (V,) or None, checked.
-        input: (B, T, H) or (N, H), checked.
-        layout: of the target, see `lay_out`.
+        head, input, layout: checked; see `lay_out`.
         objective: the loss.
-        outputs: the fields of `TokenStats` that the objective or the caller reads.
+        outputs: the statistics that the objective or the caller reads.
         options: the logit transform and the budget.
-        differentiates: the outputs that the gradient may reach. Without entropy and mean_logits, a step of several
-            chunks is faster.
+        differentiates: the outputs that the gradient may reach. Without entropy and mean_logits, the fused epilogue may
+            serve.
         whole_batch: the objective needs all groups at once.
         class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
-
-    Returns:
-        The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
 
     Raises:
         ValueError: an output is not a field of `TokenStats`, or the gradient reaches an undeclared output.

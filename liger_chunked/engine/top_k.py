@@ -24,7 +24,7 @@ LEAST_LEFT = 1e-7
 
 @dataclass(frozen=True)
 class TopK:
-    """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail, which is all other tokens.
+    """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
     The student's bins are its logits at the k tokens and the logsumexp of the others. A sweep over the logits, with the
     k set to -inf, computes that logsumexp without cancellation. The rest is autograd on k + 2 numbers per token.
@@ -32,8 +32,8 @@ class TopK:
 
     function: DivergenceFunction
     options: LogitOptions
-    logps: Tensor  # (n_valid, k) in nats, -inf for missing entries
-    ids: Tensor  # (n_valid, k) int64, distinct in each row except for missing entries
+    logps: Tensor  # (n_valid, k) in nats, -inf if missing
+    ids: Tensor  # (n_valid, k) int64, distinct except for missing entries
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         return student.itemsize
@@ -70,7 +70,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns that each row treats apart from the tail: the teacher's k tokens, then the target if there is one.
+    """The columns apart from the tail: the teacher's k tokens, then the target, if any.
 
     A missing entry repeats the row's first present one. The target may repeat one of the k.
     """
@@ -92,10 +92,10 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the logits (n, k or k + 1) of the columns before the temperature, and the tail's logsumexp at the
-        temperature and at 1.
+        """Return the columns' logits before the temperature, and the tail's logsumexp at the temperature and at 1 (None
+        without a target).
 
-        All are relative to the row's largest logit. The last is None without a target.
+        All are relative to the row's largest logit.
         """
         z = transformed(leaves[0], options)
         largest = torch.maximum(z.detach().amax(1), tail_centre)
@@ -105,7 +105,7 @@ class _Columns:
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
-        """Return the logits (n, k + 1) of the student's bins, -inf at missing entries."""
+        """Return logits (n, k + 1) of the student's bins, -inf at missing entries."""
         k = self.present.shape[1]
         if self.is_target is not None:
             # The tail lacks a target outside the k: add it.
@@ -113,22 +113,22 @@ class _Columns:
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
-        """Return the log-probabilities (n, k + 1) of the teacher's bins.
+        """Return log-probabilities (n, k + 1) of the teacher's bins.
 
-        The tail is -inf if the k are the whole vocabulary. Otherwise it is at least `LEAST_LEFT`, even if the k sum to
-        1 when rounded: the divergence from an empty tail would be infinite.
+        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`: the divergence from an empty
+        tail would be infinite.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
     def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        """Return (n,) log-probabilities of the target, at the temperature of `z` and `tail`."""
+        """Return the target's log-probabilities (n,), at the temperature of `z` and `tail`."""
         assert tail is not None
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert gradients of columns (n, k or k + 1) to those of tokens: repeated columns all get their sum."""
+        """Convert gradients of columns to those of tokens: repeated columns all get their sum."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)
