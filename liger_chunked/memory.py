@@ -27,7 +27,7 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Most pieces of a step that an estimate goes through: each takes milliseconds.
+# Most pieces of a step: the dry run of each takes milliseconds.
 _MOST_PIECES = 1 << 16
 # Assumed on a machine without a GPU.
 _HOPPER = (9, 0)
@@ -53,28 +53,26 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine's steps run dry on meta tensors, without a GPU. Three things are not counted: permanent memory of a first
-    call, such as cuBLAS's workspace; tensors that the loss computes from its numbers per token; and the completions
-    from which a KL is estimated (`kl_input`).
+    The engine's steps run dry on meta tensors, without a GPU. Not counted are permanent memory of a first call, such as
+    cuBLAS's workspace, tensors that the loss computes from its numbers per token, and completions for a KL
+    (`kl_input`).
 
     Args:
         loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
-        vocab_size: V.
-        hidden_size: H.
+        vocab_size, hidden_size: shape of the weight.
         shape: shape of the target, (B, T) or (N,).
         valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
         dtype: dtype of weight, bias and hidden states.
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
         trainable_head, trainable_input: whether they need a gradient; without any, only a forward runs.
-        ref_hidden_size: hidden size of a reference model given as hidden states. Its log-probabilities would take no
-            memory.
-        teacher_hidden_size: hidden size of a teacher given as hidden states.
+        ref_hidden_size: H of a reference model given as hidden states. Its log-probabilities would take no memory.
+        teacher_hidden_size: H of a teacher given as hidden states.
         teacher_top_k: entries per token of a teacher given as log-probabilities.
-        logits_budget: overrides the loss's budget, in bytes or as "512MiB".
-        capability: compute capability of the target GPU, as `torch.cuda.get_device_capability` returns it. None: this
-            machine's, else Hopper's. (9, 0), Hopper, has the fused epilogue; so has data-centre Blackwell, (10, x), if
-            the environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10".
+        logits_budget: overrides the loss's budget.
+        capability: compute capability of the target GPU; None for this machine's, else Hopper's. Hopper, (9, 0), has
+            the fused epilogue, as has data-centre Blackwell, (10, x), if the environment variable
+            `LIGER_CHUNKED_WIDE_TILES` is "9,10".
 
     Returns:
         Bytes, in total and by part.
@@ -157,7 +155,7 @@ def estimate_memory(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError for a budget under which the estimate would take minutes to hours."""
+    """Raise ValueError for a budget under which the estimate would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return
@@ -179,7 +177,7 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Return whether the backward computes the gradients, from an upstream gradient per token."""
+    """Return whether gradients wait for an upstream gradient per token."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -190,7 +188,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Return the loss's group and options, and check that it accepts this reference model and teacher."""
+    """Return the loss's group and options. Check that it takes this reference model and teacher."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
@@ -230,7 +228,7 @@ def _route(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """Return what `lay_out` makes of a target of this shape, without token ids."""
+    """Return the layout of a target of this shape on meta tensors, like `lay_out`."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
@@ -259,7 +257,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
 
 
 def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return the valid tokens of each sequence; a count for the batch is spread evenly."""
+    """Return the valid tokens of each sequence, with one count spread evenly."""
     if valid is None:
         return [length] * n_sequences
     if isinstance(valid, int):

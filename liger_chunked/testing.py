@@ -3,7 +3,7 @@
     from liger_chunked.testing import check_loss, check_model
 
     check_loss(MyLoss())        # fused against full logits, and the whole batch against small budgets
-    check_model(model)          # a patched transformers model against the stock one; needs transformers
+    check_model(model)          # a patched transformers model against the stock one
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LossReport(NamedTuple):
     """The result of `check_loss` for a loss that passed.
 
     - `loss`: its value
-    - `error`: the largest relative difference from full logits, of the loss and its gradients
-    - `budgets`: the budgets in bytes that gave the same result as the whole batch at once
+    - `error`: the largest relative difference of loss and gradients from full logits
+    - `budgets`: the budgets in bytes that gave the same result as the whole batch
     - `tokens`: tokens that have a target
     """
 
@@ -72,8 +72,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on one of the base classes, in float64.
 
-    The fused loss and its gradients are compared with autograd over full logits, and the whole batch with small
-    budgets, more padding, and a second call. This finds an objective that
+    The fused loss and its gradients are compared with autograd over full logits, small budgets, more padding, and a
+    second call. This finds an objective that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding: a sum or a mean over T instead of over `mask` and `lengths`,
@@ -84,12 +84,12 @@ def check_loss(
     Args:
         loss: an instance.
         batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; copied to float64. None: a
-            small random batch.
-        seed: seed of the random batch.
+            random batch.
+        seed: of the random batch.
         tolerance: the largest allowed relative difference.
 
     Raises:
-        AssertionError: if one of these mistakes is found; the message says what to change.
+        AssertionError: if a mistake is found; the message says what to change.
         TypeError: if `loss` is not an instance of a loss.
         ValueError: if a teacher is given as log-probabilities, which have no full logits.
 
@@ -202,7 +202,7 @@ class _Watched:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """Return an argument's tensors: itself, or the fields of `Pairs`, `Examples` or `Rollouts`."""
+    """Return an argument's tensors: itself, or the fields of a dataclass."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, TokenStats):
@@ -213,7 +213,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 class _Comparison:
-    """Describes how one result differs from another; an empty string if it does not."""
+    """Describes how one result differs from another, or returns ""."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -279,7 +279,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
         transform = _transform(own.options)
-        # The layout has no ignored tokens, so every target counts.
+        # The layout has no ignored tokens.
         outputs = tuple(dict.fromkeys(own._outputs))
         values = token_stats(head.weight, x, layout.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
         if class_weight is not None and "mean_logits" in values:
@@ -327,7 +327,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the number of valid tokens, and budgets for one group of tokens and for a part of one."""
+    """Return the number of valid tokens, and budgets for one group and for a part of one."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -390,7 +390,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return twelve sequences of up to seven tokens, and the other arguments of the loss.
+    """Return twelve sequences of up to seven tokens, and the loss's other arguments.
 
     With fewer, an objective that sorts them could pass by chance.
     """

@@ -1,4 +1,4 @@
-"""Types shared by the whole library: inputs of losses, options, heads, metrics. Imports torch only."""
+"""Types shared by the whole library: inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """Numbers per token that a loss on an `lm_head` needs of a row of logits.
+    """Numbers per token that a loss needs of a row of logits.
 
-    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats:
+    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats, the
+    first four differentiable:
 
-    - `logps`: `z_y - lse`, the log-probability of the target (differentiable)
-    - `lse`: `logsumexp(z)` (differentiable)
-    - `entropy`: `-sum(p * log(p))` (differentiable)
-    - `mean_logits`: `sum(z) / V` (differentiable)
+    - `logps`: `z_y - lse`, the log-probability of the target
+    - `lse`: `logsumexp(z)`
+    - `entropy`: `-sum(p * log(p))`
+    - `mean_logits`: `sum(z) / V`
     - `argmax`: the first index of the largest logit, int64
     - `is_top1`: `argmax == y`, bool
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
@@ -29,9 +30,8 @@ class TokenStats(NamedTuple):
     Every field has the shape of the tokens, or is None if not requested. Floating fields are float32, or float64 for
     float64 inputs.
 
-    The matrix product rounds the logits of 16-bit hidden states, and the statistics are those of the rounded logits.
-    Only `logps` is more accurate: it computes `z_y` again in float32 (`kernels/target_logit.py`). So `logps + lse` is
-    closer to the exact `z_y` than the rounded logit is.
+    Hidden states in 16 bits give logits rounded to 16 bits, and these are the statistics of the rounded logits. Only
+    `logps` computes `z_y` again in float32 (`kernels/target_logit.py`), so `logps + lse` is closer to the exact `z_y`.
     """
 
     logps: Tensor | None = None
@@ -74,7 +74,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return shape, dtype and device of a tensor, never its values; the type of anything else."""
+    """Return shape, dtype and device of a tensor, never its values; else the type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
@@ -124,8 +124,8 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget` to bytes; None stays None.
 
-    A number is bytes. A string may have a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of
-    1024), in any case.
+    A number is bytes. A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB
+    (powers of 1024).
 
     Raises:
         TypeError: if it is neither a number, a string nor None.
@@ -165,18 +165,18 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The transform of the logits, the tokens to ignore, and the memory budget.
+    """The transform of the logits, the ignored tokens, and the memory budget.
 
     The transform is `z = softcap * tanh(logit_scale * z / softcap) / temperature`; without a softcap, `z = logit_scale
     * z / temperature`.
 
     Args:
         ignore_index: tokens with this target contribute nothing, and cost nothing.
-        softcap: Gemma's `final_logit_softcapping`; None for none.
+        softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once, as a number (`1e9`) or a string ("1GB", "512MiB"), see
-            `budget_bytes`. None: automatic. The attribute is an int.
+        logits_budget: most bytes of logits in memory at once, as a number or a string ("512MiB"), see `budget_bytes`.
+            None: automatic. The attribute is an int.
 
     Raises:
         TypeError: if an option is not a number.
@@ -209,7 +209,7 @@ class LogitOptions:
         """Build the options from the extra keywords of a loss's constructor.
 
         Raises:
-            TypeError: if the loss lacks a keyword; the message suggests the name that was probably meant.
+            TypeError: if the loss lacks a keyword; the message suggests the probable name.
             ValueError: if an option is invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
@@ -258,8 +258,7 @@ class Examples:
 
     A loss may get the batch in parts; `batch_size` and `batch_counts` describe the whole batch.
 
-    - `logps` (n,), `ref_logps` (n,), `lengths` (n,), `mask` (n, T), `token_stats` (n, T): as in `Pairs`, without
-      `ld_alpha`
+    - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
     - `reference_point` (): what a sequence is compared with, without gradient: `kl` in nats or `delta` in rewards
       (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero if the loss reads none
@@ -299,21 +298,21 @@ class Rollouts:
     """`n` sampled completions, the input of a policy loss; `T` is the padded length.
 
     A loss may get the batch in parts; `batch_size` and `batch_tokens` describe the whole batch. A loss with `scope =
-    "token"` gets any tokens of the batch, one per row: `T` is 1, and values of a sequence are repeated. Ignored tokens
-    have log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
+    "token"` gets any tokens, one per row: `T` is 1, and a sequence's values are repeated. Ignored tokens have
+    log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
 
     - `logps` (n, T): log-probability of each token under the policy, in nats
-    - `old_logps` (n, T): the same under the policy that sampled it, without gradient. If not given, `logps`, so that
-      the ratio is exactly 1
+    - `old_logps` (n, T): the same under the policy that sampled it, without gradient; if not given, `logps`, for a
+      ratio of exactly 1
     - `ref_logps` (n, T): the same under the reference model, without gradient; None without one
-    - `log_ratio`: log of the importance ratio at the level of the loss, in nats: (n, T) `logps - old_logps`, or (n, 1),
-      one per sequence, in float64
-    - `advantages` (n, T), or (n, 1), one per sequence
-    - `importance_weights` (n, T), or (n, 1), one per sequence: corrections for a sampler that differs from the old
-      policy; None if not given
-    - `entropy` (n, T): entropy of the policy at each token, in nats
+    - `log_ratio`: log of the importance ratio at the loss's level: (n, T) `logps - old_logps`, or (n, 1) per sequence,
+      in float64
+    - `advantages` (n, T), or (n, 1) per sequence
+    - `importance_weights` (n, T), or (n, 1) per sequence: corrections for a sampler that differs from the old policy;
+      None if not given
+    - `entropy` (n, T): entropy of the policy, in nats
     - `mask` (n, T): True at the valid tokens
-    - `lengths` (n, 1): valid tokens of the sequence, at least 1 so that division is safe
+    - `lengths` (n, 1): valid tokens of the sequence, at least 1
     - `batch_size`: sequences
     - `batch_tokens`: valid tokens
     """
@@ -355,7 +354,7 @@ class PreferenceMetrics(NamedTuple):
 
     @property
     def reward_accuracies(self) -> Tensor:
-        """(n,): 1 where the chosen reward is the greater, else 0. TRL's `rewards/accuracies`."""
+        """(n,): 1 where the chosen reward is greater, else 0. TRL's `rewards/accuracies`."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
     @property
@@ -370,7 +369,7 @@ class UnpairedPreferenceMetrics(NamedTuple):
     To average over ranks, multiply each mean by its count and add. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
+    - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
     - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)`
     - `reference_point` (): `Examples.reference_point`
     - `chosen_count`, `rejected_count` (): sequences, int64
@@ -393,13 +392,13 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; a field that was not computed is None.
 
-    Means are over the valid tokens, or over the sequences that have any for a value per sequence. A mean over nothing
-    is zero.
+    Means are over the valid tokens; of values per sequence, over the sequences that have any. A mean over nothing is
+    zero.
 
     - `entropy` (): mean entropy, in nats
-    - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss; None without a reference model
-    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios clipped from below, or from above; None if the loss does
-      not clip there. A clipped ratio has no gradient; with `cispo` its token still has one
+    - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss
+    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios clipped from below, or from above, if the loss clips
+      there. A clipped ratio has no gradient; with `cispo` its token still has one
     - `clip_ratio` (): share of ratios clipped on either side
     """
 
@@ -413,7 +412,7 @@ class PolicyMetrics(NamedTuple):
 class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; a field that was not requested is None.
 
-    - `z_loss`: the part of the loss that `lse_square_scale` adds, reduced like the loss
+    - `z_loss`: what `lse_square_scale` adds to the loss, reduced like it
     - `token_accuracy` (): share of the valid tokens whose target is the argmax
     - `predicted_tokens`: the argmax, in the shape of the target, -1 at ignored tokens
     """
@@ -458,7 +457,7 @@ class Divergence:
 
     @property
     def on_ratio(self) -> float:
-        """The coefficient of `q / m` in `dD/dp`, beside `on_student * log(p / m)`; 0 for a JSD."""
+        """The coefficient of `q / m` in `dD/dp`, in addition to `on_student * log(p / m)`; 0 for a JSD."""
         return self.on_student * self.beta - self.on_teacher * (1.0 - self.beta)
 
 
@@ -466,7 +465,7 @@ class DistillationMetrics(NamedTuple):
     """The terms of a distillation loss before their weights, detached, each reduced like the loss.
 
     - `soft_loss` (): the divergence
-    - `hard_loss` (): the negative log-likelihood of the targets, in nats at temperature 1; zero without a target
+    - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target
     """
 
     soft_loss: Tensor
@@ -477,7 +476,7 @@ class DistillationMetrics(NamedTuple):
 class MemoryEstimate:
     """Bytes that a step holds above its inputs at its peak.
 
-    - `logits`: the buffer of logits or their exponentials, and the teacher's logits
+    - `logits`: logits or their exponentials, and the teacher's logits
     - `weight_grad`: gradients of weight and bias, and their accumulators
     - `input_grad`: gradient of the hidden states, and its parts
     - `hidden`: copies of hidden states of valid tokens
@@ -503,5 +502,5 @@ class MemoryEstimate:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of token statistics and accumulators: float32, or float64 for float64 inputs."""
+    """Return the dtype of statistics and accumulators: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

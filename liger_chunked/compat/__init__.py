@@ -10,5 +10,5 @@ Constructors, argument order, defaults and return values are Liger-Kernel's; the
 Arguments that only tune Liger-Kernel's kernels have no effect. An unsupported argument that would change the result
 raises NotImplementedError. Each module lists where the numbers differ.
 
-New code should use the names of `liger_chunked` itself: one order of arguments, metrics by name, and more options.
+New code should use the names of `liger_chunked`: one order of arguments, metrics by name, more options.
 """

@@ -8,6 +8,9 @@ Liger-Kernel's, except that:
 - A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
 - Sums over tokens are in float32 or float64 for inputs of any dtype.
 - A second reference model, or one that `use_ref_model=False` would ignore, is an error.
+
+Constructors raise ValueError if a name is unknown or a number is out of range. Calls raise it if shapes do not fit, or
+a reference model is missing, unread or given twice. The classes document other errors.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
 
 
 class PairMetrics(NamedTuple):
-    """Metrics of Liger-Kernel's paired losses: the first fields of `PreferenceMetrics`."""
+    """Liger-Kernel's metrics of paired losses: the first fields of `PreferenceMetrics`."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -61,7 +64,7 @@ def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, 
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """`losses.LigerFusedLinearDPOLoss`, with all its loss types and Liger-Kernel's signature.
+    """`losses.LigerFusedLinearDPOLoss`, with all its loss types.
 
     `label_smoothing` with "sigmoid" is refused: Liger-Kernel documents it as conservative DPO, but ignores it.
     `liger_chunked.LigerFusedLinearDPOLoss` implements it. An `alpha` or a `discopop_tau` that nothing reads has no
@@ -69,8 +72,6 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
     Raises:
         NotImplementedError: if `label_smoothing` is set with "sigmoid".
-        ValueError: if the loss type is unknown or a number is out of range; in forward, if a reference model is missing
-            or unread.
     """
 
     def __init__(
@@ -117,13 +118,12 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
-    """`losses.LigerFusedLinearORPOLoss` with Liger-Kernel's signature.
+    """`losses.LigerFusedLinearORPOLoss`. Liger-Kernel reads only the chosen half of `nll_target`.
 
-    Liger-Kernel reads only the chosen half of `nll_target`. Here it needs `compute_nll_loss`, and must agree with
-    `target` where neither is ignored, as TRL's does.
+    Here `nll_target` needs `compute_nll_loss`, and must agree with `target` where neither is ignored, as TRL's does.
 
     Raises:
-        ValueError: if a number is invalid; in forward, if `nll_target` disagrees with `target`.
+        ValueError: in forward, if `nll_target` disagrees with `target`.
     """
 
     def __init__(
@@ -156,11 +156,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
 
 class LigerFusedLinearCPOLoss(nn.Module):
-    """`losses.LigerFusedLinearCPOLoss` with Liger-Kernel's signature; without `alpha`, the metric `nll_loss` is 0.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
+    """`losses.LigerFusedLinearCPOLoss`; without `alpha`, the metric `nll_loss` is 0."""
 
     def __init__(
         self,
@@ -193,12 +189,9 @@ class LigerFusedLinearCPOLoss(nn.Module):
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """`losses.LigerFusedLinearSimPOLoss` with Liger-Kernel's signature; the NLL term is on by default.
+    """`losses.LigerFusedLinearSimPOLoss`, with the NLL term on by default.
 
     An `alpha` without `compute_nll_loss` has no effect, as in Liger-Kernel.
-
-    Raises:
-        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -229,13 +222,12 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss` with Liger-Kernel's signature: the input before the weight.
+    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight.
 
     `kl` defaults to 0. A negative value counts as 0; TRL clamps it before the call.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
-        ValueError: in forward, if a reference model is missing or unread, or shapes do not fit.
     """
 
     def __init__(
@@ -295,7 +287,7 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss` with Liger-Kernel's signature: the input before the weight.
+    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight.
 
     As in Liger-Kernel, settings that `loss_type` does not read have no effect. On several ranks, `dapo`, `cispo` and
     `vespo` divide by the tokens of all ranks over the number of ranks. Unlike Liger-Kernel:
@@ -303,10 +295,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as its own reference model.
     - Sequence and trajectory level work with every loss type.
     - `luspo` ignores padding.
-
-    Raises:
-        ValueError: if the loss type or level is unknown or a number is out of range; in forward, if a reference model
-            is missing, unread or given twice.
     """
 
     def __init__(
@@ -418,10 +406,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(nn.Module):
-    """Base of the distillation losses, with Liger-Kernel's order of arguments and return values.
-
-    `scale` is Liger-Kernel's factor of the reported soft loss.
-    """
+    """Base of the distillation losses. `scale` is Liger-Kernel's factor of the reported soft loss."""
 
     def __init__(
         self, loss: losses.LigerFusedLinearDistillationBase, scale: float, return_soft_hard_loss: bool
@@ -441,7 +426,11 @@ class _Distillation(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights."""
+        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights.
+
+        Raises:
+            NotImplementedError: if the teacher has a larger vocabulary.
+        """
         check_same_vocabulary(student_weight, teacher_weight)
         loss, metrics = self.loss(
             student_weight, student_input, teacher_weight, teacher_input, true_labels, student_bias, teacher_bias
@@ -459,12 +448,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss` with Liger-Kernel's signature: inputs before weights, student before teacher.
-
-    Raises:
-        NotImplementedError: in forward, if the teacher has a larger vocabulary.
-        ValueError: if a number is out of range; in forward, if shapes do not fit.
-    """
+    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights, and student before teacher."""
 
     def __init__(
         self,
@@ -488,10 +472,9 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss` with the signature of `LigerFusedLinearJSDLoss`, which lists the
-    errors.
-
-    The soft loss is `beta (1 - cos)`.
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, with the order of `LigerFusedLinearJSDLoss`. The soft loss is
+    `beta
+    (1 - cos)`.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 The module also has `AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>`, which import transformers on
 first use. `in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never
-overwritten, and gradients accumulate in float32. Differences from Liger-Kernel:
+overwritten, and gradients accumulate in float32. Constructors raise ValueError if an option is invalid. Differences
+from Liger-Kernel:
 
 - Losses are float32 for inputs of any dtype, and 0 instead of NaN over no tokens.
 - `LigerGEGLUMLP` uses its config's gelu, not always the tanh approximation. Both gated MLPs have biases if the config
@@ -69,7 +70,6 @@ class LigerRMSNorm(nn.Module):
 
     Raises:
         NotImplementedError: if `casting_mode` is "none", which computes in the dtype of the input.
-        ValueError: if a name is unknown.
     """
 
     weight: nn.Parameter | None
@@ -108,16 +108,8 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
 
-    As in Liger-Kernel, the bias is always trainable.
-
-    Args:
-        hidden_size: size of the last dimension.
-        eps: added to the variance.
-        bias: whether the bias starts from a normal distribution or from 0.
-        init_fn: initial weight, "ones" or "zeros".
-
-    Raises:
-        ValueError: if `init_fn` is unknown.
+    The bias is always trainable; `bias` only says whether it starts from a normal distribution or from 0. `eps` is
+    added to the variance. `init_fn`, the initial weight, is "ones" or "zeros".
     """
 
     def __init__(
@@ -151,10 +143,11 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
+    """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head, by default as many as
+    `cos`
+    has.
 
-    By default these are as many as `cos` has. Otherwise only the first `rotary_dim // 2` columns of `cos` and `sin` are
-    read.
+    With a `rotary_dim`, `cos` and `sin` need only `rotary_dim // 2` columns.
 
     Raises:
         ValueError: if `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
@@ -167,11 +160,10 @@ def liger_rotary_pos_emb(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss` with Liger-Kernel's signature. It does not overwrite the logits.
+    """`liger_chunked.LigerCrossEntropyLoss`. It does not overwrite the logits.
 
     Raises:
         NotImplementedError: if a `return_...` flag is set.
-        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -215,14 +207,11 @@ class CrossEntropyOutput:
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """`losses.LigerFusedLinearCrossEntropyLoss` with Liger-Kernel's signature.
-
-    `use_token_scaling` is `dft`: it multiplies a token's loss by its detached probability.
+    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
     Raises:
         NotImplementedError: if `use_token_scaling` is combined with `label_smoothing` or `lse_square_scale`, which
             Liger-Kernel scales too, or `return_token_accuracy` with the reduction "none".
-        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -271,11 +260,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss, with Liger-Kernel's signature.
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss.
 
     Raises:
         NotImplementedError: in forward, if the teacher has a larger vocabulary.
-        ValueError: if a number is out of range; in forward, if shapes do not fit.
     """
 
     def __init__(
@@ -310,13 +298,10 @@ _EPS = 1e-10
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss` with Liger-Kernel's signature.
-
-    `eps`, Liger-Kernel's lower bound for the argument of a logarithm, must stay 1e-10, whose only effect is that `0 log
-    0` is 0.
+    """`liger_chunked.LigerKLDIVLoss`. `eps`, Liger-Kernel's lower bound in a logarithm, only makes `0 log 0` 0.
 
     Raises:
-        NotImplementedError: if `eps` is another number, or `size_average` or `reduce`, which torch deprecates, is set.
+        NotImplementedError: if `eps` is not 1e-10, or `size_average` or `reduce`, which torch deprecates, is set.
     """
 
     def __init__(
