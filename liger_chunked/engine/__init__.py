@@ -1,23 +1,12 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch.py         select and group the tokens that count
-plan.py          cut a batch into chunks and tiles
-head.py          statistics and gradients of a chunk
-epilogue.py      the same with the fused epilogue
-side_stream.py   overlap two products
-gradients.py     accumulate dX, dW and db
-precision.py     make products accumulate in float32
-step.py          losses of token statistics, gradient in forward
-distillation.py  the same for student and teacher
-divergences.py   divergences of a block of logits
-top_k.py         divergences from a teacher's top-k
-stats.py         the differentiable primitive, `linear_token_stats`
-hooks.py         hide inner graphs from saved-tensor hooks
-loss.py          base class of losses of token statistics
-compile.py       a loss as one torch.compile operation
-calls.py         call a loss class with settings or tensors
-dry_run.py       predict memory for `estimate_memory`
-checks.py        check inputs
+batch, plan                  which tokens count; how they are cut
+head, epilogue, gradients    one chunk: statistics, then dX, dW and db
+step, distillation, stats    the three kinds of steps
+divergences, top_k           divergences of a block of logits
+loss, calls, compile         what all loss classes share
+dry_run                      the memory of a step
+side_stream, precision, hooks, checks
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

@@ -1,8 +1,8 @@
 """Select the tokens of a batch that count, and order them.
 
 token    a position that has a target; the others never reach a matrix product
-group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair
-chunk    as many whole groups as the budget holds; the objective sees one chunk at a time
+group    the tokens that an objective cannot split: one, a sequence, a pair
+chunk    the whole groups that the objective sees at once, within the budget
 tile     some rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
 
@@ -38,18 +38,17 @@ class Chunk(NamedTuple):
 class Layout:
     """The position of each token of a batch.
 
-    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, with chosen and rejected on
-    axis 1. The computing order is that of the input. Only in stacked pairs are a group's tokens apart; `by_group` joins
-    them, as several chunks require.
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. The computing
+    order is the input's. It separates the tokens of stacked pairs; `by_group` joins them for several chunks.
     """
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,) int64
-    rows: Tensor | None  # (n_valid,) positions in the flattened input; None: all
-    slots: Tensor | None  # (n_valid,) positions in the flattened dense layout; None: all
+    rows: Tensor | None  # (n_valid,) in the flattened input; None: all
+    slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None for groups of one token
-    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs; None for other groups
+    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None for tokens
+    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
     group_lengths: Sequence[int] | None  # the same per group, on the host
     shortest: int = 0  # of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
@@ -66,14 +65,14 @@ class Layout:
 
     @property
     def tokens_per_group(self) -> int:
-        """Dense positions of one group, valid or not."""
+        """Dense positions of one group."""
         size = 1
         for extent in self.shape[1:]:
             size *= extent
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """Return hidden states (len, H) of `rows` from the flattened input (N, H)."""
+        """Return hidden states (len, H) from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
@@ -83,9 +82,9 @@ class Layout:
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values (len,) to the dense layout of its groups, with zeros elsewhere.
+        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere.
 
-        Deterministic, like `compact`: no two values share a place. Groups of one token need no move.
+        Deterministic, like `compact`: no two values share a place.
         """
         if self.group_lengths is None:
             return values
@@ -109,13 +108,13 @@ class Layout:
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """Split a flattened dense tensor into its groups."""
+        """Split a flattened dense tensor into groups."""
         if self.stacked:
             return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
         return flat.view(n_groups, *self.shape[1:])
 
     def by_group(self) -> Layout:
-        """Return the same batch with the tokens of each group next to each other."""
+        """Return the same batch with each group's tokens together."""
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
@@ -129,7 +128,7 @@ class Layout:
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[TokenStats]) -> TokenStats:
-        """Join the chunks' dense statistics. Ignored tokens get zeros, or for groups of one token see `scatter_stats`."""
+        """Join the chunks' dense statistics into the batch's."""
         stats = parts[0]
         if len(parts) > 1:
             stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
@@ -142,27 +141,27 @@ class Layout:
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Move a tensor stacked like the target, (B, ...) or (B, T, ...), to the dense layout."""
+        """Move a tensor stacked like the target to the dense layout."""
         if self.group_lengths is None:
             return x.reshape(self.shape)
         sequences_per_group = self.shape[1]
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        """Return the index of the chunk's rows in a dense tensor of the batch."""
+        """Return the index of the chunk's rows in a dense tensor."""
         if self.group_lengths is not None:
             return chunk.groups
         return chunk.rows if self.slots is None else self.slots[chunk.rows]
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Return the layout of a target (B, T), or (N,) for groups of one token.
+    """Return the layout of a target (B, T), or (N,) for tokens. Pairs stack all chosen sequences, then all rejected
+    ones.
 
-    The host waits for the device once, to count the tokens. A pair is a chosen sequence and the rejected one half a
-    batch later.
+    The host waits for the device once, to count the tokens.
 
     Raises:
-        ValueError: a target is neither `ignore_index` nor below `vocab_size`; the message calls it `name`.
+        ValueError: a target is neither `ignore_index` nor below `vocab_size`.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -175,7 +174,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # the device is idle after it, so all other work comes first
+    sizes, lows, highs = found.read()  # the device is idle afterwards
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -193,7 +192,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         mask=mask,
         lengths=lengths,
         side_lengths=side_lengths,
-        # The two sequences of a pair are n_groups rows apart.
+        # A pair's sequences are n_groups rows apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
@@ -201,9 +200,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
 
 
 def lay_out_every(n: int) -> Layout:
-    """Return the layout of `n` tokens that all count, without waiting for the device. Nothing reads its target and
-    mask.
-    """
+    """Return the layout of `n` tokens that all count, without waiting for the device."""
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
     return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)

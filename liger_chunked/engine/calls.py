@@ -1,4 +1,4 @@
-"""Let a loss class be called with settings, to build a module, or with tensors, to evaluate the loss.
+"""Let a loss class be called with settings, or with tensors.
 
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments. Call it in the frame of the call."""
+    """Return whether a function rejected its arguments. Call this in the frame of the call."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -46,10 +46,7 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; evaluate it if the positional arguments are tensors.
-
-        Each keyword then goes to the constructor or the call, by its name.
-        """
+        """Build a loss; evaluate it if the positional arguments are tensors."""
         if args and arguments.are_data(cls, args):
             settings, data = arguments.split(cls, kwargs)
             return cls(**settings)(*args, **data)
@@ -76,16 +73,14 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """Holds the losses of graphs as attributes, because each must outlive its graph."""
+    """Holds the losses of graphs, because each must outlive its graph."""
 
 
 _OF_GRAPHS = _OfGraphs()
 
 
 def _for_graph(cls: type, settings: Settings) -> str:
-    """Build a loss during tracing. Return its name in `_OF_GRAPHS`. `LogitOptions` come as tuples, which tracers can
-    read.
-    """
+    """Build a loss during tracing, and return its name in `_OF_GRAPHS`. Tracers can read `LogitOptions` only as tuples."""
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
     setattr(_OF_GRAPHS, name, cls(**given))
@@ -105,7 +100,7 @@ def _traceable(x: Any) -> Any:
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
     """Return a loss from a cache, unless a setting is callable: a callable may hold a batch.
 
-    In a compiled function, tracing builds the loss, which outlives the graph.
+    In a compiled function, tracing builds the loss.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():
@@ -115,7 +110,7 @@ def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
 
 
 def answering(function: Function) -> Function:
-    """Make the error of an unknown argument suggest the name that was meant."""
+    """Make the error of an unknown argument suggest the right name."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

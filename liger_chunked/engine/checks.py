@@ -51,7 +51,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf other than `ends`, which would get no gradient."""
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: it would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -71,7 +71,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Raise ValueError unless a user's method `name` returned a tensor of `shape` (n,), one value for each `of`."""
+    """Raise ValueError unless a user's method `name` returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -81,7 +81,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`, or "". `ids`: the argument holds token ids."""
+    """Return advice on what to pass instead of `x`, or "". `ids` is for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -146,11 +146,11 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Check that `target` has an integer for each row of `input`. `weight` helps to detect swapped arguments.
+    """Check that `target` has an integer for each row of `input`. `weight` helps to detect a swap.
 
     Raises:
         TypeError: not an integer tensor.
-        ValueError: shape or device does not match `input`.
+        ValueError: shapes or devices do not match.
     """
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
@@ -175,13 +175,13 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         hidden: (B, T, H) last hidden states.
-        labels: (B, T) token ids at the positions of `hidden`.
+        labels: (B, T) token ids at the same positions.
 
     Returns:
         (B, T - 1, H) and (B, T - 1), views.
 
     Raises:
-        TypeError: `labels` is not an integer tensor, or `hidden` is not a floating-point tensor.
+        TypeError: a dtype is wrong.
         ValueError: shapes or devices do not match.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
@@ -203,10 +203,10 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k log-probabilities (N, k), -inf for missing entries, and token ids (N, k).
+    """Check a teacher's top-k log-probabilities (N, k), -inf if missing, and token ids (N, k).
 
     Raises:
-        ValueError: a token is out of range or repeated, a value is no log-probability, or a row is empty.
+        ValueError: a token is out of range or repeated, a value is positive or NaN, or a row is empty.
     """
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low

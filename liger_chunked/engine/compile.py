@@ -1,15 +1,14 @@
-"""Make a loss one operation of a torch.compile graph, without a graph break.
+"""Make a loss one operation of a torch.compile graph.
 
 A loss cannot be traced: it waits for the device to count its tokens, and its objective may be a closure.
 `one_operation` therefore writes a call of `liger_chunked::forward` into the graph:
 
     forward     run the eager loss on detached arguments; keep what the backward needs
     backward    a scalar loss:          scale the forward's gradients by the upstream gradient
-                a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward;
-                                        one matrix product more than eager
+                a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward
 
-Both operators are pure functions of the graph's tensors and of the loss, found by name in `_OWNERS`. Shapes are
-symbolic: another length does not recompile.
+Both are pure functions of the graph's tensors and of the loss, found by name in `_OWNERS`. Shapes are symbolic: another
+length does not recompile.
 """
 
 from __future__ import annotations
@@ -32,24 +31,23 @@ from liger_chunked.kernels.backend import refuse_second_derivative
 from liger_chunked.kernels.operands import plain
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# The arguments that get gradients; a loss detaches the others.
+# A loss detaches its other arguments.
 _PARAMETERS = ("weight", "input", "bias")
-# Asked on import: some tracers cannot trace the call.
+# Called on import, because some tracers cannot trace it.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
 class Like(NamedTuple):
     """Shape and dtype of one returned tensor.
 
-    `per` gives the shape: () per batch, (B / 2,) per pair, the target's per token. "wide" is the weight's
-    `accumulation_dtype`.
+    Shapes are () per batch, (B / 2,) per pair, the target's per token. "wide" is the weight's `accumulation_dtype`.
     """
 
     per: Literal["batch", "pair", "token"] = "batch"
     dtype: Literal["wide", "float32", "float64", "int64", "bool"] = "wide"
 
     def empty(self, weight: Tensor, target: Tensor | None) -> Tensor:
-        """Return such a tensor, empty, on the device of the weight."""
+        """Return such a tensor, empty."""
         shape: Sequence[int] = ()
         if self.per != "batch":
             assert target is not None
@@ -59,7 +57,7 @@ class Like(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What a loss returns: `build(**tensors)`. If the first tensor is per batch, the forward computes its gradients."""
+    """What a loss returns: `build(**tensors)`. If the first is per batch, the forward computes its gradients."""
 
     build: Callable[..., Any]
     tensors: Mapping[str, Like]
@@ -80,7 +78,7 @@ _count = itertools.count()
 
 
 class FusedLoss(nn.Module, metaclass=LossType):
-    """A loss module that a graph can refer to: every instance, also a copy, has a unique name.
+    """A loss module that graphs find by a unique name. Copies have their own.
 
     `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
     such as mypy, accept only the second.
@@ -93,7 +91,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         self._enter()
 
     def _made(self) -> None:
-        """Raise RuntimeError if the constructor did not call the base's."""
+        """Raise RuntimeError unless the constructor called the base's."""
         if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -108,11 +106,11 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class _Call(NamedTuple):
-    """A call of an eager function, encoded for a graph: the arguments of `liger_chunked::forward`.
+    """The arguments of `liger_chunked::forward`: an eager call, encoded for a graph.
 
     - `tensors`, `ints`, `floats`, `texts`: values of the arguments `names`, in order; a tuple of words is a text with a
       comma after each
-    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; no owner: ""
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`, or no owner
     - `needs`: the arguments that need gradients
     - `returns`: each output's `Like`, as "per dtype"
     - `autocast`: its dtype, or "" if off; compiled graphs run with autocast off
@@ -147,7 +145,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients; `unscaled` ones of float16 are float32, see `HeadGradients`."""
+        """Return empty gradients; unscaled float16 ones are float32, see `HeadGradients`."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -162,7 +160,7 @@ class _Call(NamedTuple):
         return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the eager function. Return its flat outputs, and the leaves `needs`."""
+        """Run the function. Return its flat outputs, and the leaves `needs`."""
         arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
@@ -180,7 +178,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Turn on autograd, which the dispatcher turns off inside an operation."""
+    """Turn autograd on, which the dispatcher turns off in operations."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -199,13 +197,13 @@ _CALL = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, str[] texts, str[] names, str function, str owner, "
     "str[] needs, str[] returns, str autocast"
 )
-# A loss waits for the device, and its number of tokens changes every step.
+# A loss waits for the device, and its token count varies.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
 def _forward(*call: Any) -> list[Tensor]:
-    """Return the outputs, then the gradients of `needs` if the forward computes them."""
+    """Return the outputs, then any gradients that the forward computes."""
     made = _Call(*call)
     outputs, _ = made.run()
     declared = made.empty_returned()
@@ -229,7 +227,7 @@ def _(*call: Any) -> list[Tensor]:
     "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
 )
 def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """Return the gradients of `needs`, given those of the floating-point outputs."""
+    """Return the gradients of `needs`, given those of floating-point outputs."""
     outputs, leaves = _Call(*call).run()
     floating = (x for x in outputs if x.is_floating_point())
     given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
@@ -244,8 +242,8 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Return the upstream gradient, connected to `sources`: second derivatives must raise, and saved gradients are
-    constants.
+    """Return the upstream gradient, connected to `sources`: saved gradients are constants, but second derivatives must
+    raise.
     """
     return upstream.clone()
 
@@ -276,7 +274,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # a checkpoint allows one read
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # The compiler reuses the saved gradient's memory, unless the graph is retained.
+        # The compiler reuses the saved memory, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -287,7 +285,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # To torch, an empty list of numbers is a list of tensors, whose gradient is an empty list.
+    # To torch, an empty list is one of tensors, with an empty gradient.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 
@@ -330,10 +328,7 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation of torch.compile.
 
     Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a changing
-    number as a tensor.
-
-    Args:
-        returns: maps the arguments that are not None to `Returns`; a method's takes `self` first.
+    number as a tensor. `returns` maps the arguments that are not None to `Returns`; a method's takes `self` first.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -8,8 +8,8 @@
             student logits -> gradient, in place
         dX, dW
 
-A divergence needs whole rows of the vocabulary, so a chunk has at least one token. The loss is a weighted sum of these
-numbers, so its gradients with respect to them are known in advance.
+A divergence needs whole rows of the vocabulary. The loss is a weighted sum of these numbers, so its gradients with
+respect to them are known in advance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class LossWeights(NamedTuple):
-    """The weights in `divergence * sum(divergences) + logps * sum(logps)`; `logps` is None without the second term."""
+    """The weights in `divergence * sum(divergences) + logps * sum(logps)`, without the second term if None."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -47,13 +47,13 @@ class LossWeights(NamedTuple):
         return loss + self.logps * logps.sum(dtype=torch.float64)
 
     def gradients(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return the loss's gradients with respect to `n` tokens' numbers."""
+        """Return the gradients for `n` tokens' numbers."""
         given = {name: weight for name, weight in self._asdict().items() if weight is not None}
         return {name: torch.empty(n, dtype=dtype, device=device).fill_(weight) for name, weight in given.items()}
 
 
 class Teacher(NamedTuple):
-    """A teacher's head over the student's vocabulary, and its hidden states (..., H_teacher)."""
+    """A teacher's head with V rows, and its hidden states (..., H_teacher)."""
 
     head: Head
     input: Tensor
@@ -69,7 +69,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. It reads no device and no values: `estimate_memory` makes one too."""
+    """How a step is cut. For `estimate_memory`, it reads no device and no values."""
 
     layout: Layout
     size: ChunkSize
@@ -105,7 +105,7 @@ class DistillationPlan:
         return max(block.rows.stop - block.rows.start for chunk in self.chunks for block in self.blocks(chunk))
 
     def blocks(self, chunk: Chunk) -> list[Block]:
-        """Return a chunk's blocks; a chunk without tokens has one empty block."""
+        """Return a chunk's blocks; an empty chunk has one."""
         start, stop = chunk.rows.start, chunk.rows.stop
         cut = pieces(start, stop, self.size.block) or [chunk.rows]
         return [Block(rows, slice(rows.start - start, rows.stop - start)) for rows in cut]
@@ -121,7 +121,7 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
-    teacher_dtype: torch.dtype | None  # kept: a second backward may run after autocast has ended
+    teacher_dtype: torch.dtype | None  # a second backward may run after autocast
     has_target: bool
 
     def run(
@@ -141,7 +141,7 @@ class _Step:
                 x = layout.input_rows(flat, chunk.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # Only now: the GPU is idle until its first product is enqueued.
+                    # After the first product, until which the GPU is idle.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
@@ -154,10 +154,10 @@ class _Step:
                     teacher_pass.release()
                 if grads is not None and x.shape[0]:
                     student_pass.backward_from(x, logits, grads, chunk.rows)
-                del logits  # a view of the buffer, which must be freed before gradients are rounded
+                del logits  # a view would keep the buffer while gradients are rounded
         student_pass.release()
         divergences, log_probs = map(_joined, zip(*found, strict=True))
-        assert divergences is not None  # even an empty batch has one block
+        assert divergences is not None  # an empty batch has one block
         loss = self.weights.loss(divergences, log_probs).to(accumulation_dtype(self.dtype))
         return loss, (divergences, log_probs), (None, None, None) if grads is None else grads.finish()
 
@@ -169,9 +169,8 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a block's divergences and log-probabilities; with `grads`, overwrite its logits with their gradient.
-
-        `of_tokens` has the loss's gradients with respect to at least as many tokens' numbers.
+        """Return a block's numbers; with `grads`, overwrite its logits with their gradient, from the numbers' gradients
+        `of_tokens`.
         """
         measured = self.route.measure(
             student=logits,
@@ -209,7 +208,7 @@ class _Step:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate the blocks' values; None if they have none."""
+    """Concatenate the blocks' values, if any."""
     given = [x for x in parts if x is not None]
     if not given:
         return None
@@ -234,7 +233,7 @@ def distillation_loss(
     targets).
 
     Inputs are checked, and the teacher's head is cut to V rows. `teacher` is None if `route` has its log-probabilities.
-    The budget of `options` covers the logits of both models; `has_target` says whether the layout's targets are real.
+    The budget covers the logits of both models.
     """
     dtype = compute_dtype(head, input)
     teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)

@@ -1,7 +1,7 @@
 """Predict a step's memory with a dry run on meta tensors.
 
-Each dry run allocates and frees in the order of the step. It calls the step's own plan, layout, pass and gradients,
-which launch nothing on meta tensors.
+It allocates and frees in the step's order, and calls the step's own plan, layout, pass and gradients, which launch
+nothing on meta tensors.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# float32 numbers per position, for a step with a backward or a teacher: dense statistics and their gradients.
+# float32 numbers per position: dense statistics and their gradients.
 _NUMBERS = 8
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of tensors created under it, by part; `most` is the estimate at their peak."""
+    """Counts bytes of tensors created under it, by part; `most` is the estimate at their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Ledger(TorchDispatchMode):
             self._part = saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Inputs existed before, and so did the memory of views.
+        # Inputs and the memory of views existed before.
         self._known.update(x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Projection(NamedTuple):
-    """A head, hidden states (N, H), the dtype of their products, and the needed gradients."""
+    """A head, hidden states (N, H), the products' dtype, and the needed gradients."""
 
     head: Head
     input: Tensor
@@ -171,7 +171,7 @@ def _backward(
     grads: _Gradients,
     chunk_rows: slice,
 ) -> None:
-    """Run a chunk's backward from gradients of logps; those of other statistics take as much memory."""
+    """Run a chunk's backward from gradients of logps, because other statistics' take as much memory."""
     cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
     head_pass.backward(x, target, cut, cotangents, grads, chunk_rows)
 
@@ -228,7 +228,7 @@ def rehearse_distillation(
     route: Route,
     has_target: bool,
 ) -> None:
-    """Dry run of `distillation_loss` with its backward. `teacher` is None if `route` has its log-probabilities."""
+    """Dry run of `distillation_loss` with its backward."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
     plan = DistillationPlan.of(
@@ -266,7 +266,7 @@ def rehearse_distillation(
 
 def _measure(route: Route, logits: list[Tensor], target: Tensor | None, rows: slice, with_gradient: bool) -> None:
     if not isinstance(route, ByAutograd):
-        # Kernels allocate nothing of size V, but the torch path, which runs here, would: give it one column.
+        # The kernels allocate nothing of size V. The torch path, which runs here, would: give it one column.
         logits = [z[:, :1] for z in logits]
     teacher = logits[1] if len(logits) > 1 else None
     measured = route.measure(logits[0], teacher, target, rows, with_gradient)

@@ -33,9 +33,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`, that of `x` or wider.
+    """Return `x.sum(0)` in `dtype`.
 
-    On a GPU it is a matrix product: torch's sum of float32 logits allocates more than the logits.
+    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -56,7 +56,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(Protocol):
-    """What a pass adds dX, dW and db to, see `HeadGradients`."""
+    """What a pass adds to; see `HeadGradients`."""
 
     @property
     def accumulates(self) -> bool: ...
@@ -84,8 +84,6 @@ class HeadGradients:
 
     float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
     power of two near the largest so far, and dX and dW stay float32 until the upstream gradient multiplies them.
-
-    `head` and `input` (N, H) are the caller's, for shapes and dtypes.
     """
 
     def __init__(
@@ -113,9 +111,9 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a chunk's statistics by `unit`. If `unit` must grow, rescale dX, dW and db.
+        """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
 
-        In distillation, `unit` does not change within a chunk: all its blocks have the gradient of one mean.
+        In distillation, it does not change within a chunk: all its blocks have the gradient of one mean.
         """
         if not self._half:
             return gradients
@@ -131,9 +129,7 @@ class HeadGradients:
         return {name: g / unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
-        """Return memory for a chunk's dX, or None: its place in the batch's dX, if it is one product in the right
-        dtype.
-        """
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None."""
         gradient = self._input_gradient()
         if gradient is None:
             return None
@@ -143,7 +139,7 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW before its first product. Return whether dW is needed."""
+        """Allocate dW before its first product, if it is needed, and return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
@@ -160,14 +156,14 @@ class HeadGradients:
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Return dX or None. Late, because the GPU is idle until the first product."""
+        """Return dX or None. Late: the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Return dW or None. Late, because a teacher's logits may be free by then."""
+        """Return dW or None. Late: a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -177,7 +173,7 @@ class HeadGradients:
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        The targets' rows come first, unless dW is new: this small kernel then overlaps the start of a longer product.
+        Unless dW is new, the rows come first: this small kernel then overlaps the start of a longer product.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
@@ -189,7 +185,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        """Move a chunk's dX to its place. Later tiles add to dW."""
+        """Move a chunk's dX to its place; later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
@@ -199,7 +195,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the parameters' dtypes (float32 for float16), and drop them here."""
+        """Return and drop the gradients, in the parameters' dtypes (float32 for float16)."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

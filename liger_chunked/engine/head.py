@@ -31,9 +31,9 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats
 
 @dataclass
 class HeadPass:
-    """The head of one step, in the dtype of its products, and one buffer for all tiles.
+    """The head of one step, in the products' dtype, and one buffer for all tiles.
 
-    Call `backward` after `statistics` of the same chunk: it starts from the last tile, still in the buffer.
+    Call `backward` after the chunk's `statistics`: it starts from the last tile, still in the buffer.
     """
 
     head: Head
@@ -48,7 +48,7 @@ class HeadPass:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the largest tile."""
+        """Allocate the buffer."""
         if self._buffer is None or self._buffer.numel() < elements:
             self._buffer = self.head.weight.new_empty(elements)
 
@@ -57,7 +57,7 @@ class HeadPass:
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Return the logits (rows, columns) of a tile of `x` (n, H) in the buffer, before the logit transform."""
+        """Return a tile's logits (rows, columns) in the buffer, before the logit transform."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
@@ -134,7 +134,7 @@ class HeadPass:
         grads.close_chunk(dx, chunk_rows)
 
     def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, chunk_rows: slice) -> None:
-        """Add a chunk's dX, dW and db, given the gradient `dz` (n, V) of its logits."""
+        """Add a chunk's dX, dW and db, given its logits' gradient `dz` (n, V)."""
         dx = grads.open_input(x, chunk_rows, one_slice=True)
         if dx is not None:
             accumulate(dx, dz, self.head.weight, first=True)

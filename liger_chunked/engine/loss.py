@@ -17,7 +17,7 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 
     Raises:
         TypeError: `token_outputs` is not a tuple of names.
-        ValueError: a name is not a field of `TokenStats`, or the scope is unknown.
+        ValueError: a name or the scope is unknown.
     """
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
@@ -35,8 +35,7 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 class StatsLoss(FusedLoss):
     """A loss that reads logits only through token statistics: every loss except distillation.
 
-    The engine and `estimate_memory` read only these properties, which a subclass defines as properties or class
-    attributes.
+    A subclass defines these properties, also as class attributes, for the engine and `estimate_memory`.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
@@ -51,7 +50,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _group(self) -> Group:
-        """What a chunk must not split: a token, a sequence or a pair."""
+        """What a chunk must not split."""
         raise NotImplementedError
 
     @property

@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A group that exceeds the budget is cut along the vocabulary first: each slice of
-dW is then one product, written once.
+A chunk within the budget is one tile. A group that exceeds it is cut along the vocabulary first: each slice of dW is
+then one product, written once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_chunked.types import LogitOptions
 
 
 class Tile(NamedTuple):
-    """The logits in memory at once: `rows` of the chunk, columns `vocab` of the vocabulary."""
+    """The logits in memory at once: `rows` of the chunk, columns `vocab`."""
 
     rows: slice
     vocab: slice
@@ -38,15 +38,10 @@ def budget_elements(
     """Return how many logits may be in memory at once.
 
     The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). It holds at
-    least `CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Below
+    `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
 
-    Args:
-        options: with the caller's budget, if any.
-        head_shape: (V, H).
-        dtype: of the logits.
-        n_valid: tokens of a step that may be one chunk, else 0.
-        bytes_per_logit: bytes in memory per logit, if more than its own.
+    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts what else is in memory per logit.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -54,15 +49,14 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Shorter if more than a teacher's logit is in memory per logit.
+    # Fewer if more than a teacher's logit is in memory per logit.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
 
 
-# So few rows of a large vocabulary, where a step needs many more, are probably a mistake: a product of few rows takes
-# about as long as one of many.
+# So few rows are probably a mistake if a step needs many: a product of few takes about as long.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
@@ -91,7 +85,7 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 class ChunkSize(NamedTuple):
-    """Tokens of a chunk, and of a block, the part whose teacher logits are in memory."""
+    """Tokens of a chunk, and of a block, whose teacher logits are in memory too."""
 
     tokens: int
     block: int
@@ -107,8 +101,8 @@ def budget_chunk_size(
 ) -> ChunkSize:
     """Return sizes of chunk and block within `budget_elements`.
 
-    dW, if `wants_weight`, takes one product per chunk, so memory is better spent on long chunks than on long blocks.
-    The automatic budget uses one chunk if its block takes at most half the bytes of its logits.
+    dW takes one product per chunk, so memory is better spent on long chunks than on long blocks. The automatic budget
+    uses one chunk if its block takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
@@ -126,13 +120,13 @@ def budget_chunk_size(
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of nearly equal pieces of `n`, no more of them than with `limit`."""
+    """Return the size of nearly equal pieces, no more than with `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut `start` to `stop` into nearly equal pieces, none if empty."""
+    """Cut `start` to `stop` into nearly equal pieces, if any."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -140,13 +134,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups within `elements` logits, unless one group has more."""
+    """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # Nearly equal: in dW, a short last chunk costs as much as a long one.
+        # In dW, a short last chunk costs as much as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -177,7 +171,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is not recomputed, so a short one would save little.
+        # Only the last slice is kept, so a short one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
@@ -192,7 +186,7 @@ def row_blocks(tiles: list[Tile]) -> int:
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the logits in the largest tile, the first."""
+    """Return the logits of the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]

@@ -1,4 +1,4 @@
-"""Make the matrix products of a step accumulate in float32, even if the process allows less."""
+"""Make a step's matrix products accumulate in float32, even if the process allows less."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Refused:
     """A permission of `torch.backends.cuda.matmul` to round sums, off while any step runs.
 
     It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
-    to enter switches it off for all, and the last to leave restores it.
+    to enter switches it off, and the last to leave restores it.
 
-    Change these settings only between steps. One granted during a step lasts until the next step enters; one revoked
-    comes back.
+    Change it only between steps. If granted during a step, it lasts until the next step enters; if revoked, it comes
+    back.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,7 +54,7 @@ _OF_DTYPE = {
 
 @functools.cache
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
-    """Return the permissions that products of these dtypes must not have."""
+    """Return the permissions that products of these dtypes lose."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
 
 

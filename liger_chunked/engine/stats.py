@@ -47,7 +47,7 @@ class _Plan:
         return head_pass
 
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """Return the pass with the last tile's logits, its partial statistics, and the final ones."""
+        """Return the pass with the last tile's logits, and the partial and final statistics."""
         head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
@@ -58,7 +58,7 @@ class _Plan:
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return what a backward reads; the caller may own target and class weights."""
+        """Return the tensors that a backward reads; the caller may own some."""
         layout = self.layout
         return tuple(map(_savable, (layout.target, layout.rows, layout.slots, self.class_weight)))
 
@@ -78,8 +78,8 @@ def _savable(x: Tensor | None) -> Tensor | None:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`. Hooks on saved tensors cannot see it there, so with active
-    hooks it is dropped: otherwise a checkpoint or an offloader would save no memory.
+    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. With active hooks it
+    is dropped: otherwise a checkpoint or an offloader would save no memory.
     """
 
     @staticmethod
@@ -143,7 +143,7 @@ def token_stats(
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) are weights of `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
     dtype = compute_dtype(head, input)
     elements = budget_elements(options, head.weight.shape, dtype)
     warn_of_few_rows(options, head.weight.shape[0], dtype.itemsize, layout.n_valid)
@@ -195,8 +195,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
-    in total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
+    and so on for the other `TokenStats`. The backward keeps logits within `logits_budget`: three matrix products in
+    total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.
@@ -207,8 +207,7 @@ def linear_token_stats(
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
 
     Returns:
-        TokenStats of the shape of `target`, float32 (float64 for float64 inputs). Ignored tokens have 0, an argmax of
-        -1, and no gradient.
+        TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
 
     Raises:
         ValueError: shapes or devices do not match, a target is out of range, an output is unknown, or an option is

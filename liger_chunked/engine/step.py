@@ -2,10 +2,10 @@
 
     for chunk in groups:
         project, reduce to statistics
-        loss, g = autograd on the objective, with a few numbers per token        only g if its formula is known
+        loss, g = autograd on the objective          a few numbers per token; only g if its formula is known
         logits -> gradient in place, dX, dW          while the logits are still in memory
 
-Backward only multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
+Backward multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 class Objective(Protocol):
     """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
 
-    `stats` has one value per token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with
-    zeros at ignored tokens. `index` picks the same groups from a tensor of all groups.
+    `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros at ignored
+    tokens. `index` picks the same groups from a tensor of all groups.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -46,14 +46,14 @@ class Objective(Protocol):
 class NegativeLogLikelihood:
     """The objective `-sum(logps) / items`, whose constant gradient needs no graph.
 
-    The engine calls it once, with the whole dense batch, where ignored tokens add zeros.
+    The engine calls it once, with the whole dense batch.
     """
 
     items: float | Tensor  # a number, or ()
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         assert stats.logps is not None
-        return (-stats.logps).sum(dtype=torch.float64) / self.items  # gives 0 rather than -0 without tokens
+        return (-stats.logps).sum(dtype=torch.float64) / self.items  # 0 rather than -0 without tokens
 
     def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
         """Return the gradients with respect to the statistics."""
@@ -63,10 +63,7 @@ class NegativeLogLikelihood:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and which pass runs it; `of` takes the arguments of `fused_loss`.
-
-    It reads no device and no values: `estimate_memory` makes one too.
-    """
+    """How a step is cut, and which pass runs it. For `estimate_memory`, it reads no device and no values."""
 
     layout: Layout
     chunks: list[Chunk]
@@ -76,7 +73,7 @@ class Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype  # of the matrix products
-    by_epilogue: bool  # `EpiloguePass` runs the step, if `open` allows it
+    by_epilogue: bool  # `EpiloguePass` may run the step
 
     @classmethod
     def of(
@@ -127,10 +124,7 @@ class Plan:
         return sum(row_blocks(t) for t in self.tiles)
 
     def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that runs the step, with its buffer. `head` has the products' dtype; `grads` is None without
-        a
-        backward.
-        """
+        """Return the pass that runs the step, with its buffer. `head` has the products' dtype."""
         head_pass: HeadPass | EpiloguePass
         if self.by_epilogue and (grads is None or grads.accumulates):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
@@ -175,12 +169,12 @@ class _Step:
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # Zero if the loss is constant on this chunk.
+                        # The loss is constant on this chunk.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
                 if share is not None:
-                    # The host checks here, while the device computes the products.
+                    # The host checks while the device computes the products.
                     check_graph("the loss", share, [f for f in dense if f is not None])
                     # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
@@ -198,9 +192,8 @@ class _Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, its share of the loss, and the share's gradients.
-
-        The share is None if the loss is computed from all chunks at once.
+        """Return a chunk's dense statistics, its share of the loss (None for `NegativeLogLikelihood`), and the share's
+        gradients.
         """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
@@ -213,7 +206,7 @@ class _Step:
             loss = self.objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            # Switching to autograd's device thread takes longer than these small kernels.
+            # Switching to autograd's thread takes longer than these kernels.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(
                     loss, list(leaves.values()), _one(loss.dtype, loss.device), allow_unused=True
@@ -233,7 +226,7 @@ class _Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cached one, the gradient of a loss: autograd would launch a kernel for it."""
+    """Return a cached 1, for whose allocation autograd would launch a kernel."""
     return torch.ones((), dtype=dtype, device=device)
 
 
@@ -248,7 +241,7 @@ class Step(Protocol):
 
 
 def _graph_is_retained() -> bool:
-    """Return whether another backward may follow; True if this version of torch cannot tell."""
+    """Return whether another backward may follow, or torch cannot tell."""
     return _keeps_graph is None or _keeps_graph()
 
 
@@ -309,20 +302,19 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a loss of token statistics (), with its gradients, and the batch's detached dense statistics.
+    """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
 
     Args:
         head, input, layout: checked; see `lay_out`.
         objective: the loss.
         outputs: the statistics that the objective or the caller reads.
         options: the logit transform and the budget.
-        differentiates: the outputs that the gradient may reach. Without entropy and mean_logits, the fused epilogue may
-            serve.
+        differentiates: the outputs that the gradient may reach; the fused epilogue serves only logps and lse.
         whole_batch: the objective needs all groups at once.
-        class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
+        class_weight: (V,) weights of `mean_logits`.
 
     Raises:
-        ValueError: an output is not a field of `TokenStats`, or the gradient reaches an undeclared output.
+        ValueError: an output is unknown, or the gradient reaches an undeclared one.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

@@ -33,7 +33,7 @@ class TopK:
     function: DivergenceFunction
     options: LogitOptions
     logps: Tensor  # (n_valid, k) in nats, -inf if missing
-    ids: Tensor  # (n_valid, k) int64, distinct except for missing entries
+    ids: Tensor  # (n_valid, k) int64, distinct where present
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         return student.itemsize
@@ -62,7 +62,7 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # Written last, because these gradients come from unrounded values.
+            # These gradients come from unrounded values.
             return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
@@ -77,8 +77,8 @@ class _Columns:
 
     index: Tensor  # (n, k or k + 1)
     present: Tensor  # (n, k)
-    first: Tensor  # (n, 1) the first present entry
-    is_target: Tensor | None  # (n, k) present entries that are the target
+    first: Tensor  # (n, 1) first present entry
+    is_target: Tensor | None  # (n, k) present and the target
 
     @classmethod
     def of(cls, ids: Tensor, logps: Tensor, target: Tensor | None) -> _Columns:
@@ -92,8 +92,7 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits before the temperature, and the tail's logsumexp at the temperature and at 1 (None
-        without a target).
+        """Return the columns' logits before the temperature, and the tail's logsumexp at the temperature and at 1.
 
         All are relative to the row's largest logit.
         """
@@ -105,7 +104,7 @@ class _Columns:
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
-        """Return logits (n, k + 1) of the student's bins, -inf at missing entries."""
+        """Return logits (n, k + 1) of the student's bins."""
         k = self.present.shape[1]
         if self.is_target is not None:
             # The tail lacks a target outside the k: add it.
@@ -123,7 +122,7 @@ class _Columns:
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
     def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        """Return the target's log-probabilities (n,), at the temperature of `z` and `tail`."""
+        """Return the target's log-probabilities (n,)."""
         assert tail is not None
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
@@ -143,7 +142,7 @@ class _Columns:
 
 
 def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """`logaddexp`, whose gradient is finite if both arguments are -inf."""
+    """`logaddexp`, with a finite gradient if both are -inf."""
     both = torch.stack([a, b])
     nothing = (both == -torch.inf).all(0)
     return torch.where(nothing, -torch.inf, torch.where(nothing, 0.0, both).logsumexp(0))
