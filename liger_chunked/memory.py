@@ -53,34 +53,31 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine's steps run dry on meta tensors, without a GPU. Not counted are permanent memory of a first call, such as
+    The engine's steps run dry on meta tensors, without a GPU. Three things are not counted: permanent memory such as
     cuBLAS's workspace, tensors that the loss computes from its numbers per token, and completions for a KL
     (`kl_input`).
 
     Args:
         loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
-        vocab_size, hidden_size: shape of the weight.
-        shape: shape of the target, (B, T) or (N,).
+        vocab_size, hidden_size: the weight's.
+        shape: of the target, (B, T) or (N,).
         valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
-        dtype: dtype of weight, bias and hidden states.
+        dtype: of weight, bias and hidden states.
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
         trainable_head, trainable_input: whether they need a gradient; without any, only a forward runs.
         ref_hidden_size: H of a reference model given as hidden states. Its log-probabilities would take no memory.
         teacher_hidden_size: H of a teacher given as hidden states.
         teacher_top_k: entries per token of a teacher given as log-probabilities.
-        logits_budget: overrides the loss's budget.
-        capability: compute capability of the target GPU; None for this machine's, else Hopper's. Hopper, (9, 0), has
-            the fused epilogue, as has data-centre Blackwell, (10, x), if the environment variable
+        logits_budget: instead of the loss's.
+        capability: the target GPU's compute capability; None for this machine's, else Hopper's. Hopper, (9, 0), has the
+            fused epilogue. So has data-centre Blackwell, (10, x), if the environment variable
             `LIGER_CHUNKED_WIDE_TILES` is "9,10".
-
-    Returns:
-        Bytes, in total and by part.
 
     Raises:
         TypeError: a wrong type of loss, dtype, size or shape.
-        ValueError: sizes that make no batch, a reference model or teacher that is missing or not taken, or a budget
-            that cuts the step into too many pieces.
+        ValueError: sizes that make no batch, a reference model or teacher that is missing or not taken, or a budget of
+            too many pieces.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -89,7 +86,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     443 MiB: logits 251, input_grad 176, hidden 16
 
-    The same step of a small model on two GPUs:
+    The same step on two GPUs:
 
     >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
     >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
@@ -188,7 +185,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Return the loss's group and options. Check that it takes this reference model and teacher."""
+    """Return the loss's group and options. Check its reference model and teacher."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:

@@ -1,4 +1,4 @@
-"""Checks for your own code around this library. Run them once, in a test: they find mistakes that training hides.
+"""Checks for your own code. Run them once, in a test: they find mistakes that training hides.
 
     from liger_chunked.testing import check_loss, check_model
 
@@ -170,7 +170,7 @@ def _advice(loss: nn.Module) -> str:
 
 
 class _Watched:
-    """Wraps a loss's method, and checks its inputs and result."""
+    """Wraps a loss's method to check its inputs and result."""
 
     def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
         self.loss, self.name, self.method = loss, name, method
@@ -202,7 +202,7 @@ class _Watched:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """Return an argument's tensors: itself, or the fields of a dataclass."""
+    """Return an argument's tensors: itself, or its fields."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, TokenStats):
@@ -242,7 +242,7 @@ def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
 
 
 def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    """Return the batch with new leaves for the trained tensors, and these leaves."""
+    """Return the batch with new leaves, and these leaves."""
     leaves = {name: batch[name].detach().clone().requires_grad_() for name in _PARAMETERS if name in batch}
     return {**batch, **leaves}, leaves
 
@@ -356,7 +356,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Return the batch with two more ignored positions per sequence, and new hidden states at ignored positions."""
+    """Return the batch with two more ignored positions per sequence, and other hidden states at ignored positions."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -390,10 +390,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return twelve sequences of up to seven tokens, and the loss's other arguments.
-
-    With fewer, an objective that sorts them could pass by chance.
-    """
+    """Return twelve sequences and the loss's other arguments. With fewer, an objective that sorts could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -30,8 +30,8 @@ class TokenStats(NamedTuple):
     Every field has the shape of the tokens, or is None if not requested. Floating fields are float32, or float64 for
     float64 inputs.
 
-    Hidden states in 16 bits give logits rounded to 16 bits, and these are the statistics of the rounded logits. Only
-    `logps` computes `z_y` again in float32 (`kernels/target_logit.py`), so `logps + lse` is closer to the exact `z_y`.
+    The logits of 16-bit hidden states are rounded. Only `logps` computes `z_y` again in float32
+    (`kernels/target_logit.py`), so `logps + lse` is closer to the exact `z_y`.
     """
 
     logps: Tensor | None = None
@@ -74,7 +74,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return shape, dtype and device of a tensor, never its values; else the type."""
+    """Return a tensor's shape, dtype and device, never its values; else the type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
@@ -91,7 +91,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """Format a setting for a message: numbers, short strings and None as they are, others by type and size."""
+    """Format a setting for a message: long values by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -167,8 +167,8 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 class LogitOptions:
     """The transform of the logits, the ignored tokens, and the memory budget.
 
-    The transform is `z = softcap * tanh(logit_scale * z / softcap) / temperature`; without a softcap, `z = logit_scale
-    * z / temperature`.
+    The transform is `z = softcap * tanh(logit_scale * z / softcap) / temperature`, or `z = logit_scale * z /
+    temperature` without a softcap.
 
     Args:
         ignore_index: tokens with this target contribute nothing, and cost nothing.
@@ -209,7 +209,7 @@ class LogitOptions:
         """Build the options from the extra keywords of a loss's constructor.
 
         Raises:
-            TypeError: if the loss lacks a keyword; the message suggests the probable name.
+            TypeError: if the loss lacks a keyword; the message suggests another.
             ValueError: if an option is invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
@@ -227,9 +227,9 @@ class Pairs:
     - `ref_logps` (n, 2): the same under the reference model, without gradient; zeros without one
     - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that division is safe
     - `mask` (n, 2, T): True at the valid tokens
-    - `token_stats`: `TokenStats` of shape (n, 2, T), zero at ignored tokens
+    - `token_stats`: of shape (n, 2, T), zero at ignored tokens
     - `batch_size`: pairs
-    - `batch_lengths` (2,): valid tokens of all chosen and of all rejected sequences, at least 1
+    - `batch_lengths` (2,): valid tokens of all chosen and all rejected sequences, at least 1
     """
 
     logps: Tensor
@@ -260,8 +260,8 @@ class Examples:
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `reference_point` (): what a sequence is compared with, without gradient: `kl` in nats or `delta` in rewards
-      (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero if the loss reads none
+    - `reference_point` (): what a sequence is compared with, without gradient: `kl` in nats, `delta` in rewards, or
+      zero, see `LigerFusedLinearUnpairedPreferenceBase.reference_point`
     - `batch_size`: sequences
     - `batch_counts` (2,): desirable and undesirable sequences, at least 1
     """
@@ -305,12 +305,11 @@ class Rollouts:
     - `old_logps` (n, T): the same under the policy that sampled it, without gradient; if not given, `logps`, for a
       ratio of exactly 1
     - `ref_logps` (n, T): the same under the reference model, without gradient; None without one
-    - `log_ratio`: log of the importance ratio at the loss's level: (n, T) `logps - old_logps`, or (n, 1) per sequence,
-      in float64
+    - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or (n, 1) per sequence, in float64
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T), or (n, 1) per sequence: corrections for a sampler that differs from the old policy;
-      None if not given
-    - `entropy` (n, T): entropy of the policy, in nats
+    - `importance_weights` (n, T), or (n, 1) per sequence: correct for a sampler that differs from the old policy; None
+      if not given
+    - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T): True at the valid tokens
     - `lengths` (n, 1): valid tokens of the sequence, at least 1
     - `batch_size`: sequences
@@ -371,7 +370,7 @@ class UnpairedPreferenceMetrics(NamedTuple):
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
     - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)`
-    - `reference_point` (): `Examples.reference_point`
+    - `reference_point` (): of `Examples`
     - `chosen_count`, `rejected_count` (): sequences, int64
     - `chosen_tokens`, `rejected_tokens` (): valid tokens, int64
     """
@@ -395,8 +394,8 @@ class PolicyMetrics(NamedTuple):
     Means are over the valid tokens; of values per sequence, over the sequences that have any. A mean over nothing is
     zero.
 
-    - `entropy` (): mean entropy, in nats
-    - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss
+    - `entropy` (): mean, in nats
+    - `kl` (): mean estimate of KL(policy || reference), in nats, as in the loss
     - `clip_ratio_low`, `clip_ratio_high` (): share of ratios clipped from below, or from above, if the loss clips
       there. A clipped ratio has no gradient; with `cispo` its token still has one
     - `clip_ratio` (): share of ratios clipped on either side
@@ -413,7 +412,7 @@ class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; a field that was not requested is None.
 
     - `z_loss`: what `lse_square_scale` adds to the loss, reduced like it
-    - `token_accuracy` (): share of the valid tokens whose target is the argmax
+    - `token_accuracy` (): share of valid tokens whose target is the argmax
     - `predicted_tokens`: the argmax, in the shape of the target, -1 at ignored tokens
     """
 
@@ -479,9 +478,9 @@ class MemoryEstimate:
     - `logits`: logits or their exponentials, and the teacher's logits
     - `weight_grad`: gradients of weight and bias, and their accumulators
     - `input_grad`: gradient of the hidden states, and its parts
-    - `hidden`: copies of hidden states of valid tokens
-    - `other`: numbers per token, copies of a head under autocast, tensors that autograd saves for a divergence, and the
-      fused epilogue's partial sums and float32 products
+    - `hidden`: copies of valid tokens' hidden states
+    - `other`: numbers per token, heads cast by autocast, what autograd saves for a divergence, and the fused epilogue's
+      sums and products
     """
 
     logits: int = 0

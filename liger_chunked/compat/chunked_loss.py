@@ -10,7 +10,7 @@ Liger-Kernel's, except that:
 - A second reference model, or one that `use_ref_model=False` would ignore, is an error.
 
 Constructors raise ValueError if a name is unknown or a number is out of range. Calls raise it if shapes do not fit, or
-a reference model is missing, unread or given twice. The classes document other errors.
+a reference model is missing, unread or given twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the arguments of the NLL term; Liger-Kernel accepts an `alpha` that nothing reads."""
+    """Return the arguments of the NLL term; nothing may read `alpha`."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
@@ -66,7 +66,7 @@ def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, 
 class LigerFusedLinearDPOLoss(nn.Module):
     """`losses.LigerFusedLinearDPOLoss`, with all its loss types.
 
-    `label_smoothing` with "sigmoid" is refused: Liger-Kernel documents it as conservative DPO, but ignores it.
+    Liger-Kernel documents `label_smoothing` with "sigmoid" as conservative DPO, but ignores it.
     `liger_chunked.LigerFusedLinearDPOLoss` implements it. An `alpha` or a `discopop_tau` that nothing reads has no
     effect, as in Liger-Kernel.
 
@@ -120,10 +120,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
 class LigerFusedLinearORPOLoss(nn.Module):
     """`losses.LigerFusedLinearORPOLoss`. Liger-Kernel reads only the chosen half of `nll_target`.
 
-    Here `nll_target` needs `compute_nll_loss`, and must agree with `target` where neither is ignored, as TRL's does.
-
-    Raises:
-        ValueError: in forward, if `nll_target` disagrees with `target`.
+    Here it needs `compute_nll_loss`, and must agree with `target` where neither is ignored, or ValueError is raised.
     """
 
     def __init__(
@@ -148,7 +145,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, metrics)`: those of `LigerFusedLinearDPOLoss`, then `log_odds_ratio` and `log_odds_chosen`.
 
-        These are means of `log sigmoid(d)` and of `d = log odds(chosen) - log odds(rejected)`.
+        With `d = log odds(chosen) - log odds(rejected)`, these are the means of `log sigmoid(d)` and `d`.
         """
         loss, metrics = _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, nll_target=nll_target))
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
@@ -224,7 +221,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 class LigerFusedLinearKTOLoss(nn.Module):
     """`losses.LigerFusedLinearKTOLoss`, with the input before the weight.
 
-    `kl` defaults to 0. A negative value counts as 0; TRL clamps it before the call.
+    `kl` defaults to 0, and negative values count as 0; TRL clamps them before the call.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -290,7 +287,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight.
 
     As in Liger-Kernel, settings that `loss_type` does not read have no effect. On several ranks, `dapo`, `cispo` and
-    `vespo` divide by the tokens of all ranks over the number of ranks. Unlike Liger-Kernel:
+    `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
     - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as its own reference model.
     - Sequence and trajectory level work with every loss type.
@@ -396,7 +393,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Return the tokens of the accumulated batch, or else of all ranks' batches, per rank."""
+    """Return the tokens of the accumulated batch, or of all ranks' batches, per rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:

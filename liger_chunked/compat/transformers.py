@@ -1,16 +1,15 @@
 """`liger_kernel.transformers`, version 0.8.5: its signatures over the kernels and models of `liger_chunked`.
 
-The module also has `AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>`, which import transformers on
-first use. `in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never
-overwritten, and gradients accumulate in float32. Constructors raise ValueError if an option is invalid. Differences
-from Liger-Kernel:
+`AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>` import transformers on first use. `in_place`,
+`row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and gradients
+accumulate in float32. Constructors raise ValueError if an option is invalid. Differences from Liger-Kernel:
 
 - Losses are float32 for inputs of any dtype, and 0 instead of NaN over no tokens.
 - `LigerGEGLUMLP` uses its config's gelu, not always the tanh approximation. Both gated MLPs have biases if the config
   sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`, as transformers does.
 - `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
-- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order, all on but `cross_entropy`. Liger-Kernel
+- `apply_liger_kernel_to_<family>` has Liger-Kernel's switches in its order, all on but `cross_entropy`. Liger-Kernel
   does not patch glm4's rotary embedding, and does not fuse granite's cross entropy. A switch that matches nothing is an
   error, as is `layer_norm=True` without a model. Patches can be reverted.
 """
@@ -62,7 +61,6 @@ class LigerRMSNorm(nn.Module):
     """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        hidden_size: size of the last dimension.
         eps: added to the mean square.
         offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
@@ -108,8 +106,8 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
 
-    The bias is always trainable; `bias` only says whether it starts from a normal distribution or from 0. `eps` is
-    added to the variance. `init_fn`, the initial weight, is "ones" or "zeros".
+    The bias is always trainable; `bias` only says whether it starts from a normal distribution or from 0. `init_fn`,
+    the initial weight, is "ones" or "zeros".
     """
 
     def __init__(
@@ -301,7 +299,7 @@ class LigerKLDIVLoss(nn.Module):
     """`liger_chunked.LigerKLDIVLoss`. `eps`, Liger-Kernel's lower bound in a logarithm, only makes `0 log 0` 0.
 
     Raises:
-        NotImplementedError: if `eps` is not 1e-10, or `size_average` or `reduce`, which torch deprecates, is set.
+        NotImplementedError: if `eps` is not 1e-10, or `size_average` or `reduce`, deprecated in torch, is set.
     """
 
     def __init__(
@@ -341,7 +339,7 @@ _ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """Wrap `apply`, which takes keywords only, to also take the names in `order` by position."""
+    """Wrap `apply`, which takes keywords only, to take `order` by position."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
 

@@ -23,7 +23,7 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` itself if that is all: a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if that is all: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
@@ -76,7 +76,7 @@ class Layout:
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
-        """Return the chunk's `slots`, counted from its first group."""
+        """Return the chunk's `slots`, from its first group."""
         if self.slots is None or chunk.groups.start == 0:
             return None if self.slots is None else along(self.slots, chunk.rows)
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
@@ -118,7 +118,7 @@ class Layout:
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
-        # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
+        # Dense (i, s, t) is the input's row s * n_pairs + i.
         rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
         slots, target = None, self.target
         if self.slots is not None:
@@ -155,13 +155,9 @@ class Layout:
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Return the layout of a target (B, T), or (N,) for tokens. Pairs stack all chosen sequences, then all rejected
-    ones.
+    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if one is out of range.
 
-    The host waits for the device once, to count the tokens.
-
-    Raises:
-        ValueError: a target is neither `ignore_index` nor below `vocab_size`.
+    Pairs stack all chosen sequences, then all rejected ones. The host waits for the device once, to count the tokens.
     """
     target = target.contiguous()
     flat = target.view(-1)

@@ -25,11 +25,7 @@ def autocasts(device: str) -> bool:
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, or the shared one.
-
-    Raises:
-        TypeError: dtypes differ outside autocast.
-    """
+    """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -105,12 +101,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """Check that `input @ weight.T + bias` is defined.
-
-    Raises:
-        TypeError: a value is not a floating-point tensor, or dtypes differ outside autocast.
-        ValueError: shapes or devices do not match.
-    """
+    """Raise TypeError or ValueError unless `input @ weight.T + bias` is defined."""
     weight, bias = head
     for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
@@ -146,11 +137,8 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Check that `target` has an integer for each row of `input`. `weight` helps to detect a swap.
-
-    Raises:
-        TypeError: not an integer tensor.
-        ValueError: shapes or devices do not match.
+    """Raise TypeError or ValueError unless `target` has an integer for each row of `input`. `weight` helps to detect a
+    swap.
     """
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
@@ -203,11 +191,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k log-probabilities (N, k), -inf if missing, and token ids (N, k).
-
-    Raises:
-        ValueError: a token is out of range or repeated, a value is positive or NaN, or a row is empty.
-    """
+    """Raise ValueError unless log-probabilities (N, k), -inf if missing, and token ids (N, k) are a teacher's top-k."""
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:

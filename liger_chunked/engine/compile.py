@@ -7,8 +7,8 @@ A loss cannot be traced: it waits for the device to count its tokens, and its ob
     backward    a scalar loss:          scale the forward's gradients by the upstream gradient
                 a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward
 
-Both are pure functions of the graph's tensors and of the loss, found by name in `_OWNERS`. Shapes are symbolic: another
-length does not recompile.
+Both are pure functions of the graph's tensors and the named loss. Shapes are symbolic: another length does not
+recompile.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _count = itertools.count()
 
 
 class FusedLoss(nn.Module, metaclass=LossType):
-    """A loss module that graphs find by a unique name. Copies have their own.
+    """A loss module that graphs find by a unique name.
 
     `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
     such as mypy, accept only the second.
@@ -106,14 +106,14 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class _Call(NamedTuple):
-    """The arguments of `liger_chunked::forward`: an eager call, encoded for a graph.
+    """An eager call, encoded for a graph.
 
-    - `tensors`, `ints`, `floats`, `texts`: values of the arguments `names`, in order; a tuple of words is a text with a
-      comma after each
-    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`, or no owner
+    - `tensors`, `ints`, `floats`, `texts`: values of the arguments `names`; a tuple of words is a text with a comma
+      after each
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`
     - `needs`: the arguments that need gradients
     - `returns`: each output's `Like`, as "per dtype"
-    - `autocast`: its dtype, or "" if off; compiled graphs run with autocast off
+    - `autocast`: its dtype, or ""; compiled graphs run with autocast off
     """
 
     tensors: Sequence[Tensor]
@@ -145,7 +145,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients; unscaled float16 ones are float32, see `HeadGradients`."""
+        """Return empty gradients; unscaled float16 ones are float32."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -285,7 +285,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # To torch, an empty list is one of tensors, with an empty gradient.
+    # For torch, an empty list holds tensors, and its gradient is an empty list.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 
@@ -328,7 +328,7 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
     """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation of torch.compile.
 
     Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a changing
-    number as a tensor. `returns` maps the arguments that are not None to `Returns`; a method's takes `self` first.
+    number as a tensor. `returns` maps the given arguments to `Returns`.
     """
 
     def decorate(function: _Function) -> _Function:

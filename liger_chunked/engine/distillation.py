@@ -3,8 +3,8 @@
     for chunk in tokens:
         project the student
         for block in chunk:
-            project the teacher                             logits of chunk and block together fit the budget
-            divergence and log-probability of each token    see divergences.py
+            project the teacher             the budget holds chunk and block
+            divergences, log-probabilities
             student logits -> gradient, in place
         dX, dW
 
@@ -169,7 +169,7 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a block's numbers; with `grads`, overwrite its logits with their gradient, from the numbers' gradients
+        """Return a block's numbers. If `grads` is given, overwrite its logits with their gradient, given the numbers'
         `of_tokens`.
         """
         measured = self.route.measure(
@@ -232,8 +232,8 @@ def distillation_loss(
     """Return the loss () with its gradients, and each token's detached divergence and log-probability (None without
     targets).
 
-    Inputs are checked, and the teacher's head is cut to V rows. `teacher` is None if `route` has its log-probabilities.
-    The budget covers the logits of both models.
+    Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has its log-probabilities. The
+    budget covers both models' logits.
     """
     dtype = compute_dtype(head, input)
     teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)

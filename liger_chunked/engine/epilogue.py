@@ -1,8 +1,4 @@
-"""Run a chunk through the head with the fused epilogue, without logits: for losses of logps and lse alone.
-
-statistics   one matrix product, whose epilogue writes exponentials and sums them
-backward     dX and dW as matrix products with these exponentials, on two streams
-"""
+"""Run a chunk through the head with the fused epilogue, without logits: for losses of logps and lse alone."""
 
 from __future__ import annotations
 
@@ -51,10 +47,8 @@ def serves(
     differentiates: tuple[str, ...],
     chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster.
-
-    `head` is the caller's, for its shapes and memory layout. `differentiates` names the statistics that the gradient
-    reaches.
+    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster. `head` is the
+    caller's.
     """
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
@@ -76,7 +70,7 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether splitting a possible single chunk, to use the fused epilogue, saves memory in about the same time.
+    """Return whether several chunks with the fused epilogue take less memory than one without, in about the same time.
 
     One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of n tokens hold 2 n V bytes of
     exponentials and 4 V H bytes of float32 dW: less if n + H < N. Each chunk adds a read and a write of dW. See
@@ -99,25 +93,23 @@ class EpiloguePass:
 
         dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
-    `HeadPass` reads and overwrites the logits instead: 6 N V bytes in bfloat16. `kernels/projection.py` and
+    This saves the 6 N V bytes that `HeadPass` reads and writes in bfloat16. `kernels/projection.py` and
     `kernels/target_rows.py` derive the formulas.
 
     `serves` requires bfloat16, because E is rounded to 8 bits, tiles of whole rows, a gradient that is a multiple of E,
     and H up to `WIDEST`, above which little is gained. `Plan.open` requires a float32 dW or none: the target's part
     cannot be added to a rounded dW.
 
-    Each product leaves part of the GPU idle in its last wave, so dX and dW run on two streams. dX starts first: small
-    kernels precede dW, and a tile of dX takes long. See docs/tuning.md. No estimate includes cuBLAS's workspace per
-    stream, 32 MiB on Hopper.
+    dX and dW run on two streams, because each leaves part of the GPU idle in its last wave. dX starts first: small
+    kernels precede dW, and a tile of dX takes long. cuBLAS's workspace per stream, 32 MiB on Hopper, is in no estimate.
+    See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 
-        E                      2 n V         the buffer; none without a backward
-        statistics   parts     n V / 32      a float32 sum per block of columns; half if H > 1536; twice with an entropy
-        backward     s x       2 n H         in the memory of dX, if there is one
-                     E W       4 n H         while dX is formed; at most 32 MiB
-
-    Statistics and backward do not overlap.
+        E              2 n V         the buffer; none without a backward
+        row sums       n V / 32      float32, during statistics; half if H > 1536; twice with an entropy
+        s x            2 n H         during backward, in the memory of dX if there is one
+        E W            4 n H         while dX is formed; at most 32 MiB
     """
 
     head: Head
@@ -185,7 +177,7 @@ class EpiloguePass:
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]
     ) -> None:
-        """Compute dX (n, H), in float32 for a block of rows at a time."""
+        """Compute dX (n, H), a block of rows at a time in float32."""
         n, hidden = dx.shape
         rows = -(-n // max(1, dx.numel() // PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)

@@ -33,9 +33,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`.
-
-    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
+    """Return `x.sum(0)` in `dtype`; on a GPU as a product, because torch's sum of float32 logits allocates more than
+    they
+    take.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -83,7 +83,7 @@ class HeadGradients:
     float32.
 
     float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
-    power of two near the largest so far, and dX and dW stay float32 until the upstream gradient multiplies them.
+    power of two near the largest so far. dX and dW stay float32 until the upstream gradient multiplies them.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HeadGradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
 
-        In distillation, it does not change within a chunk: all its blocks have the gradient of one mean.
+        In distillation, all blocks of a chunk have the gradient of one mean, so it does not grow within a chunk.
         """
         if not self._half:
             return gradients
@@ -121,7 +121,7 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            # The kernel returns at once if the unit did not grow.
+            # Returns at once if the unit did not grow.
             scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
             if self._bias is not None:
                 self._bias.mul_(self._unit / unit)
@@ -139,11 +139,11 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW before its first product, if it is needed, and return whether it is."""
+        """Allocate dW, if needed, before its first product. Return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db. `first`: the chunk's first tile of this vocabulary slice."""
+        """Add a tile to dW and db. `first`: the chunk's first of this vocabulary slice."""
         weight = self._weight_gradient()
         if weight is not None:
             accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
@@ -173,7 +173,7 @@ class HeadGradients:
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        Unless dW is new, the rows come first: this small kernel then overlaps the start of a longer product.
+        Unless dW is new, the rows come first, to overlap the start of the longer product.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"

@@ -13,12 +13,7 @@ from liger_chunked.types import Head, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Check a loss's `token_outputs` and `scope`, unless they are properties.
-
-    Raises:
-        TypeError: `token_outputs` is not a tuple of names.
-        ValueError: a name or the scope is unknown.
-    """
+    """Raise TypeError or ValueError if a loss's `token_outputs` or `scope` is invalid, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)

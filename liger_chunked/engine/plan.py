@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A group that exceeds it is cut along the vocabulary first: each slice of dW is
-then one product, written once.
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is then
+written once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def budget_elements(
     """Return how many logits may be in memory at once.
 
     The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Below
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). With fewer than
     `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
 
     `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts what else is in memory per logit.
@@ -61,7 +61,7 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once per budget and vocabulary if the caller's budget cuts a step into very many chunks."""
+    """Warn once per budget and vocabulary if the caller's budget cuts a step into many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -158,7 +158,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows only if slices become too
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices become too
     narrow.
     """
     if n_rows == 0:

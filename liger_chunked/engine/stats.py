@@ -79,7 +79,7 @@ class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
 
     The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. With active hooks it
-    is dropped: otherwise a checkpoint or an offloader would save no memory.
+    is dropped, so that a checkpoint or an offloader saves memory.
     """
 
     @staticmethod
@@ -201,7 +201,7 @@ def linear_token_stats(
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64, shifted, see `shifted`.
+        target: (B, T) or (N,) token ids, int64, see `shifted`.
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.

@@ -3,7 +3,7 @@
     for chunk in groups:
         project, reduce to statistics
         loss, g = autograd on the objective          a few numbers per token; only g if its formula is known
-        logits -> gradient in place, dX, dW          while the logits are still in memory
+        logits -> gradient in place, dX, dW          while the logits are in memory
 
 Backward multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
 """
@@ -35,8 +35,8 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 class Objective(Protocol):
     """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
 
-    `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros at ignored
-    tokens. `index` picks the same groups from a tensor of all groups.
+    `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T), zero at ignored tokens.
+    `index` picks these groups from a tensor of all groups.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -73,7 +73,7 @@ class Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype  # of the matrix products
-    by_epilogue: bool  # `EpiloguePass` may run the step
+    by_epilogue: bool  # may `EpiloguePass` run the step
 
     @classmethod
     def of(
@@ -251,7 +251,7 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the forward's gradients, so the caller may change any tensor in between. Saved tensors are for
+    Backward reads only the forward's gradients, so the caller may change tensors in between. Saved tensors are for
     `first_derivative`.
     """
 
@@ -304,17 +304,9 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
 
-    Args:
-        head, input, layout: checked; see `lay_out`.
-        objective: the loss.
-        outputs: the statistics that the objective or the caller reads.
-        options: the logit transform and the budget.
-        differentiates: the outputs that the gradient may reach; the fused epilogue serves only logps and lse.
-        whole_batch: the objective needs all groups at once.
-        class_weight: (V,) weights of `mean_logits`.
-
-    Raises:
-        ValueError: an output is unknown, or the gradient reaches an undeclared one.
+    Tensors are checked. The objective or the caller reads `outputs`, and the gradient may reach those in
+    `differentiates`. With `whole_batch`, the objective needs all groups at once. `class_weight` (V,) weighs
+    `mean_logits`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

@@ -26,8 +26,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    The student's bins are its logits at the k tokens and the logsumexp of the others. A sweep over the logits, with the
-    k set to -inf, computes that logsumexp without cancellation. The rest is autograd on k + 2 numbers per token.
+    A sweep over the student's logits, with the k set to -inf, computes the tail's logsumexp without cancellation. The
+    rest is autograd on k + 2 numbers per token.
     """
 
     function: DivergenceFunction
@@ -72,7 +72,7 @@ class TopK:
 class _Columns:
     """The columns apart from the tail: the teacher's k tokens, then the target, if any.
 
-    A missing entry repeats the row's first present one. The target may repeat one of the k.
+    A missing entry repeats the row's first present one; the target may repeat any.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -114,8 +114,8 @@ class _Columns:
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
         """Return log-probabilities (n, k + 1) of the teacher's bins.
 
-        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`: the divergence from an empty
-        tail would be infinite.
+        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`, because the divergence from an
+        empty tail is infinite.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
