@@ -1,4 +1,6 @@
-"""Checks for your own code. Run them once, in a test: they find mistakes that training hides.
+"""Checks for your own code: they find mistakes that training hides.
+
+Run them once, in a test.
 
     from liger_chunked.testing import check_loss, check_model
 
@@ -390,7 +392,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return twelve sequences and the loss's other arguments. With fewer, an objective that sorts could pass by chance."""
+    """Return twelve sequences and the loss's other arguments. With fewer, a loss that sorts could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

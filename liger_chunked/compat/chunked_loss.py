@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the arguments of the NLL term; nothing may read `alpha`."""
+    """Return the arguments of the NLL term; without the term, `alpha` has no effect."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
@@ -67,8 +67,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
     """`losses.LigerFusedLinearDPOLoss`, with all its loss types.
 
     Liger-Kernel documents `label_smoothing` with "sigmoid" as conservative DPO, but ignores it.
-    `liger_chunked.LigerFusedLinearDPOLoss` implements it. An `alpha` or a `discopop_tau` that nothing reads has no
-    effect, as in Liger-Kernel.
+    `liger_chunked.LigerFusedLinearDPOLoss` implements it. Unread settings have no effect, as in Liger-Kernel.
 
     Raises:
         NotImplementedError: if `label_smoothing` is set with "sigmoid".
@@ -188,7 +187,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
 class LigerFusedLinearSimPOLoss(nn.Module):
     """`losses.LigerFusedLinearSimPOLoss`, with the NLL term on by default.
 
-    An `alpha` without `compute_nll_loss` has no effect, as in Liger-Kernel.
+    Without the term, `alpha` has no effect.
     """
 
     def __init__(
@@ -469,9 +468,9 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss`, with the order of `LigerFusedLinearJSDLoss`. The soft loss is
-    `beta
-    (1 - cos)`.
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, ordered as in `LigerFusedLinearJSDLoss`.
+
+    The soft loss is `beta (1 - cos)`.
     """
 
     def __init__(

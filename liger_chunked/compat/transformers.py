@@ -141,11 +141,9 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head, by default as many as
-    `cos`
-    has.
+    """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
-    With a `rotary_dim`, `cos` and `sin` need only `rotary_dim // 2` columns.
+    By default these are as many as `cos` has; otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
 
     Raises:
         ValueError: if `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
@@ -285,7 +283,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over the tokens whose label is not `ignore_index`; without labels, over all."""
+        """Return the mean over tokens whose label is not `ignore_index`; without labels, over all."""
         check_same_vocabulary(student_weight, teacher_weight)
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)

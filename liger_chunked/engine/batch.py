@@ -39,7 +39,8 @@ class Layout:
     """The position of each token of a batch.
 
     The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. The computing
-    order is the input's. It separates the tokens of stacked pairs; `by_group` joins them for several chunks.
+    order is the input's, which separates the two sequences of a stacked pair. Several chunks need the order of
+    `by_group`.
     """
 
     shape: tuple[int, ...]
@@ -47,10 +48,10 @@ class Layout:
     rows: Tensor | None  # (n_valid,) in the flattened input; None: all
     slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None for tokens
+    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None if groups are tokens
     side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
     group_lengths: Sequence[int] | None  # the same per group, on the host
-    shortest: int = 0  # of `lengths`, on the host
+    shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
 
     @property
@@ -155,7 +156,7 @@ class Layout:
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if one is out of range.
+    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if a target is out of range.
 
     Pairs stack all chosen sequences, then all rejected ones. The host waits for the device once, to count the tokens.
     """
@@ -170,7 +171,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # the device is idle afterwards
+    sizes, lows, highs = found.read()  # the device is idle after it, so all other work comes first
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(

@@ -73,21 +73,21 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """Holds the losses of graphs, because each must outlive its graph."""
+    """Holds the losses of compiled graphs: each must outlive its graph."""
 
 
 _OF_GRAPHS = _OfGraphs()
 
 
 def _for_graph(cls: type, settings: Settings) -> str:
-    """Build a loss during tracing, and return its name in `_OF_GRAPHS`. Tracers can read `LogitOptions` only as tuples."""
+    """Build a loss during tracing, and return its name in `_OF_GRAPHS`. Tracers read `LogitOptions` only as tuples."""
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
     setattr(_OF_GRAPHS, name, cls(**given))
     return name
 
 
-# As torch.compiler.assume_constant_result, which imports the slow compiler.
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which is slow.
 _for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

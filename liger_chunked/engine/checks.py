@@ -137,9 +137,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Raise TypeError or ValueError unless `target` has an integer for each row of `input`. `weight` helps to detect a
-    swap.
-    """
+    """Raise TypeError or ValueError unless `target` has an integer per row of `input`. `weight` helps detect a swap."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
         hint = ""

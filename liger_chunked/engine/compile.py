@@ -33,7 +33,7 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 # A loss detaches its other arguments.
 _PARAMETERS = ("weight", "input", "bias")
-# Called on import, because some tracers cannot trace it.
+# Queried on import, because some tracers cannot trace the query.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
@@ -242,8 +242,9 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Return the upstream gradient, connected to `sources`: saved gradients are constants, but second derivatives must
-    raise.
+    """Return the upstream gradient, connected to `sources`, so that second derivatives raise.
+
+    Saved gradients alone would count as constants.
     """
     return upstream.clone()
 
@@ -274,7 +275,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # a checkpoint allows one read
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # The compiler reuses the saved memory, unless the graph is retained.
+        # The compiler computes this product in the saved memory, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )

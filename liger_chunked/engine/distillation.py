@@ -8,8 +8,8 @@
             student logits -> gradient, in place
         dX, dW
 
-A divergence needs whole rows of the vocabulary. The loss is a weighted sum of these numbers, so its gradients with
-respect to them are known in advance.
+A divergence needs whole rows of the vocabulary. The loss is a weighted sum of divergences and log-probabilities, so its
+gradients with respect to them are known in advance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class LossWeights(NamedTuple):
-    """The weights in `divergence * sum(divergences) + logps * sum(logps)`, without the second term if None."""
+    """The weights in `divergence * sum(divergences) + logps * sum(logps)`; a `logps` of None drops the second term."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -121,7 +121,7 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
-    teacher_dtype: torch.dtype | None  # a second backward may run after autocast
+    teacher_dtype: torch.dtype | None  # the forward's: a second backward may run after autocast
     has_target: bool
 
     def run(
@@ -141,7 +141,7 @@ class _Step:
                 x = layout.input_rows(flat, chunk.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # After the first product, until which the GPU is idle.
+                    # Only now: the GPU is idle until its first product.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
@@ -169,8 +169,8 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a block's numbers. If `grads` is given, overwrite its logits with their gradient, given the numbers'
-        `of_tokens`.
+        """Return a block's numbers. With `grads`, overwrite its logits with their gradient, from the numbers'
+        gradients.
         """
         measured = self.route.measure(
             student=logits,
@@ -229,8 +229,7 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss () with its gradients, and each token's detached divergence and log-probability (None without
-    targets).
+    """Return the loss () with its gradients, and each token's detached divergence and log-probability, if any.
 
     Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has its log-probabilities. The
     budget covers both models' logits.

@@ -93,7 +93,7 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # Wide copies and transforms of both logits, two gradients, two tensors saved by the function.
+        # Copies and transforms of both logits, two gradients, and two tensors that the function saves.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(

@@ -171,7 +171,7 @@ def _backward(
     grads: _Gradients,
     chunk_rows: slice,
 ) -> None:
-    """Run a chunk's backward from gradients of logps, because other statistics' take as much memory."""
+    """Run a chunk's backward from gradients of logps; those of other statistics take as much memory."""
     cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
     head_pass.backward(x, target, cut, cotangents, grads, chunk_rows)
 

@@ -47,9 +47,7 @@ def serves(
     differentiates: tuple[str, ...],
     chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster. `head` is the
-    caller's.
-    """
+    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster."""
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
@@ -96,7 +94,7 @@ class EpiloguePass:
     This saves the 6 N V bytes that `HeadPass` reads and writes in bfloat16. `kernels/projection.py` and
     `kernels/target_rows.py` derive the formulas.
 
-    `serves` requires bfloat16, because E is rounded to 8 bits, tiles of whole rows, a gradient that is a multiple of E,
+    `serves` requires tiles of whole rows, a gradient that is a multiple of E, bfloat16, because E is rounded to 8 bits,
     and H up to `WIDEST`, above which little is gained. `Plan.open` requires a float32 dW or none: the target's part
     cannot be added to a rounded dW.
 

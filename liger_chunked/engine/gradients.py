@@ -33,9 +33,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`; on a GPU as a product, because torch's sum of float32 logits allocates more than
-    they
-    take.
+    """Return `x.sum(0)` in `dtype`.
+
+    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -113,7 +113,7 @@ class HeadGradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
 
-        In distillation, all blocks of a chunk have the gradient of one mean, so it does not grow within a chunk.
+        In distillation, it does not grow within a chunk, because all blocks have the gradient of one mean.
         """
         if not self._half:
             return gradients
@@ -139,7 +139,7 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW, if needed, before its first product. Return whether it is."""
+        """Allocate dW before its first product, if it is needed. Return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
@@ -156,14 +156,14 @@ class HeadGradients:
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Return dX or None. Late: the GPU is idle until the first product."""
+        """Return dX or None. Allocated late, because the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Return dW or None. Late: a teacher's logits may be free by then."""
+        """Return dW or None. Allocated late, because a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight

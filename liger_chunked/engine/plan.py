@@ -56,7 +56,7 @@ def budget_elements(
     return tokens * vocab_size
 
 
-# So few rows are probably a mistake if a step needs many: a product of few takes about as long.
+# So few rows are probably a mistake if a step needs many: a product of few rows takes about as long.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
@@ -158,9 +158,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices become too
-    narrow.
-    """
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get too narrow."""
     if n_rows == 0:
         return []
     columns = elements // n_rows

@@ -2,7 +2,7 @@
 
     with SideStream(device) as side:
         with side.stream():
-            ...                 after everything enqueued before
+            ...                 on the side stream, after everything enqueued before
         ...                     at the same time, on the current stream
         side.join()
         ...                     after both
@@ -21,7 +21,7 @@ import torch
 
 @functools.cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # A free multiprocessor takes this stream's blocks first.
+    # High priority: a free multiprocessor takes this stream's blocks first.
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -47,7 +47,7 @@ class SideStream:
         return torch.cuda.stream(self._other)
 
     def join(self) -> None:
-        """Make later work on the current stream wait."""
+        """Make later work on the current stream wait for the side stream."""
         if self._other is not None and self._forked:
             self._forked = False
             torch.cuda.current_stream().wait_stream(self._other)

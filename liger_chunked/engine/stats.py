@@ -195,13 +195,13 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. The backward keeps logits within `logits_budget`: three matrix products in
-    total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
+    and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
+    in total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64, see `shifted`.
+        target: (B, T) or (N,) token ids, int64; labels must be shifted, see `shifted`.
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.

@@ -73,7 +73,7 @@ class Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype  # of the matrix products
-    by_epilogue: bool  # may `EpiloguePass` run the step
+    by_epilogue: bool  # `EpiloguePass` runs the step, if `open` allows it
 
     @classmethod
     def of(
@@ -169,7 +169,7 @@ class _Step:
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # The loss is constant on this chunk.
+                        # Zero where the loss is constant on this chunk.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
@@ -192,8 +192,9 @@ class _Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, its share of the loss (None for `NegativeLogLikelihood`), and the share's
-        gradients.
+        """Return a chunk's dense statistics, its share of the loss, and the share's gradients.
+
+        `NegativeLogLikelihood` has no shares.
         """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
@@ -226,7 +227,7 @@ class _Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cached 1, for whose allocation autograd would launch a kernel."""
+    """Return the gradient of a loss, 1. Cached, because autograd would launch a kernel for it."""
     return torch.ones((), dtype=dtype, device=device)
 
 
@@ -241,7 +242,7 @@ class Step(Protocol):
 
 
 def _graph_is_retained() -> bool:
-    """Return whether another backward may follow, or torch cannot tell."""
+    """Return whether another backward may follow; True if torch cannot tell."""
     return _keeps_graph is None or _keeps_graph()
 
 
