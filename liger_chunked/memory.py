@@ -27,7 +27,7 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Most pieces of a step: the dry run of each takes milliseconds.
+# Most pieces of a step; each takes milliseconds.
 _MOST_PIECES = 1 << 16
 # Assumed on a machine without a GPU.
 _HOPPER = (9, 0)
@@ -152,7 +152,7 @@ def estimate_memory(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError for a budget under which the estimate would take minutes."""
+    """Raise ValueError if the estimate would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return
@@ -174,7 +174,7 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Return whether gradients wait for an upstream gradient per token."""
+    """Return whether gradients wait for the backward."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -225,7 +225,7 @@ def _route(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """Return the layout of a target of this shape on meta tensors, like `lay_out`."""
+    """Return the layout of a target of this shape, on meta tensors."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
@@ -242,7 +242,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own, if no token is ignored
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),

@@ -1,11 +1,11 @@
-"""Checks for your own code: they find mistakes that training hides.
-
-Run them once, in a test.
+"""Checks for your own code: they find mistakes that training hides. Run them once, in a test.
 
     from liger_chunked.testing import check_loss, check_model
 
-    check_loss(MyLoss())        # fused against full logits, and the whole batch against small budgets
+    check_loss(MyLoss())        # fused against full logits, and against small budgets
     check_model(model)          # a patched transformers model against the stock one
+
+Both raise AssertionError.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the number of valid tokens, and budgets for one group and for a part of one."""
+    """Return the number of valid tokens, and budgets for one group and for less."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -358,7 +358,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Return the batch with two more ignored positions per sequence, and other hidden states at ignored positions."""
+    """Return the batch with two more positions per sequence, and other hidden states at ignored positions."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")

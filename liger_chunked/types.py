@@ -44,7 +44,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` of a loss that declares what it reads: reading a field that was not computed is an error."""
+    """`TokenStats` that raise if a loss reads a field that it did not declare."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -128,7 +128,7 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
     (powers of 1024).
 
     Raises:
-        TypeError: if it is neither a number, a string nor None.
+        TypeError: if it is not a number, a string or None.
         ValueError: if a string is no size, or the bytes are not whole and positive.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
@@ -171,12 +171,12 @@ class LogitOptions:
     temperature` without a softcap.
 
     Args:
-        ignore_index: tokens with this target contribute nothing, and cost nothing.
+        ignore_index: tokens with this target contribute and cost nothing.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once, as a number or a string ("512MiB"), see `budget_bytes`.
-            None: automatic. The attribute is an int.
+        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic. The attribute is an
+            int.
 
     Raises:
         TypeError: if an option is not a number.
@@ -209,7 +209,7 @@ class LogitOptions:
         """Build the options from the extra keywords of a loss's constructor.
 
         Raises:
-            TypeError: if the loss lacks a keyword; the message suggests another.
+            TypeError: if the loss lacks a keyword.
             ValueError: if an option is invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
@@ -225,7 +225,7 @@ class Pairs:
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
       their mean with `average_log_prob`, weighted with `ld_alpha`. float64, to keep small differences of large sums
     - `ref_logps` (n, 2): the same under the reference model, without gradient; zeros without one
-    - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that division is safe
+    - `lengths` (n, 2): valid tokens, at least 1 so that division is safe
     - `mask` (n, 2, T): True at the valid tokens
     - `token_stats`: of shape (n, 2, T), zero at ignored tokens
     - `batch_size`: pairs
@@ -242,13 +242,13 @@ class Pairs:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, 2, T) log-probabilities, in nats, zero at ignored tokens."""
+        """(n, 2, T) log-probabilities, zero at ignored tokens."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
     @property
     def logratios(self) -> Tensor:
-        """(n, 2) `logps - ref_logps`, in nats."""
+        """(n, 2) `logps - ref_logps`."""
         return self.logps - self.ref_logps
 
 
@@ -278,18 +278,18 @@ class Examples:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, T) log-probabilities, in nats, zero at ignored tokens."""
+        """(n, T) log-probabilities, zero at ignored tokens."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
     @property
     def logratios(self) -> Tensor:
-        """(n,) `logps - ref_logps`, in nats."""
+        """(n,) `logps - ref_logps`."""
         return self.logps - self.ref_logps
 
     @property
     def signs(self) -> Tensor:
-        """(n,) 1 for a desirable sequence, else -1, in the dtype of `logps`."""
+        """(n,) 1 for a desirable sequence, else -1."""
         return 2 * self.desirable.to(self.logps.dtype) - 1
 
 
@@ -301,17 +301,17 @@ class Rollouts:
     "token"` gets any tokens, one per row: `T` is 1, and a sequence's values are repeated. Ignored tokens have
     log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
 
-    - `logps` (n, T): log-probability of each token under the policy, in nats
-    - `old_logps` (n, T): the same under the policy that sampled it, without gradient; if not given, `logps`, for a
-      ratio of exactly 1
-    - `ref_logps` (n, T): the same under the reference model, without gradient; None without one
+    - `logps` (n, T): log-probabilities under the policy, in nats
+    - `old_logps` (n, T): under the policy that sampled, without gradient; if not given, `logps`, for a ratio of exactly
+      1
+    - `ref_logps` (n, T): under the reference model, without gradient; None without one
     - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or (n, 1) per sequence, in float64
     - `advantages` (n, T), or (n, 1) per sequence
     - `importance_weights` (n, T), or (n, 1) per sequence: correct for a sampler that differs from the old policy; None
       if not given
     - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T): True at the valid tokens
-    - `lengths` (n, 1): valid tokens of the sequence, at least 1
+    - `lengths` (n, 1): valid tokens, at least 1
     - `batch_size`: sequences
     - `batch_tokens`: valid tokens
     """
@@ -337,7 +337,7 @@ class Rollouts:
 class PreferenceMetrics(NamedTuple):
     """Metrics of a paired preference loss, detached.
 
-    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`, in nats
+    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`, if any
@@ -389,7 +389,7 @@ class UnpairedPreferenceMetrics(NamedTuple):
 
 
 class PolicyMetrics(NamedTuple):
-    """Metrics of a policy loss, detached; a field that was not computed is None.
+    """Metrics of a policy loss, detached; None if not computed.
 
     Means are over the valid tokens; of values per sequence, over the sequences that have any. A mean over nothing is
     zero.
@@ -409,7 +409,7 @@ class PolicyMetrics(NamedTuple):
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """Metrics of the cross entropy, detached; a field that was not requested is None.
+    """Metrics of the cross entropy, detached; None if not requested.
 
     - `z_loss`: what `lse_square_scale` adds to the loss, reduced like it
     - `token_accuracy` (): share of valid tokens whose target is the argmax
@@ -461,7 +461,7 @@ class Divergence:
 
 
 class DistillationMetrics(NamedTuple):
-    """The terms of a distillation loss before their weights, detached, each reduced like the loss.
+    """The terms of a distillation loss before their weights, detached, reduced like the loss.
 
     - `soft_loss` (): the divergence
     - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target

@@ -220,7 +220,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 class LigerFusedLinearKTOLoss(nn.Module):
     """`losses.LigerFusedLinearKTOLoss`, with the input before the weight.
 
-    `kl` defaults to 0, and negative values count as 0; TRL clamps them before the call.
+    `kl` defaults to 0, and negative values count as 0, as in TRL.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -270,7 +270,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
 
 
 def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, ...]:
-    """Convert means to Liger-Kernel's sums, over sequences or over tokens and vocabulary."""
+    """Convert means to Liger-Kernel's sums."""
     m = metrics
     return (
         m.chosen_logps * m.chosen_count,
@@ -285,8 +285,8 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 class LigerFusedLinearGRPOLoss(nn.Module):
     """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight.
 
-    As in Liger-Kernel, settings that `loss_type` does not read have no effect. On several ranks, `dapo`, `cispo` and
-    `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
+    Unread settings have no effect, as in Liger-Kernel. Across ranks, `dapo`, `cispo` and `vespo` divide by the mean
+    number of tokens per rank. Unlike Liger-Kernel:
 
     - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as its own reference model.
     - Sequence and trajectory level work with every loss type.
@@ -361,8 +361,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 for a loss that does not clip. At sequence level it is a share of sequences, which
-        Liger-Kernel weights by length.
+        `clip_ratio` is 0 for a loss that does not clip. Sequence level counts sequences; Liger-Kernel weights them by
+        length.
         """
         reference = {
             "ref_logps": ref_per_token_logps,
@@ -392,7 +392,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Return the tokens of the accumulated batch, or of all ranks' batches, per rank."""
+    """Return the tokens of the accumulated batch, or of all ranks, per rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:
@@ -435,7 +435,7 @@ class _Distillation(nn.Module):
 
 
 def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    """Raise NotImplementedError for a larger teacher vocabulary; Liger-Kernel pads the student's logits with 0."""
+    """Raise NotImplementedError for a larger teacher vocabulary, for which Liger-Kernel pads with 0."""
     if teacher_weight.shape[0] > student_weight.shape[0]:
         raise NotImplementedError(
             f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "

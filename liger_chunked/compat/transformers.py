@@ -61,7 +61,6 @@ class LigerRMSNorm(nn.Module):
     """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        eps: added to the mean square.
         offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
         init_fn: initial weight, "ones" or "zeros".
@@ -106,8 +105,7 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
 
-    The bias is always trainable; `bias` only says whether it starts from a normal distribution or from 0. `init_fn`,
-    the initial weight, is "ones" or "zeros".
+    The bias is always trainable; `bias` says whether it starts from a normal distribution or from 0.
     """
 
     def __init__(

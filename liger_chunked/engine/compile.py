@@ -286,7 +286,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # For torch, an empty list holds tensors, and its gradient is an empty list.
+    # Torch takes an empty list for one of tensors, whose gradient is an empty list.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 

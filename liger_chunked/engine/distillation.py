@@ -69,7 +69,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. For `estimate_memory`, it reads no device and no values."""
+    """How a step is cut. It reads no device and no values, because `estimate_memory` makes one too."""
 
     layout: Layout
     size: ChunkSize
@@ -169,9 +169,7 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a block's numbers. With `grads`, overwrite its logits with their gradient, from the numbers'
-        gradients.
-        """
+        """Return a block's numbers. With `grads`, overwrite its logits with their gradient."""
         measured = self.route.measure(
             student=logits,
             teacher=self._teacher_logits(teacher_pass, rows),

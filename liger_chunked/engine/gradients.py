@@ -113,7 +113,7 @@ class HeadGradients:
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
 
-        In distillation, it does not grow within a chunk, because all blocks have the gradient of one mean.
+        A distillation chunk never grows it midway, because all its blocks have the gradient of one mean.
         """
         if not self._half:
             return gradients

@@ -56,7 +56,7 @@ def budget_elements(
     return tokens * vocab_size
 
 
-# So few rows are probably a mistake if a step needs many: a product of few rows takes about as long.
+# A budget of so few rows is probably a mistake: a product of few rows takes about as long as one of many.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
@@ -140,7 +140,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # In dW, a short last chunk costs as much as a long one.
+        # A short last chunk costs dW as much as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -158,7 +158,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get too narrow."""
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
     if n_rows == 0:
         return []
     columns = elements // n_rows

@@ -63,7 +63,7 @@ class NegativeLogLikelihood:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and which pass runs it. For `estimate_memory`, it reads no device and no values."""
+    """How a step is cut, and which pass runs it. It reads no device and no values, as `estimate_memory` requires."""
 
     layout: Layout
     chunks: list[Chunk]
