@@ -3,7 +3,7 @@
     from liger_chunked.testing import check_loss, check_model
 
     check_loss(MyLoss())        # fused against full logits, and against small budgets
-    check_model(model)          # a patched transformers model against the stock one
+    check_model(model)          # a patched transformers model against stock
 
 Both raise AssertionError.
 """

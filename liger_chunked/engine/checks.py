@@ -167,7 +167,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         (B, T - 1, H) and (B, T - 1), views.
 
     Raises:
-        TypeError: a dtype is wrong.
+        TypeError: `labels` is not an integer tensor, or `hidden` is not a floating-point tensor.
         ValueError: shapes or devices do not match.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])

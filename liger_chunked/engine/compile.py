@@ -57,7 +57,7 @@ class Like(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What a loss returns: `build(**tensors)`. If the first is per batch, the forward computes its gradients."""
+    """What a loss returns: `build(**tensors)`. If the first is per batch, its gradients come from the forward."""
 
     build: Callable[..., Any]
     tensors: Mapping[str, Like]

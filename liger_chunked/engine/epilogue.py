@@ -91,16 +91,13 @@ class EpiloguePass:
 
         dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
-    This saves the 6 N V bytes that `HeadPass` reads and writes in bfloat16. `kernels/projection.py` and
-    `kernels/target_rows.py` derive the formulas.
+    `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
 
-    `serves` requires tiles of whole rows, a gradient that is a multiple of E, bfloat16, because E is rounded to 8 bits,
-    and H up to `WIDEST`, above which little is gained. `Plan.open` requires a float32 dW or none: the target's part
-    cannot be added to a rounded dW.
+    `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.open`
+    requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
 
-    dX and dW run on two streams, because each leaves part of the GPU idle in its last wave. dX starts first: small
-    kernels precede dW, and a tile of dX takes long. cuBLAS's workspace per stream, 32 MiB on Hopper, is in no estimate.
-    See docs/tuning.md.
+    dX and dW overlap on two streams. dX starts first: small kernels precede dW, and a tile of dX takes long. cuBLAS's
+    workspace per stream, 32 MiB on Hopper, is in no estimate. See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 
