@@ -1,23 +1,12 @@
-"""The engine: run chunks of tokens through the head, and compute losses and gradients. It knows no loss by name.
+"""The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch.py         select the tokens that count, and order them in groups
-plan.py          cut a batch to the logits budget, in chunks and tiles
-head.py          run a chunk through the head: statistics, then gradients
-epilogue.py      the same with the fused epilogue, which stores no logits
-side_stream.py   run two products at the same time
-gradients.py     accumulate the gradients of a step
-precision.py     make matrix products accumulate in float32
-step.py          losses of token statistics, with the gradient computed in the forward
-distillation.py  the same for a student and a teacher
-divergences.py   divergences of a block of logits: with kernels or with autograd
-top_k.py         divergences from a teacher's largest log-probabilities
-stats.py         differentiable statistics: `linear_token_stats`
-hooks.py         hide the inner graphs of a step from hooks on saved tensors
-loss.py          the base class of losses of token statistics
-compile.py       each loss as one operation of a torch.compile graph
-calls.py         calls of a loss class, with settings or with tensors
-dry_run.py       run a step on meta tensors, for `estimate_memory`
-checks.py        check the inputs
+batch, plan                  which tokens count; how they are cut
+head, epilogue, gradients    one chunk: statistics, then dX, dW and db
+step, distillation, stats    the three kinds of steps
+divergences, top_k           divergences of a block of logits
+loss, calls, compile         what all loss classes share
+dry_run                      the memory of a step
+side_stream, precision, hooks, checks
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

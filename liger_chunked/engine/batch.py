@@ -1,9 +1,9 @@
 """Select the tokens of a batch that count, and order them.
 
-token    a position of the batch that has a target; the others never reach a matrix product
-group    the smallest set of tokens that an objective cannot split: a token, a sequence, a pair of sequences
-chunk    as many whole groups as the budget holds; the objective is evaluated on one chunk at a time
-tile     some rows of a chunk times a slice of the vocabulary: the logits that are in memory at once
+token    a position that has a target; the others never reach a matrix product
+group    the tokens that an objective cannot split: one, a sequence, a pair
+chunk    the whole groups that the objective sees at once, within the budget
+tile     some rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`; without a view if `part` is all of `x`, because a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if that is all: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Chunk(NamedTuple):
-    """A chunk: consecutive groups that the objective sees together. `rows` are their tokens in computing order."""
+    """Consecutive groups, and the `rows` of their tokens in computing order."""
 
     rows: slice
     groups: slice
@@ -38,22 +38,21 @@ class Chunk(NamedTuple):
 class Layout:
     """The position of each token of a batch.
 
-    Dense tensors with one value per token have the groups first: (N,) for tokens, (B, 1, T) for sequences, and (n, 2,
-    T) for pairs, with chosen and rejected on axis 1. Computation visits the valid tokens in the order of the input or
-    of the groups. Only for stacked pairs do these differ. A batch of several chunks needs the order of the groups
-    (`by_group`).
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. The computing
+    order is the input's, which separates the two sequences of a stacked pair. Several chunks need the order of
+    `by_group`.
     """
 
     shape: tuple[int, ...]
     target: Tensor  # (n_valid,) int64
-    rows: Tensor | None  # (n_valid,) position of each valid token in the flattened input; None: all, in order
-    slots: Tensor | None  # (n_valid,) its position in the flattened dense layout, in computing order; None: same
+    rows: Tensor | None  # (n_valid,) in the flattened input; None: all
+    slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
     mask: Tensor  # dense, True at the valid tokens
-    lengths: Tensor | None  # (groups, sequences in a group) int64, valid tokens; None if every token is a group
-    side_lengths: Tensor | None  # (2,) int64, the sum of `lengths` over the pairs; None for other groups
-    group_lengths: Sequence[int] | None  # valid tokens of each group, known to the host; None if every token is a group
-    shortest: int = 0  # valid tokens of the shortest sequence, known to the host
-    stacked: bool = False  # pairs in the order of the input: all chosen sequences, then all rejected ones
+    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None if groups are tokens
+    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
+    group_lengths: Sequence[int] | None  # the same per group, on the host
+    shortest: int = 0  # smallest of `lengths`, on the host
+    stacked: bool = False  # all chosen sequences, then all rejected ones
 
     @property
     def n_valid(self) -> int:
@@ -61,34 +60,32 @@ class Layout:
 
     @property
     def divisors(self) -> Tensor:
-        """`lengths`, with 1 for sequences without valid tokens, for use as a divisor."""
+        """`lengths`, at least 1."""
         assert self.lengths is not None
         return self.lengths if self.shortest else self.lengths.clamp(min=1)
 
     @property
     def tokens_per_group(self) -> int:
-        """Positions, valid or not, of one group in the dense layout."""
+        """Dense positions of a group."""
         size = 1
         for extent in self.shape[1:]:
             size *= extent
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """Return the hidden states (len, H) of `rows` from the flattened input (N, H)."""
+        """Return hidden states (len, H) from the flattened input (N, H)."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
-        """Return `slots` of the chunk's tokens, counted from its first group."""
+        """Return the chunk's `slots`, from its first group."""
         if self.slots is None or chunk.groups.start == 0:
             return None if self.slots is None else along(self.slots, chunk.rows)
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
-        """Move one value per token of a chunk, in computing order, to the dense layout of its groups, with zeros
-        elsewhere.
+        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere.
 
-        Deterministic, like `compact`: each value is copied to a different place. If each token is a group, return
-        `values`.
+        Deterministic, like `compact`: no two values share a place.
         """
         if self.group_lengths is None:
             return values
@@ -98,7 +95,7 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values back from the dense layout to (len,), in computing order."""
+        """Move a chunk's dense values back to (len,)."""
         if self.group_lengths is not None:
             dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
             slots = self._slots_in(chunk)
@@ -106,23 +103,23 @@ class Layout:
         return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Move one value per valid token to the dense layout of the whole batch, with `fill` elsewhere."""
+        """Move all valid tokens' values to the dense layout, with `fill` elsewhere."""
         if self.slots is not None:
             values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """Split a flattened dense tensor into its groups, (n_groups, ...)."""
+        """Split a flattened dense tensor into groups."""
         if self.stacked:
             return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
         return flat.view(n_groups, *self.shape[1:])
 
     def by_group(self) -> Layout:
-        """Return the same batch with the tokens of each group next to each other."""
+        """Return the same batch with each group's tokens together."""
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
-        # Dense position (i, s, t) is row s * n_pairs + i of the input's sequences.
+        # Dense (i, s, t) is the input's row s * n_pairs + i.
         rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
         slots, target = None, self.target
         if self.slots is not None:
@@ -132,10 +129,7 @@ class Layout:
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[TokenStats]) -> TokenStats:
-        """Join the statistics of all chunks, as `dense` returns them, into those of the batch. See `scatter_stats`.
-
-        If groups have several tokens, ignored tokens have zeros in every field.
-        """
+        """Join the chunks' dense statistics into the batch's."""
         stats = parts[0]
         if len(parts) > 1:
             stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
@@ -144,35 +138,27 @@ class Layout:
         return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move the statistics of every valid token to the dense layout, with argmax -1 and zeros elsewhere."""
+        """Move all valid tokens' statistics to the dense layout, with argmax -1 and zeros elsewhere."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Reorder a tensor stacked like the target, (B, ...) or (B, T, ...), to the dense layout."""
+        """Move a tensor stacked like the target to the dense layout."""
         if self.group_lengths is None:
             return x.reshape(self.shape)
         sequences_per_group = self.shape[1]
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        """Return the index of the chunk's rows in a tensor whose first axis is the groups of the whole batch."""
+        """Return the index of the chunk's rows in a dense tensor."""
         if self.group_lengths is not None:
             return chunk.groups
         return chunk.rows if self.slots is None else self.slots[chunk.rows]
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Compute the layout of a batch. The host waits for the device once, to learn how many tokens there are.
+    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if a target is out of range.
 
-    Args:
-        target: (B, T) or (N,), int64; two-dimensional unless `group` is "token".
-        group: what the objective cannot split: a token, a sequence, a pair (chosen sequences first, then rejected).
-        ignore_index: marks ignored tokens.
-        vocab_size: upper limit of the other targets, exclusive.
-        name: the target's name in messages.
-
-    Raises:
-        ValueError: a target is not `ignore_index` and not an index into the vocabulary.
+    Pairs stack all chosen sequences, then all rejected ones. The host waits for the device once, to count the tokens.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -185,7 +171,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # after it the device is idle, so that all other work comes before
+    sizes, lows, highs = found.read()  # the device is idle after it: other work comes first
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -203,7 +189,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         mask=mask,
         lengths=lengths,
         side_lengths=side_lengths,
-        # The two sequences of a pair are n_groups rows apart.
+        # A pair's sequences are n_groups rows apart.
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
@@ -211,10 +197,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
 
 
 def lay_out_every(n: int) -> Layout:
-    """Return the layout of `n` tokens without targets, all of which count. The host does not wait for the device.
-
-    Its target and mask have no storage, because nothing reads them.
-    """
+    """Return the layout of `n` tokens that all count, without waiting for the device."""
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
     return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)

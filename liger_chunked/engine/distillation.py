@@ -1,15 +1,15 @@
-"""Compute a distillation loss of a student and a teacher, with its gradients in the forward pass.
+"""Compute a distillation loss, with its gradients in the forward.
 
     for chunk in tokens:
         project the student
         for block in chunk:
-            project the teacher                             logits of chunk and block together fit the budget
-            divergence and log-probability of each token    see divergences.py
+            project the teacher             the budget holds chunk and block
+            divergences, log-probabilities
             student logits -> gradient, in place
         dX, dW
 
-A divergence needs whole rows of the vocabulary, so the smallest chunk is one token. The loss is a weighted sum of each
-token's divergence and log-probability. Its gradients with respect to these two numbers are therefore known in advance.
+A divergence needs whole rows of the vocabulary. The loss is a weighted sum of divergences and log-probabilities, so its
+gradients with respect to them are known in advance.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
 
 class LossWeights(NamedTuple):
-    """The weights in `divergence * sum(divergences) + logps * sum(log-probabilities of the targets)`.
-
-    Each weight is a number or a tensor (). `logps` is None if the log-probabilities are not part of the loss.
-    """
+    """The weights in `divergence * sum(divergences) + logps * sum(logps)`; a `logps` of None drops the second term."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
 
     def loss(self, divergences: Tensor, logps: Tensor | None) -> Tensor:
-        """Return the loss of all tokens, in float64."""
+        """Return the loss in float64."""
         loss = self.divergence * divergences.sum(dtype=torch.float64)
         if self.logps is None:
             return loss
@@ -50,13 +47,13 @@ class LossWeights(NamedTuple):
         return loss + self.logps * logps.sum(dtype=torch.float64)
 
     def gradients(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return the gradients of the loss with respect to each number, for `n` tokens."""
+        """Return the gradients for `n` tokens' numbers."""
         given = {name: weight for name, weight in self._asdict().items() if weight is not None}
         return {name: torch.empty(n, dtype=dtype, device=device).fill_(weight) for name, weight in given.items()}
 
 
 class Teacher(NamedTuple):
-    """A teacher: its head over the student's vocabulary, and its hidden states (B, T, H_teacher) or (N, H_teacher)."""
+    """A teacher's head with V rows, and its hidden states (..., H_teacher)."""
 
     head: Head
     input: Tensor
@@ -64,7 +61,7 @@ class Teacher(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some tokens of a chunk. `rows` indexes the batch's valid tokens, `within` the tokens of the chunk."""
+    """Tokens of a chunk: `rows` in the batch, `within` in the chunk."""
 
     rows: slice
     within: slice
@@ -72,7 +69,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationPlan:
-    """How a step is cut. `estimate_memory` makes one too, so nothing here reads a device or the values of a tensor."""
+    """How a step is cut. It reads no device and no values, because `estimate_memory` makes one too."""
 
     layout: Layout
     size: ChunkSize
@@ -94,7 +91,7 @@ class DistillationPlan:
 
     @property
     def n_contributions(self) -> int:
-        """Number of products that are added to each element of dW."""
+        """Number of products added to each element of dW."""
         return len(self.chunks) if self.layout.n_valid else 0
 
     @property
@@ -108,7 +105,7 @@ class DistillationPlan:
         return max(block.rows.stop - block.rows.start for chunk in self.chunks for block in self.blocks(chunk))
 
     def blocks(self, chunk: Chunk) -> list[Block]:
-        """Return the blocks of a chunk; a chunk without tokens has one empty block."""
+        """Return a chunk's blocks; an empty chunk has one."""
         start, stop = chunk.rows.start, chunk.rows.stop
         cut = pieces(start, stop, self.size.block) or [chunk.rows]
         return [Block(rows, slice(rows.start - start, rows.stop - start)) for rows in cut]
@@ -116,7 +113,7 @@ class DistillationPlan:
 
 @dataclass(frozen=True)
 class _Step:
-    """A distillation step: everything except the tensors that get gradients."""
+    """A step, without the tensors that get gradients."""
 
     plan: DistillationPlan
     weights: LossWeights
@@ -124,13 +121,13 @@ class _Step:
     teacher: Teacher | None
     options: LogitOptions
     dtype: torch.dtype
-    teacher_dtype: torch.dtype | None  # dtype of the forward; a second backward may run after its autocast has ended
+    teacher_dtype: torch.dtype | None  # the forward's: a second backward may run after autocast
     has_target: bool
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, divergences and log-probabilities of all valid tokens, and the needed gradients."""
+        """Return the loss, all tokens' divergences and log-probabilities, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
@@ -144,7 +141,7 @@ class _Step:
                 x = layout.input_rows(flat, chunk.rows).to(self.dtype)
                 logits = student_pass.project(x, _whole(x, student_pass))
                 if not found:
-                    # A GPU is idle until its first product is enqueued. All of this can wait until then.
+                    # Only now: the GPU is idle until its first product.
                     largest_block = plan.largest_block
                     teacher_pass = self._teacher_pass(largest_block)
                     if any(needs):
@@ -157,10 +154,10 @@ class _Step:
                     teacher_pass.release()
                 if grads is not None and x.shape[0]:
                     student_pass.backward_from(x, logits, grads, chunk.rows)
-                del logits  # it views the buffer, which must be freed before the gradients are rounded
+                del logits  # a view would keep the buffer while gradients are rounded
         student_pass.release()
         divergences, log_probs = map(_joined, zip(*found, strict=True))
-        assert divergences is not None  # even an empty batch has one block
+        assert divergences is not None  # an empty batch has one block
         loss = self.weights.loss(divergences, log_probs).to(accumulation_dtype(self.dtype))
         return loss, (divergences, log_probs), (None, None, None) if grads is None else grads.finish()
 
@@ -172,12 +169,7 @@ class _Step:
         grads: HeadGradients | None,
         of_tokens: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a block's divergences and log-probabilities.
-
-        If `grads` is given, the block's logits are overwritten with their gradient.
-
-        `of_tokens` holds the gradients of the loss with respect to these numbers, for at least as many tokens.
-        """
+        """Return a block's numbers. With `grads`, overwrite its logits with their gradient."""
         measured = self.route.measure(
             student=logits,
             teacher=self._teacher_logits(teacher_pass, rows),
@@ -214,7 +206,7 @@ class _Step:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate the values of all blocks; None if they have none."""
+    """Concatenate the blocks' values, if any."""
     given = [x for x in parts if x is not None]
     if not given:
         return None
@@ -235,21 +227,10 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a loss of divergences and log-probabilities, with its gradients computed in the forward pass.
+    """Return the loss () with its gradients, and each token's detached divergence and log-probability, if any.
 
-    Args:
-        head: the student's weight (V, H) and bias (V,) or None, checked.
-        input: (B, T, H) or (N, H), checked.
-        teacher: its hidden states and head, cut to V rows; None if the route has the teacher's log-probabilities.
-        layout: the tokens that count, each its own group, see `lay_out`.
-        weights: the weights of the loss.
-        route: how divergences are computed.
-        options: the student's logit transform, and the budget for the logits of both models.
-        has_target: whether the layout has target tokens whose log-probabilities to compute.
-
-    Returns:
-        The loss (), connected to input, weight and bias; the detached divergence and log-probability (None without
-        targets) of every token that counts.
+    Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has its log-probabilities. The
+    budget covers both models' logits.
     """
     dtype = compute_dtype(head, input)
     teacher_dtype = None if teacher is None else compute_dtype(teacher.head, teacher.input)

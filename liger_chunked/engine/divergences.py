@@ -1,7 +1,7 @@
 """Compute each token's divergence from a block of student and teacher logits, and the gradient.
 
-`ClosedForm` uses kernels, `ByAutograd` differentiates any function of the logits, and `TopK` (top_k.py) needs only the
-teacher's largest log-probabilities.
+`ClosedForm` uses kernels, `ByAutograd` takes any function, and `TopK` (top_k.py) the teacher's largest
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from liger_chunked.engine.checks import check_graph, check_values
 from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# (student logits, teacher logits), (n, V) each, to (n,).
+# Student and teacher logits (n, V) to (n,).
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(NamedTuple):
-    """A block's divergences and log-probabilities (None without targets), and their backward.
+    """A block's divergences, log-probabilities (None without targets), and backward.
 
-    `backward(g_divergence, g_logps)` overwrites the student's logits with the gradient of the loss with respect to
-    them. `g_logps` is None if the log-probabilities are not part of the loss.
+    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient.
     """
 
     divergence: Tensor
@@ -35,33 +34,33 @@ class Measured(NamedTuple):
 
 
 class Route(Protocol):
-    """Computes a divergence per token from a block of logits (n, V), before the logit transform."""
+    """Computes a divergence per token from untransformed logits (n, V)."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Return the bytes in memory per logit of the student while its block is processed."""
+        """Return the bytes in memory per student logit."""
         ...
 
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
     ) -> Measured:
-        """Compute the divergences of the tokens `rows`, which index the batch's valid tokens."""
+        """Compute the divergences of `rows` of the valid tokens."""
         ...
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
-    """Apply the transform of `LogitOptions`, except for the temperature; differentiable."""
+    """Apply the transform of `LogitOptions` without the temperature; differentiable."""
     z = logits * options.logit_scale if options.logit_scale != 1.0 else logits
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
 def tempered(z: Tensor, options: LogitOptions) -> Tensor:
-    """Divide by the temperature, the rest of the transform."""
+    """Divide by the temperature."""
     return z if options.temperature == 1.0 else z / options.temperature
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Use kernels, in place: nothing of the logits' size is in memory except the logits."""
+    """Uses kernels, in place: nothing else has the logits' size."""
 
     divergence: Divergence
     options: LogitOptions
@@ -86,7 +85,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """Use autograd on copies of the block's logits in the accumulation dtype."""
+    """Uses autograd on copies of the logits in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions
@@ -94,8 +93,7 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # In the accumulation dtype: copies and transforms of both, two gradients, and two tensors that the function
-        # saves.
+        # Copies and transforms of both logits, two gradients, and two tensors that the function saves.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(
@@ -123,7 +121,7 @@ class ByAutograd:
 
 
 def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Return vector-Jacobian products; zero for a leaf that no output depends on."""
+    """Return vector-Jacobian products; zero for an unused leaf."""
     connected = {x: g for x, g in outputs.items() if x.requires_grad}
     if not connected:
         return [torch.zeros_like(leaf) for leaf in leaves]
@@ -133,7 +131,7 @@ def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list
 
 
 def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
-    """Return `function` of (n, V) logits. Check that the result is (n,) and depends on the student's logits."""
+    """Return `function` of (n, V) logits; raise ValueError unless it is (n,) with a gradient."""
     divergence = function(student, teacher)
     check_values("divergence", divergence, student.shape[:1], "tokens")
     if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:

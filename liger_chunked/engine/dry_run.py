@@ -1,7 +1,7 @@
-"""Predict the memory of the engine's steps with a dry run on meta tensors.
+"""Predict a step's memory with a dry run on meta tensors.
 
-These functions repeat the order in which a step allocates and frees. They call the step's own schedule, layout, head
-pass and gradients, which launch nothing on meta tensors.
+It allocates and frees in the step's order, and calls the step's own plan, layout, pass and gradients, which launch
+nothing on meta tensors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# float32 numbers per position of the batch, for a step with a backward or a teacher: dense copies of the statistics,
-# and their gradients.
+# float32 numbers per position: dense statistics and their gradients.
 _NUMBERS = 8
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of tensors created under it, by part. `most` is the estimate at their peak."""
+    """Counts bytes of tensors created under it, by part; `most` is the estimate at their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class Ledger(TorchDispatchMode):
             self._part = saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Inputs existed before, and so did the memory of outputs that are views.
+        # Inputs and the memory of views existed before.
         self._known.update(x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
@@ -76,7 +75,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Projection(NamedTuple):
-    """A head, hidden states (N, H), the dtype of their products, and the gradients that are needed."""
+    """A head, hidden states (N, H), the products' dtype, and the needed gradients."""
 
     head: Head
     input: Tensor
@@ -84,7 +83,7 @@ class Projection(NamedTuple):
     needs: Needs
 
     def computed_head(self) -> Head:
-        """Return the head in the dtype of the matrix products."""
+        """Return the head in the dtype of its products."""
         weight, bias = self.head
         return Head(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
 
@@ -101,7 +100,7 @@ class Projection(NamedTuple):
 
 
 class _Gradients:
-    """`HeadGradients` that counts the gradients of the hidden states and of the head separately."""
+    """`HeadGradients` that counts input and head gradients apart."""
 
     def __init__(self, ledger: Ledger, projection: Projection, layout: Layout, n_contributions: int) -> None:
         self._ledger = ledger
@@ -151,7 +150,7 @@ class _Gradients:
         return of_input[0], *of_head[1:]
 
     def hand_over(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Cast the gradients to their parameters' dtypes, as backward does: all of them before any is freed."""
+        """Cast the gradients as backward does: all before any is freed."""
         scaled = []
         parts: tuple[Part, ...] = ("input_grad", "weight_grad", "weight_grad")
         for part, gradient, x in zip(parts, gradients, self._given, strict=True):
@@ -172,13 +171,13 @@ def _backward(
     grads: _Gradients,
     chunk_rows: slice,
 ) -> None:
-    """Run the backward of a chunk from gradients of logps. Gradients of other statistics would take as much memory."""
+    """Run a chunk's backward from gradients of logps; those of other statistics take as much memory."""
     cotangents = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, logps=torch.empty_like(partial.max))
     head_pass.backward(x, target, cut, cotangents, grads, chunk_rows)
 
 
 def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
-    """Dry run of `fused_loss` and its backward."""
+    """Dry run of `fused_loss` with its backward."""
     grads, layout = None, plan.layout
     if any(projection.needs):
         grads = _Gradients(ledger, projection, layout, plan.n_contributions)
@@ -201,7 +200,7 @@ def rehearse_fused(ledger: Ledger, projection: Projection, plan: Plan) -> None:
 
 
 def rehearse_stats(ledger: Ledger, projection: Projection, layout: Layout, options: LogitOptions) -> None:
-    """Dry run of `token_stats`, and of its backward if a gradient is needed."""
+    """Dry run of `token_stats` with its backward, if needed."""
     elements = budget_elements(options, projection.head.weight.shape, projection.dtype)
     warn_of_few_rows(options, projection.head.weight.shape[0], projection.dtype.itemsize, layout.n_valid)
     cut = tiles(layout.n_valid, projection.head.weight.shape[0], elements)
@@ -229,7 +228,7 @@ def rehearse_distillation(
     route: Route,
     has_target: bool,
 ) -> None:
-    """Dry run of `distillation_loss` and its backward. `teacher` is None if `route` has its log-probabilities."""
+    """Dry run of `distillation_loss` with its backward."""
     vocab_size = projection.head.weight.shape[0]
     per_logit = route.bytes_per_logit(projection.dtype, None if teacher is None else teacher.dtype)
     plan = DistillationPlan.of(
@@ -267,7 +266,7 @@ def rehearse_distillation(
 
 def _measure(route: Route, logits: list[Tensor], target: Tensor | None, rows: slice, with_gradient: bool) -> None:
     if not isinstance(route, ByAutograd):
-        # Kernels allocate nothing of the vocabulary's size. The torch path, which runs here, would: give it one column.
+        # The kernels allocate nothing of size V. The torch path, which runs here, would: give it one column.
         logits = [z[:, :1] for z in logits]
     teacher = logits[1] if len(logits) > 1 else None
     measured = route.measure(logits[0], teacher, target, rows, with_gradient)

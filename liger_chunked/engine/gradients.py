@@ -1,4 +1,4 @@
-"""Accumulate the gradients of hidden states, weight and bias over the chunks of a step."""
+"""Accumulate the gradients of hidden states, weight and bias over a step's chunks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from liger_chunked.types import Head, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Compute `out = a @ b` if `first`, else `out += a @ b`, without rounding the product below the dtype of `out`."""
+    """Compute `out = a @ b` if `first`, else `out += a @ b`, in the dtype of `out`."""
     if out.is_meta:
-        return  # a dry run: a GPU's product allocates nothing
+        return  # a dry run: a product on a GPU allocates nothing
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
     elif out.device.type == "cuda" and out.dtype == torch.float32:
@@ -33,10 +33,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`, which is that of `x` or wider.
+    """Return `x.sum(0)` in `dtype`.
 
-    On a GPU this is a matrix product, whose float32 precision the caller sets: torch's own sum over the rows of float32
-    logits allocated more memory than the logits.
+    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -44,12 +43,12 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=dtype)
 
 
-# Smallest unit of float16 gradients, for gradients that are all zero.
+# The unit of float16 gradients that are all zero.
 _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
-    """The gradients that are needed; the others are not computed."""
+    """The gradients to compute."""
 
     input: bool
     weight: bool
@@ -57,7 +56,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(Protocol):
-    """What a pass adds its dX, dW and db to. See `HeadGradients`."""
+    """What a pass adds to; see `HeadGradients`."""
 
     @property
     def accumulates(self) -> bool: ...
@@ -80,19 +79,11 @@ class Gradients(Protocol):
 class HeadGradients:
     """dX, dW and db of one step, to which the chunks add.
 
-    If every element of dW is written once, dW has the weight's dtype. Otherwise it accumulates in float32.
+    dW has the weight's dtype if `n_contributions`, the products added to each element, is at most 1. Otherwise it is
+    float32.
 
-    float16 gradients of a mean over many tokens would underflow. The gradient of the logits is therefore divided by
-    `unit`, a power of two near the largest gradient of a statistic so far, and dX and dW stay in float32 until
-    they are multiplied by the upstream gradient.
-
-    Args:
-        layout: where the rows of dX go.
-        input: (N, H), for its shape and dtype.
-        head: as the caller gave it, for its shapes and dtypes.
-        compute_dtype: of the matrix products.
-        needs: which gradients are needed.
-        n_contributions: number of products that are added to each element of dW; 0 if no token has a target.
+    float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
+    power of two near the largest so far. dX and dW stay float32 until the upstream gradient multiplies them.
     """
 
     def __init__(
@@ -108,7 +99,7 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Every element is written, except the rows of ignored tokens.
+        # Only the rows of ignored tokens are never written.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions else torch.zeros
         self._input: Tensor | None = None
@@ -116,14 +107,13 @@ class HeadGradients:
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # float64, because db is small and may sum as many terms as there are tokens.
+            # float64: db is small and may sum a term per token.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a chunk's statistics by `unit`.
+        """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
 
-        If they are larger than all before, `unit` grows, and dX, dW and db are rescaled. (In distillation, all blocks
-        of a chunk have the gradient of one mean, so `unit` does not change before the chunk's products.)
+        A distillation chunk never grows it midway, because all its blocks have the gradient of one mean.
         """
         if not self._half:
             return gradients
@@ -139,10 +129,7 @@ class HeadGradients:
         return {name: g / unit for name, g in gradients.items()}
 
     def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
-        """Return memory for a chunk's dX, or None if not needed.
-
-        A dX that is one product in the right dtype is written straight to its place in the batch's gradient.
-        """
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None."""
         gradient = self._input_gradient()
         if gradient is None:
             return None
@@ -152,11 +139,11 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW before its first product is enqueued, and return whether dW is needed."""
+        """Allocate dW before its first product, if it is needed. Return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db. `first`: the chunk's first tile of this slice of the vocabulary."""
+        """Add a tile to dW and db. `first`: the chunk's first of this vocabulary slice."""
         weight = self._weight_gradient()
         if weight is not None:
             accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
@@ -165,18 +152,18 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether something may be added to dW after a product: dW is float32, or is not needed."""
+        """Whether dW can be added to later: it is float32, or not needed."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Return dX, or None. Allocated late, because the GPU is idle until the first product is enqueued."""
+        """Return dX or None. Allocated late, because the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Return dW, or None. Allocated late, because a teacher's logits may have been freed by then."""
+        """Return dW or None. Allocated late, because a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -184,10 +171,9 @@ class HeadGradients:
     def add_exponentials(
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None:
-        """Add a chunk to a float32 dW: `exponentials.T @ scaled`, and `target_scale[n] * x[n]` at row `target[n]`.
+        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        If dW has values already, the rows of the targets come first: this small kernel then overlaps the start of a
-        longer product.
+        Unless dW is new, the rows come first, to overlap the start of the longer product.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
@@ -199,7 +185,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        """Move a chunk's dX to its place. Later tiles add to dW."""
+        """Move a chunk's dX to its place; later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
@@ -209,7 +195,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the parameters' dtypes (float32 for float16). Call once: it drops its references."""
+        """Return and drop the gradients, in the parameters' dtypes (float32 for float16)."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

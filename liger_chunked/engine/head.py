@@ -1,8 +1,8 @@
-"""Run a chunk of tokens through the head, forward and backward.
+"""Run a chunk of tokens through the head.
 
 statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
-backward     for each tile, last first: project again unless it is in memory,
-             logits -> gradient in place, dX, dW, db                              two products, three with recomputing
+backward     for each tile, last first: project again unless in memory,
+             logits -> gradient in place, dX, dW, db                              two products, three if recomputed
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats
 
 @dataclass
 class HeadPass:
-    """The head of one step, in the dtype of its matrix products, and one buffer for every tile of logits.
+    """The head of one step, in the products' dtype, and one buffer for all tiles.
 
-    Call `backward` after `statistics` of the same chunk: it starts from the last tile's logits, which are still in the
-    buffer. It multiplies the gradient of logps by the factor that `unround_logps_` returned for them.
+    Call `backward` after the chunk's `statistics`: it starts from the last tile, still in the buffer.
     """
 
     head: Head
     options: LogitOptions
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
-    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # set by `statistics`, read by `backward`
+    logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -49,7 +48,7 @@ class HeadPass:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the largest tile; all tiles share it."""
+        """Allocate the buffer."""
         if self._buffer is None or self._buffer.numel() < elements:
             self._buffer = self.head.weight.new_empty(elements)
 
@@ -58,7 +57,7 @@ class HeadPass:
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile) -> Tensor:
-        """Return the logits (rows, columns) of a tile of `x` (n, H), before the logit transform, in the buffer."""
+        """Return a tile's logits (rows, columns) in the buffer, before the logit transform."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
@@ -72,7 +71,7 @@ class HeadPass:
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk, `x` (n, H) and `target` (n,), with logps corrected for rounding."""
+        """Return the statistics of a chunk `x` (n, H), `target` (n,), with logps corrected for rounding."""
         partial, stats = self._reduce(x, target, tiles, outputs)
         if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(
@@ -110,7 +109,7 @@ class HeadPass:
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
         chunk_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a chunk's dX, dW and db to `grads`. `chunk_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX, dW and db to `grads`; `chunk_rows` are its tokens in the layout."""
         given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
         if self.logps_grad_scale is not None and cotangents.logps is not None:
             given["logps"] = cotangents.logps * self.logps_grad_scale
@@ -135,7 +134,7 @@ class HeadPass:
         grads.close_chunk(dx, chunk_rows)
 
     def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, chunk_rows: slice) -> None:
-        """Add a chunk's dX, dW and db, given the gradient `dz` (n, V) of all its logits."""
+        """Add a chunk's dX, dW and db, given its logits' gradient `dz` (n, V)."""
         dx = grads.open_input(x, chunk_rows, one_slice=True)
         if dx is not None:
             accumulate(dx, dz, self.head.weight, first=True)

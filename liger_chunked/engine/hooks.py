@@ -1,4 +1,4 @@
-"""Hide the graphs that a step builds and frees inside its forward from hooks on saved tensors."""
+"""Hide a step's inner graphs from hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Return whether hooks on saved tensors are active. Disabling the hooks raises if there are any."""
+    """Return whether hooks on saved tensors are active: disabling them then raises."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -21,7 +21,7 @@ def _any_hooks() -> bool:
 
 
 def _probed() -> Callable[[bool], Any] | None:
-    """Return torch's private function that reads the active hooks, or None if this version lacks it."""
+    """Return torch's private function that reads the active hooks, if any."""
     try:
         top = torch._C._autograd._top_saved_tensors_default_hooks
         top(False)
@@ -34,7 +34,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Return whether hooks of the caller, for example of a checkpoint, see the tensors that autograd saves."""
+    """Return whether hooks of the caller, such as a checkpoint's, see saved tensors."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -42,7 +42,7 @@ def hooks_active() -> bool:
 
 
 def _pack(x: Tensor) -> tuple[Tensor, int]:
-    return x.detach(), x._version  # detached: a result that holds its own node would never be freed
+    return x.detach(), x._version  # detached: a result that held its own node would never be freed
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
@@ -59,8 +59,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks.
-
-    Autograd calls the innermost of nested hooks only, so hooks that do nothing hide those of the caller.
-    """
+    """Save tensors as if there were no hooks: autograd calls only the innermost, and these do nothing."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

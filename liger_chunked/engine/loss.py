@@ -13,12 +13,7 @@ from liger_chunked.types import Head, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Check `token_outputs` and `scope` of a loss or of its class, unless they are properties.
-
-    Raises:
-        TypeError: `token_outputs` is not a tuple of names.
-        ValueError: a name is not a field of `TokenStats`, or the scope is unknown.
-    """
+    """Raise TypeError or ValueError if a loss's `token_outputs` or `scope` is invalid, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)
@@ -33,10 +28,9 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 
 
 class StatsLoss(FusedLoss):
-    """A loss module that depends on logits only through token statistics: every loss except distillation.
+    """A loss that reads logits only through token statistics: every loss except distillation.
 
-    The engine and `estimate_memory` read only the properties below, which a subclass defines as properties or class
-    attributes.
+    A subclass defines these properties, also as class attributes, for the engine and `estimate_memory`.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
@@ -51,7 +45,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _group(self) -> Group:
-        """The smallest unit that a chunk must not split: a token, a sequence or a pair."""
+        """What a chunk must not split."""
         raise NotImplementedError
 
     @property

@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile, projected once. A larger chunk (a single group that exceeds the budget) is cut
-along the vocabulary first: each slice of the weight gradient is then one product, written once.
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is then
+written once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_chunked.types import LogitOptions
 
 
 class Tile(NamedTuple):
-    """The logits in memory at once: `rows` of the chunk, columns `vocab` of the vocabulary."""
+    """The logits in memory at once: `rows` of the chunk, columns `vocab`."""
 
     rows: slice
     vocab: slice
@@ -37,17 +37,11 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds all logits of a step if they take at most `ONE_CHUNK` bytes: the weight gradient is then
-    one product and needs no accumulator. (`Plan.of` may still prefer several chunks with the fused epilogue, which take
-    less memory.) Otherwise it holds the logits of 2 H tokens, in bfloat16 as many bytes as the float32 accumulator
-    (V, H), but of at least `CHUNK_TOKENS`: with fewer, products of dW are bound by reading and writing dW.
+    The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). With fewer than
+    `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
 
-    Args:
-        options: with the caller's budget, if any.
-        head_shape: (V, H).
-        dtype: of the logits.
-        n_valid: tokens of a step that may be one chunk; 0 if logits may have to wait for a backward.
-        bytes_per_logit: if more than the logit itself is in memory for each logit.
+    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts what else is in memory per logit.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -55,27 +49,19 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # If more than a teacher's logits is in memory per logit, chunks are shorter.
+    # Fewer if more than a teacher's logit is in memory per logit.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
 
 
-# A budget is probably a mistake if it holds fewer rows of logits than this, of a vocabulary at least this large, and
-# the step needs many more. A product of few rows takes about as long as one of many.
+# A budget of so few rows is probably a mistake: a product of few rows takes about as long as one of many.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once per budget and vocabulary if the caller's budget cuts a step into very many chunks.
-
-    Args:
-        options: with the caller's budget, if any.
-        vocab_size: V.
-        bytes_per_logit: how many bytes the budget counts per logit.
-        n_valid: tokens of the step.
-    """
+    """Warn once per budget and vocabulary if the caller's budget cuts a step into many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -99,7 +85,7 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 class ChunkSize(NamedTuple):
-    """Tokens of a chunk whose logits are in memory at once, and of a block, the part with a teacher's logits too."""
+    """Tokens of a chunk, and of a block, whose teacher logits are in memory too."""
 
     tokens: int
     block: int
@@ -113,11 +99,10 @@ def budget_chunk_size(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> ChunkSize:
-    """Return a chunk size within `budget_elements`, and the size of its blocks.
+    """Return sizes of chunk and block within `budget_elements`.
 
-    Everything except the student's logits, such as a teacher's logits, is in memory for one block at a time. The weight
-    gradient, if `wants_weight`, takes one product per chunk. Memory is therefore better spent on long chunks than on
-    long blocks. The automatic budget uses one chunk if its block takes at most half the bytes of its logits.
+    dW takes one product per chunk, so memory is better spent on long chunks than on long blocks. The automatic budget
+    uses one chunk if its block takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
@@ -135,13 +120,13 @@ def budget_chunk_size(
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of nearly equal pieces of `n`, no more of them than there would be pieces of `limit`."""
+    """Return the size of nearly equal pieces, no more than with `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut `start` to `stop` into nearly equal pieces, see `_even`; an empty range has none."""
+    """Cut `start` to `stop` into nearly equal pieces, if any."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -149,13 +134,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups, each within `elements` logits unless one group alone is larger."""
+    """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # Nearly equal: a short last chunk costs as much in the weight gradient as a long one.
+        # A short last chunk costs dW as much as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -173,10 +158,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles of at most `elements` logits: along the vocabulary, then also along rows.
-
-    Rows are cut only if slices of the vocabulary would become too narrow.
-    """
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
     if n_rows == 0:
         return []
     columns = elements // n_rows
@@ -187,7 +169,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # The last slice is the one that is not recomputed, so a short one would save little.
+        # Only the last slice is kept, so a short one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))
@@ -197,12 +179,12 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Count the row blocks of a chunk: how often it adds to each element of the weight gradient."""
+    """Count how often a chunk adds to each element of dW."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the number of logits in the largest tile, which is the first."""
+    """Return the logits of the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]

@@ -2,12 +2,12 @@
 
     with SideStream(device) as side:
         with side.stream():
-            ...                 runs on the side stream, after everything enqueued before
-        ...                     runs on the current stream at the same time
+            ...                 on the side stream, after everything enqueued before
+        ...                     at the same time, on the current stream
         side.join()
-        ...                     runs after both
+        ...                     after both
 
-Create tensors that outlive the block outside `stream()`: memory allocated inside it belongs to the side stream.
+Create tensors that outlive the block outside `stream()`: memory allocated inside belongs to the side stream.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ import torch
 
 @functools.cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # High priority: a free multiprocessor takes blocks of this stream first.
+    # High priority: a free multiprocessor takes this stream's blocks first.
     return torch.cuda.Stream(device, priority=-1)
 
 
 class SideStream:
-    """A side stream of a GPU, joined when the block ends, also after an exception. Does nothing on other devices.
-
-    Args:
-        device: where the work runs. A GPU must be the current device.
-    """
+    """A side stream of the current GPU, joined when the block ends. Does nothing elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
@@ -43,7 +39,7 @@ class SideStream:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context whose work waits for everything that the current stream has been given so far."""
+        """Return a context whose work waits for all work enqueued so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True

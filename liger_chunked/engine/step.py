@@ -1,11 +1,11 @@
-"""Compute losses of token statistics with their gradients in the forward pass.
+"""Compute losses of token statistics with their gradients in the forward.
 
     for chunk in groups:
         project, reduce to statistics
-        loss, g = autograd on the objective, with a few numbers per token        only g if its formula is known
-        logits -> gradient in place, dX, dW          while the logits are still in memory
+        loss, g = autograd on the objective          a few numbers per token; only g if its formula is known
+        logits -> gradient in place, dX, dW          while the logits are in memory
 
-Backward only multiplies by the upstream scalar: in place, or on a copy if the graph is retained for another backward.
+Backward multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 
 
 class Objective(Protocol):
-    """A loss that is a sum over groups. Maps the statistics of some groups to their share of the loss, a scalar.
+    """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
 
-    `stats` has one value a token: (tokens,) for groups of one token, else (groups, sequences in a group, T) with zeros
-    at ignored tokens. `index` picks the groups' share of any tensor with one row for each group of the batch.
+    `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T), zero at ignored tokens.
+    `index` picks these groups from a tensor of all groups.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -44,30 +44,26 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """The objective `-sum(logps) / items`, whose gradient is a constant.
+    """The objective `-sum(logps) / items`, whose constant gradient needs no graph.
 
-    It needs no graph, and the engine calls it once, with the whole dense batch. The zeros of ignored tokens add nothing
-    to the sum.
+    The engine calls it once, with the whole dense batch.
     """
 
     items: float | Tensor  # a number, or ()
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
         assert stats.logps is not None
-        return (-stats.logps).sum(dtype=torch.float64) / self.items  # gives 0 rather than -0 without tokens
+        return (-stats.logps).sum(dtype=torch.float64) / self.items  # 0 rather than -0 without tokens
 
     def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
-        """Return the gradients of the loss with respect to the statistics, one value per token."""
+        """Return the gradients with respect to the statistics."""
         assert stats.logps is not None
         return {"logps": torch.empty_like(stats.logps).fill_(-1 / self.items)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and which pass runs it. The arguments of `of` are those of `fused_loss`.
-
-    `estimate_memory` makes one too, so nothing here reads a device or the values of a tensor.
-    """
+    """How a step is cut, and which pass runs it. It reads no device and no values, as `estimate_memory` requires."""
 
     layout: Layout
     chunks: list[Chunk]
@@ -77,7 +73,7 @@ class Plan:
     options: LogitOptions
     class_weight: Tensor | None
     dtype: torch.dtype  # of the matrix products
-    by_epilogue: bool  # `EpiloguePass` runs the step, unless `open` finds that it cannot
+    by_epilogue: bool  # `EpiloguePass` runs the step, if `open` allows it
 
     @classmethod
     def of(
@@ -124,16 +120,11 @@ class Plan:
 
     @property
     def n_contributions(self) -> int:
-        """Number of products that are added to each element of dW."""
+        """Number of products added to each element of dW."""
         return sum(row_blocks(t) for t in self.tiles)
 
     def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that runs the step, with its buffer.
-
-        Args:
-            head: in the dtype of the matrix products.
-            grads: what the backward of the pass adds to; None if there is no backward.
-        """
+        """Return the pass that runs the step, with its buffer. `head` has the products' dtype."""
         head_pass: HeadPass | EpiloguePass
         if self.by_epilogue and (grads is None or grads.accumulates):
             head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
@@ -145,7 +136,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: everything except the tensors that get gradients."""
+    """A step, without the tensors that get gradients."""
 
     plan: Plan
     objective: Objective
@@ -153,7 +144,7 @@ class _Step:
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
-        """Return the loss, the statistics of the batch in the dense layout, and the needed gradients."""
+        """Return the loss, the batch's dense statistics, and the needed gradients."""
         plan, layout = self.plan, self.plan.layout
         flat = input.reshape(-1, input.shape[-1])
         head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
@@ -178,14 +169,14 @@ class _Step:
                         max=partial.max,
                         sum_exp=partial.sum_exp,
                         entropy_value=stats.entropy,
-                        # Where the loss is constant on this chunk, the gradient is zero.
+                        # Zero where the loss is constant on this chunk.
                         **(gradients or {"logps": torch.zeros_like(partial.max)}),
                     )
                     head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
                 if share is not None:
-                    # The host checks the graph here, while the device computes the products.
+                    # The host checks while the device computes the products.
                     check_graph("the loss", share, [f for f in dense if f is not None])
-                    # Add the shares in float64, before rounding.
+                    # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
         head_pass.release()
         if grads is not None and layout.n_valid and not has_gradient:
@@ -201,10 +192,9 @@ class _Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """Return a chunk's statistics in the dense layout, its share of the loss, and the share's gradients.
+        """Return a chunk's dense statistics, its share of the loss, and the share's gradients.
 
-        The gradients are those with respect to each statistic that the share depends on. The share is None if the loss
-        is computed from all chunks at once.
+        `NegativeLogLikelihood` has no shares.
         """
         layout = self.plan.layout
         dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
@@ -217,7 +207,7 @@ class _Step:
             loss = self.objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            # Stay on this thread: switching to autograd's device thread takes longer than these few small kernels.
+            # Switching to autograd's thread takes longer than these kernels.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(
                     loss, list(leaves.values()), _one(loss.dtype, loss.device), allow_unused=True
@@ -237,22 +227,22 @@ class _Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the gradient of a loss with respect to itself. Autograd would launch a kernel for it in every step."""
+    """Return the gradient of a loss, 1. Cached, because autograd would launch a kernel for it."""
     return torch.ones((), dtype=dtype, device=device)
 
 
 class Step(Protocol):
-    """A loss with everything it needs, except the tensors that get gradients."""
+    """A loss, without the tensors that get gradients."""
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, statistics of the batch's tokens, and the needed gradients."""
+        """Return the loss, values per token, and the needed gradients."""
         ...
 
 
 def _graph_is_retained() -> bool:
-    """Return whether another backward may follow the present one. True if this version of torch cannot tell."""
+    """Return whether another backward may follow; True if torch cannot tell."""
     return _keeps_graph is None or _keeps_graph()
 
 
@@ -262,8 +252,8 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the gradients of the forward, so the caller may change any tensor in between. The saved tensors
-    are for `first_derivative`.
+    Backward reads only the forward's gradients, so the caller may change tensors in between. Saved tensors are for
+    `first_derivative`.
     """
 
     @staticmethod
@@ -289,7 +279,7 @@ class GradientInForward(torch.autograd.Function):
         if upstream is None:
             return (None,) * 5
         if ctx.gradients is None:
-            _ = ctx.saved_tensors  # raises torch's error: the graph was freed
+            _ = ctx.saved_tensors  # raises torch's error if the graph was freed
         gradients = ctx.gradients
         if _graph_is_retained():
             gradients = tuple(None if g is None else g.clone() for g in gradients)
@@ -313,25 +303,11 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a loss of token statistics, with its gradients computed in the forward pass.
+    """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
 
-    Args:
-        head: weight (V, H) and bias (V,) or None, checked.
-        input: (B, T, H) or (N, H), checked.
-        layout: of the target, see `lay_out`.
-        objective: the loss, see `Objective`.
-        outputs: the fields of `TokenStats` that the objective or the caller reads.
-        options: the logit transform and the budget.
-        differentiates: the outputs that its gradient may reach. A step of several chunks takes a faster path without
-            entropy and mean_logits.
-        whole_batch: the objective needs all groups at once.
-        class_weight: (V,) weights of `mean_logits`, in the accumulation dtype.
-
-    Returns:
-        The loss (), connected to input, weight and bias; the batch's detached statistics in the dense layout.
-
-    Raises:
-        ValueError: an output is not a field of `TokenStats`, or the gradient reaches an output that is not declared.
+    Tensors are checked. The objective or the caller reads `outputs`, and the gradient may reach those in
+    `differentiates`. With `whole_batch`, the objective needs all groups at once. `class_weight` (V,) weighs
+    `mean_logits`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:
