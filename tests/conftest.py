@@ -5,7 +5,7 @@ TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Trito
 python -m pytest -m gpu                             the suite, on a CUDA device
 
 Each of them leaves out tests marked `exhaustive`, and most combinations of the parameters of a test marked `sampled`
-(see `mark_exhaustive`). With `--exhaustive` they run too.
+(see `mark_exhaustive`; `interpreted=True` does so only in the interpreter). With `--exhaustive` they run too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "triton: reaches the Triton kernels wherever they run")
     config.addinivalue_line("markers", "ordinary_memory: runs outside deterministic mode")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
-    config.addinivalue_line("markers", "sampled(n=1): runs n combinations per value without --exhaustive")
+    config.addinivalue_line(
+        "markers", "sampled(n=1, *, interpreted=True): runs n combinations per value without --exhaustive"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     sampled: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+        marker = item.get_closest_marker("sampled")
+        if isinstance(item, pytest.Function) and marker and (backend.INTERPRETED or not marker.kwargs):
             sampled[item.nodeid.split("[")[0]].append(item)
     for product in sampled.values():
         mark_exhaustive(product)

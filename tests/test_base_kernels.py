@@ -36,6 +36,7 @@ from liger_chunked.kernels.backend import INTERPRETED
 from liger_chunked.kernels.tuning.generic import MAX_ROW
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @every_op
@@ -101,6 +102,7 @@ def permuted(x: Tensor) -> Tensor:
     return x.detach().movedim(0, -1).contiguous().movedim(-1, 0).requires_grad_(x.requires_grad)
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [strided, scattered, permuted])
 @every_op

@@ -146,6 +146,7 @@ def test_top_k_of_the_whole_vocabulary_is_the_divergence(name):
         assert relative_error(top[key], full[key]) < 1e-9, key
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("target", [True, False])
 @pytest.mark.parametrize("row", rows_like("top-k"), ids=repr)

@@ -155,6 +155,7 @@ def test_mixtures_of_16_bit_logits(rows, loss, dtype, temperature, device):
     assert torch.allclose(gradient.double(), exact_gradient / temperature, rtol=2**-7, atol=bound)
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @by_loss
@@ -197,6 +198,7 @@ def test_jsd_at_a_half_is_symmetric_and_bounded():
     assert (there >= 0).all() and (there <= math.log(2) * (1 + 1e-6)).all()
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -209,7 +209,7 @@ def test_dpo(device, passes):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("entropy_coef", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_grpo(entropy_coef, device, passes):
     """The entropy is a metric, or part of the loss, which then needs the logits."""
     batches = [sequences(seed) for seed in range(6, 12)]

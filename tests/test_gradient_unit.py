@@ -78,6 +78,7 @@ def gradients(run: Run, dtype: torch.dtype, budget: int | None, device: str) -> 
     return [w.grad.double(), x.grad.double()]
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [ONE_SEQUENCE, None], ids=["packs", "one"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

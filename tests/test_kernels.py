@@ -235,6 +235,7 @@ def test_slices_merge_at_any_cut_in_any_order(weighted, device, data):
     assert_stats_close(stats, formulas(logits, target, options, class_weight))
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize(
     "dead",
     [slice(0, 70), slice(70, 200), slice(0, 199), slice(3, 4)],
@@ -380,6 +381,7 @@ def test_survey(shape, ignore_index, device):
         assert torch.equal(high.amax(1), counted.amax(1))
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.parametrize("k", [1, 3, 64, 150])
 @pytest.mark.parametrize(
     ("dtype", "logp_dtype"),

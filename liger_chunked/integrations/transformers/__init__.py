@@ -1,12 +1,14 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
 
-head.py       what a patched model runs in place of `lm_head` and loss
-patch.py      patches and restores one model or a family
-layers.py     the parts of a model that base kernels replace
-detect.py     facts about a model's code
-overrides.py  the table of families
-verify.py     compares the kernels of a row with the code that they replace
-check.py      compares a patched model with the original one
+head.py            what a patched model runs in place of `lm_head` and loss
+patch.py           patches and restores one model or a family
+layers.py          the parts of a model that base kernels replace
+detect.py          facts about a model's code
+overrides.py       the table of families
+verify.py          compares the kernels of a row with the code that they replace
+check.py           compares a patched model with the original one
+
+Not public yet, because they have not run on a GPU:
 shared_prefix.py   computes prompts that sequences share once
 trie.py            packs the sequences of a batch as a trie
 trie_attention.py  masks and attention of such a batch
@@ -27,13 +29,6 @@ from liger_chunked.integrations.transformers.patch import (
     register_family,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.shared_prefix import (
-    SharedBatch,
-    maybe_share,
-    share_batch,
-    shared_prefix_hidden_states,
-    why_not_shared,
-)
 
 
 def __getattr__(name: str) -> Any:
@@ -51,17 +46,12 @@ __all__ = [
     "HeadFn",
     "HeadInput",
     "ModelReport",
-    "SharedBatch",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
     "detach_head",
     "logit_options",
-    "maybe_share",
     "register_family",
     "revert_liger_kernel",
-    "share_batch",
-    "shared_prefix_hidden_states",
-    "why_not_shared",
     *APPLY_TO,
 ]
