@@ -1,6 +1,6 @@
 """Measure the parts of a step with the fused epilogue on a busy GPU, whose power limit lowers the clocks.
 
-python -m benchmarks.parts 4096:1536:151936 4096:2048:151936        tokens of a pack:hidden:vocabulary
+python -m benchmarks.parts 4096:1536:151936 4096:2048:151936        tokens of a chunk:hidden:vocabulary
 
 The first task is a cross entropy of two chunks, in which the parts replace cuBLAS's products one by one. The second is
 the fused projection alone. Contenders alternate, so that none has a cooler card. `x floor` is relative to cuBLAS's
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import DEVICE, LossRow, Table, benchmark, head_weight, hidden_states, median_ms, synchronize
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import accumulate
+from liger_chunked.engine.gradients import accumulate
+from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import project_exp
 from liger_chunked.kernels.backend import has_wide_tiles
 
@@ -90,7 +90,7 @@ def measure(table: Table, n: int, h: int, v: int) -> None:
 
     def beside(first: bool) -> Callable[[], None]:
         def both() -> None:
-            with Aside(x.device) as aside:
+            with SideStream(x.device) as aside:
                 with aside.stream():
                     wide_weight_product(first)()
                 wide_input_product()
@@ -126,7 +126,7 @@ def measure(table: Table, n: int, h: int, v: int) -> None:
     else:
         exponentials.copy_(random_logits.exp())
     shape = {"tokens": n, "hidden": h, "vocabulary": v}
-    compare(table, f"two packs {n}x{h}x{v}", shape, steps)
+    compare(table, f"two chunks {n}x{h}x{v}", shape, steps)
     compare(table, f"projection {n}x{h}x{v}", shape, of_projection)
 
 

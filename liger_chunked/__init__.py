@@ -2,68 +2,69 @@
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from liger_chunked.engine import linear_token_stats, shifted
-from liger_chunked.kernels import (
-    liger_cross_entropy,
-    liger_geglu,
-    liger_jsd,
-    liger_jsd_with_logits,
-    liger_kl_div,
-    liger_kl_div_with_logits,
-    liger_layer_norm,
-    liger_rms_norm,
-    liger_rotary_pos_emb,
-    liger_swiglu,
-    liger_tvd,
-    liger_tvd_with_logits,
-)
-from liger_chunked.losses import (
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearPolicyBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearTVDLoss,
-    LigerFusedLinearUnpairedPreferenceBase,
-)
-from liger_chunked.memory import estimate_memory
-from liger_chunked.modules import (
-    LigerCrossEntropyLoss,
-    LigerGEGLUMLP,
-    LigerJSD,
-    LigerJSDWithLogits,
-    LigerKLDIVLoss,
-    LigerKLDIVWithLogitsLoss,
-    LigerLayerNorm,
-    LigerRMSNorm,
-    LigerSwiGLUMLP,
-    LigerTVDLoss,
-    LigerTVDWithLogitsLoss,
-)
-from liger_chunked.types import (
-    CrossEntropyMetrics,
-    DistillationMetrics,
-    Examples,
-    LogitOptions,
-    MemoryEstimate,
-    Pairs,
-    PolicyMetrics,
-    PreferenceMetrics,
-    Rollouts,
-    TokenStats,
-    UnpairedPreferenceMetrics,
-)
+if TYPE_CHECKING:
+    from liger_chunked.engine import linear_token_stats, shifted
+    from liger_chunked.kernels import (
+        liger_cross_entropy,
+        liger_geglu,
+        liger_jsd,
+        liger_jsd_with_logits,
+        liger_kl_div,
+        liger_kl_div_with_logits,
+        liger_layer_norm,
+        liger_rms_norm,
+        liger_rotary_pos_emb,
+        liger_swiglu,
+        liger_tvd,
+        liger_tvd_with_logits,
+    )
+    from liger_chunked.losses import (
+        LigerFusedLinearBCOLoss,
+        LigerFusedLinearCosineSimilarityLoss,
+        LigerFusedLinearCPOLoss,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerFusedLinearDistillationBase,
+        LigerFusedLinearDPOLoss,
+        LigerFusedLinearGRPOLoss,
+        LigerFusedLinearJSDLoss,
+        LigerFusedLinearKLDivLoss,
+        LigerFusedLinearKTOLoss,
+        LigerFusedLinearORPOLoss,
+        LigerFusedLinearPolicyBase,
+        LigerFusedLinearPreferenceBase,
+        LigerFusedLinearSimPOLoss,
+        LigerFusedLinearTVDLoss,
+        LigerFusedLinearUnpairedPreferenceBase,
+    )
+    from liger_chunked.memory import estimate_memory
+    from liger_chunked.modules import (
+        LigerCrossEntropyLoss,
+        LigerGEGLUMLP,
+        LigerJSD,
+        LigerJSDWithLogits,
+        LigerKLDIVLoss,
+        LigerKLDIVWithLogitsLoss,
+        LigerLayerNorm,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+        LigerTVDLoss,
+        LigerTVDWithLogitsLoss,
+    )
+    from liger_chunked.types import (
+        CrossEntropyMetrics,
+        DistillationMetrics,
+        Examples,
+        LogitOptions,
+        MemoryEstimate,
+        Pairs,
+        PolicyMetrics,
+        PreferenceMetrics,
+        Rollouts,
+        TokenStats,
+        UnpairedPreferenceMetrics,
+    )
 
 __version__ = "0.1.0"
 
@@ -123,7 +124,9 @@ __all__ = [
     "shifted",
 ]
 
-# These import transformers on first use.
+# Every name is imported on first use, and Triton and transformers with it.
+_MODULES = ("engine", "functional", "kernels", "losses", "memory", "modules", "testing", "types")
+_HOMES = ("types", "engine", "losses", "kernels", "modules", "memory")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
     "apply_liger_kernel",
@@ -139,10 +142,16 @@ if find_spec("transformers") is not None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functional":
-        return import_module("liger_chunked.functional")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name in _OF_TRANSFORMERS or name.startswith("apply_liger_kernel_to_"):
-        return getattr(import_module("liger_chunked.integrations.transformers"), name)
+        return getattr(import_module(f"{__name__}.integrations.transformers"), name)
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                globals()[name] = value = getattr(module, name)
+                return value
     if name.startswith("Liger") and name.endswith("Trainer"):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}: import it from {__name__}.integrations.trl"
@@ -151,4 +160,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_TRANSFORMERS, "functional"})
+    return sorted({*globals(), *__all__, *_OF_TRANSFORMERS, *_MODULES})

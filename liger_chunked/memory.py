@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.engine import Group, Layout, StatsLoss, Teacher, TopK, linear_token_stats
-from liger_chunked.engine.fused import Plan
-from liger_chunked.engine.passes import Needs
-from liger_chunked.engine.rehearsal import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
-from liger_chunked.engine.routes import Route
+from liger_chunked.engine import Group, Layout, StatsLoss, TopK, linear_token_stats
+from liger_chunked.engine.divergences import Route
+from liger_chunked.engine.dry_run import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
+from liger_chunked.engine.gradients import Needs
+from liger_chunked.engine.step import Plan
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
@@ -27,9 +27,9 @@ from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Pieces of a step that an estimate goes through at most: each takes one or two milliseconds.
+# Most pieces of a step; each takes milliseconds.
 _MOST_PIECES = 1 << 16
-# Of Hopper, which estimates on a machine without a GPU are most often for.
+# Assumed on a machine without a GPU.
 _HOPPER = (9, 0)
 
 
@@ -53,38 +53,31 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine's own schedule runs on meta tensors: nothing is computed, and no GPU is needed. Three things are not
-    counted: memory that a first call allocates permanently, such as cuBLAS's workspace; tensors that the loss computes
-    from its numbers per token; and the completions from which a KL is estimated (`kl_input`).
+    The engine's steps run dry on meta tensors, without a GPU. Three things are not counted: permanent memory such as
+    cuBLAS's workspace, tensors that the loss computes from its numbers per token, and completions for a KL
+    (`kl_input`).
 
     Args:
         loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
-        vocab_size: rows of `weight` (V, H).
-        hidden_size: columns of `weight`.
-        shape: shape of the target, (B, T) or (N,).
-        valid: number of tokens that have a target, in the whole batch or in each of its B sequences. None: all.
-        dtype: dtype of weight, bias and hidden states.
-        autocast: dtype of `torch.autocast`, if the loss runs under it.
+        vocab_size, hidden_size: the weight's.
+        shape: of the target, (B, T) or (N,).
+        valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
+        dtype: of weight, bias and hidden states.
+        autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
-        trainable_head, trainable_input: whether head and hidden states need a gradient; with neither, only a forward
-            runs.
-        ref_hidden_size: hidden size of a reference that is given as hidden states. One given as log-probabilities takes
-            no memory.
-        teacher_hidden_size: hidden size of a teacher that is given as hidden states.
-        teacher_top_k: entries per token of a teacher that is given as log-probabilities.
-        logits_budget: overrides the loss's budget; a number of bytes or a string such as "512MiB".
-        capability: compute capability of the target NVIDIA GPU, as `torch.cuda.get_device_capability` returns it.
-            Hopper, (9, 0), uses the fused epilogue where that is faster. Data-centre Blackwell, (10, x), does so if the
-            environment variable `LIGER_CHUNKED_WIDE_TILES` is "9,10". None: that of this machine's accelerator, or
-            Hopper's without one.
-
-    Returns:
-        Bytes, in total and by part.
+        trainable_head, trainable_input: whether they need a gradient; without any, only a forward runs.
+        ref_hidden_size: H of a reference model given as hidden states. Its log-probabilities would take no memory.
+        teacher_hidden_size: H of a teacher given as hidden states.
+        teacher_top_k: entries per token of a teacher given as log-probabilities.
+        logits_budget: instead of the loss's.
+        capability: the target GPU's compute capability; None for this machine's, else Hopper's. Hopper, (9, 0), has the
+            fused epilogue. So has data-centre Blackwell, (10, x), if the environment variable
+            `LIGER_CHUNKED_WIDE_TILES` is "9,10".
 
     Raises:
-        TypeError: something that is not a loss of this library, or not a dtype.
-        ValueError: sizes that make no batch for this loss, a reference or a teacher that it does not take, or needs; a
-            budget that cuts the step into too many pieces to go through.
+        TypeError: a wrong type of loss, dtype, size or shape.
+        ValueError: sizes that make no batch, a reference model or teacher that is missing or not taken, or a budget of
+            too many pieces.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -93,7 +86,7 @@ def estimate_memory(
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     443 MiB: logits 251, input_grad 176, hidden 16
 
-    The same step of a small model on two GPUs:
+    The same step on two GPUs:
 
     >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
     >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}
@@ -159,11 +152,7 @@ def estimate_memory(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Refuse a budget under which the estimate would take minutes to hours, and the step itself longer.
-
-    Raises:
-        ValueError: it is that small.
-    """
+    """Raise ValueError if the estimate would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return
@@ -185,7 +174,7 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Return whether gradients are computed in backward, from an upstream gradient per token."""
+    """Return whether gradients wait for the backward."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -196,7 +185,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Return the loss's group and options, and check that the loss accepts this reference and teacher."""
+    """Return the loss's group and options. Check its reference model and teacher."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
@@ -229,14 +218,14 @@ def _route(
     top_k: tuple[Tensor, Tensor] | None,
 ) -> Route:
     if teacher is not None:
-        return loss._route(head, layout, Teacher(teacher.head, teacher.input, loss.teacher_options), None, None)
+        return loss._route_of_logits()
     assert top_k is not None
     logps, ids = (layout.input_rows(x, slice(0, layout.n_valid)) for x in top_k)
     return TopK(loss.divergence, loss.options, logps, ids)
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """Return the layout that `lay_out` makes of a target of this shape, without token ids."""
+    """Return the layout of a target of this shape, on meta tensors."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"
@@ -246,25 +235,26 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     lengths = _lengths(valid, n_sequences, length)
     per_group = {"token": n_sequences, "sequence": 1, "pair": 2}[group]
     n_groups = n_sequences // per_group
-    # The two sequences of a pair are n_groups rows apart.
+    # A pair's sequences are n_groups rows apart.
     group_lengths = [sum(lengths[i::n_groups]) for i in range(n_groups)]
     n, n_positions = sum(lengths), n_sequences * length
     slots = None if n == n_positions else _meta(n)
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # if no token is ignored, the caller's own target
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),
         lengths=None if group == "token" else _meta(n_groups, per_group),
+        side_lengths=_meta(2) if group == "pair" else None,
         group_lengths=None if group == "token" else group_lengths,
         stacked=group == "pair" and n_groups > 1,
     )
 
 
 def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return the valid tokens of each sequence; a count for the whole batch is spread evenly."""
+    """Return the valid tokens of each sequence, with one count spread evenly."""
     if valid is None:
         return [length] * n_sequences
     if isinstance(valid, int):

@@ -1,11 +1,11 @@
-"""Checks for your own code around this library: your own loss, a patched model.
-
-Run them once, in a test. They find mistakes that a training run hides:
+"""Checks for your own code: they find mistakes that training hides. Run them once, in a test.
 
     from liger_chunked.testing import check_loss, check_model
 
-    check_loss(MyLoss())        # fused against full logits, and the whole batch against small budgets
-    check_model(model)          # a patched transformers model against the stock one; needs transformers
+    check_loss(MyLoss())        # fused against full logits, and against small budgets
+    check_model(model)          # a patched transformers model against stock
+
+Both raise AssertionError.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_chunked.engine import Layout, NegativeLogLikelihood
-from liger_chunked.engine.schedule import Pack
+from liger_chunked.eager.token_stats import logits, token_stats
+from liger_chunked.engine import Layout
+from liger_chunked.engine.batch import Chunk
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -30,7 +31,6 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.reference.token_stats import logits, token_stats
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
@@ -38,7 +38,7 @@ __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transfo
 Batch = dict[str, Any]
 
 _PARAMETERS = ("weight", "input", "bias")
-# The method that a subclass of each base implements.
+# What a subclass of each base implements.
 _METHODS: dict[type[nn.Module], str | None] = {
     LigerFusedLinearPreferenceBase: "preference_loss",
     LigerFusedLinearUnpairedPreferenceBase: "preference_loss",
@@ -57,10 +57,10 @@ def __getattr__(name: str) -> Any:
 class LossReport(NamedTuple):
     """The result of `check_loss` for a loss that passed.
 
-    - `loss`: its value on the batch
-    - `error`: the largest difference from full logits, of the loss and of its gradients, relative to their size
-    - `budgets`: the budgets in bytes that gave the same result as the whole batch at once
-    - `tokens`: tokens of the batch that have a target
+    - `loss`: its value
+    - `error`: the largest relative difference of loss and gradients from full logits
+    - `budgets`: the budgets in bytes that gave the same result as the whole batch
+    - `tokens`: tokens that have a target
     """
 
     loss: float
@@ -74,11 +74,10 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on one of the base classes, in float64.
 
-    The fused loss and its gradients are compared with autograd over full logits, with the same `preference_loss`,
-    `policy_loss` or `divergence`. The whole batch is compared with budgets that cut it, with more padding, and with a
+    The fused loss and its gradients are compared with autograd over full logits, small budgets, more padding, and a
     second call. This finds an objective that
 
-    - compares pairs, sequences or tokens with one another without declaring it in `scope`,
+    - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding: a sum or a mean over T instead of over `mask` and `lengths`,
     - reads a statistic that `token_outputs` does not declare,
     - writes to its inputs,
@@ -86,13 +85,13 @@ def check_loss(
 
     Args:
         loss: an instance.
-        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences. They are copied to float64.
-            None: a small random batch.
-        seed: seed of the random batch.
-        tolerance: the largest allowed difference, relative to the size of the compared tensor.
+        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; copied to float64. None: a
+            random batch.
+        seed: of the random batch.
+        tolerance: the largest allowed relative difference.
 
     Raises:
-        AssertionError: if one of these mistakes is found; the message says what to change.
+        AssertionError: if a mistake is found; the message says what to change.
         TypeError: if `loss` is not an instance of a loss.
         ValueError: if a teacher is given as log-probabilities, which have no full logits.
 
@@ -173,7 +172,7 @@ def _advice(loss: nn.Module) -> str:
 
 
 class _Watched:
-    """Wraps a method of a loss and checks its inputs and result."""
+    """Wraps a loss's method to check its inputs and result."""
 
     def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
         self.loss, self.name, self.method = loss, name, method
@@ -205,7 +204,7 @@ class _Watched:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """Return the tensors in an argument of the method: itself, or the fields of `Pairs`, `Examples` or `Rollouts`."""
+    """Return an argument's tensors: itself, or its fields."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, TokenStats):
@@ -216,7 +215,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 class _Comparison:
-    """Describes how one result differs from another; returns an empty string if it does not."""
+    """Describes how one result differs from another, or returns ""."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -245,7 +244,7 @@ def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
 
 
 def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    """Return the batch with new leaves for the trained tensors, and these leaves."""
+    """Return the batch with new leaves, and these leaves."""
     leaves = {name: batch[name].detach().clone().requires_grad_() for name in _PARAMETERS if name in batch}
     return {**batch, **leaves}, leaves
 
@@ -264,7 +263,7 @@ def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the same by autograd over full logits."""
+    """Return the same, by autograd over full logits."""
     given, leaves = _leaves(batch)
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _gradients(_full_distillation(loss, **given), leaves)
@@ -276,23 +275,19 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[..., Tensor] | NegativeLogLikelihood,
-        batch: Any = None,
+        objective: Callable[[TokenStats, slice | Tensor], Tensor],
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        every = Pack(slice(0, layout.n_valid), slice(0, layout.shape[0]))
+        every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
         transform = _transform(own.options)
-        # The layout has dropped ignored tokens, so every target counts.
+        # The layout has no ignored tokens.
         outputs = tuple(dict.fromkeys(own._outputs))
         values = token_stats(head.weight, x, layout.target, head.bias, outputs=outputs, ignore_index=-1, **transform)
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
         dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
-        if isinstance(objective, NegativeLogLikelihood):
-            value = objective(dense, layout.index(every))
-        else:
-            value = objective(own, batch, dense, layout.index(every))
+        value = objective(dense, layout.index(every))
         return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
 
     own._fuse = full
@@ -334,7 +329,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the number of valid tokens, and two budgets: one group of tokens at a time, and a part of one."""
+    """Return the number of valid tokens, and budgets for one group and for less."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -363,7 +358,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Return the batch with two more ignored positions per sequence, and new hidden states at all ignored positions."""
+    """Return the batch with two more positions per sequence, and other hidden states at ignored positions."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -397,10 +392,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return twelve sequences of up to seven tokens, and the other arguments of the loss.
-
-    With so many, an objective that sorts them cannot pass by chance.
-    """
+    """Return twelve sequences and the loss's other arguments. With fewer, a loss that sorts could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Types shared by the whole library: inputs of losses, options, heads, metrics. Imports torch only."""
+"""Types shared by the whole library: inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """Numbers per token that a loss on an `lm_head` needs of a row `z` of logits.
+    """Numbers per token that a loss needs of a row of logits.
 
-    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats:
+    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats, the
+    first four differentiable:
 
-    - `logps`: `z_y - lse`, the log-probability of the target (differentiable)
-    - `lse`: `logsumexp(z)` (differentiable)
-    - `entropy`: `-sum(p * log(p))` (differentiable)
-    - `mean_logits`: `sum(z) / V` (differentiable)
+    - `logps`: `z_y - lse`, the log-probability of the target
+    - `lse`: `logsumexp(z)`
+    - `entropy`: `-sum(p * log(p))`
+    - `mean_logits`: `sum(z) / V`
     - `argmax`: the first index of the largest logit, int64
     - `is_top1`: `argmax == y`, bool
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    Every field has the shape of the given tokens, or is None if it was not requested. Floating fields are float32, or
-    float64 for float64 inputs.
+    Every field has the shape of the tokens, or is None if not requested. Floating fields are float32, or float64 for
+    float64 inputs.
 
-    The matrix product rounds the logits of 16-bit hidden states to 16 bits, and the statistics are those of the rounded
-    logits. Only `logps` is more accurate: it computes the target's logit again in float32 (`kernels/target_logit.py`).
-    Therefore `logps + lse` is closer to the exact `z_y` than the rounded logit is.
+    The logits of 16-bit hidden states are rounded. Only `logps` computes `z_y` again in float32
+    (`kernels/target_logit.py`), so `logps + lse` is closer to the exact `z_y`.
     """
 
     logps: Tensor | None = None
@@ -44,7 +44,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` for a loss that declares the fields that it reads: reading one that was not computed is an error."""
+    """`TokenStats` that raise if a loss reads a field that it did not declare."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 
 class LogitOptionsDict(TypedDict, total=False):
-    """The keywords of every loss; see `LogitOptions` for their meaning and defaults."""
+    """The keywords of every loss, see `LogitOptions`."""
 
     ignore_index: int
     softcap: float | None
@@ -74,7 +74,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return shape, dtype and device of a tensor, never its values; the type of anything else."""
+    """Return a tensor's shape, dtype and device, never its values; else the type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
@@ -91,7 +91,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """Format a setting for a message: numbers, short strings and None as they are, other values by type and size."""
+    """Format a setting for a message: long values by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -105,7 +105,7 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Raise TypeError if a value is not a number, or with `whole` not an integer."""
+    """Raise TypeError unless a value is a number, or with `whole` an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -124,12 +124,12 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget` to bytes; None stays None.
 
-    A number is bytes. A string is a number with or without a unit: B, KB, MB, GB and TB are powers of 1000; KiB, MiB,
-    GiB and TiB are powers of 1024. Case does not matter, and a space before the unit is allowed.
+    A number is bytes. A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB
+    (powers of 1024).
 
     Raises:
-        TypeError: if it is neither a number, a string nor None.
-        ValueError: if a string is no size, or the result is not whole or less than one byte.
+        TypeError: if it is not a number, a string or None.
+        ValueError: if a string is no size, or the bytes are not whole and positive.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -165,23 +165,22 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The transform of the logits, the tokens to ignore, and the memory budget.
+    """The transform of the logits, the ignored tokens, and the memory budget.
 
-    The transform of a row of logits is `z = softcap * tanh(logit_scale * z / softcap) / temperature`; without a
-    softcap, `z = logit_scale * z / temperature`.
+    The transform is `z = softcap * tanh(logit_scale * z / softcap) / temperature`, or `z = logit_scale * z /
+    temperature` without a softcap.
 
     Args:
-        ignore_index: tokens with this target contribute to nothing, and cost nothing.
-        softcap: Gemma's `final_logit_softcapping`; None for none.
-        logit_scale: factor of the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
+        ignore_index: tokens with this target contribute and cost nothing.
+        softcap: Gemma's `final_logit_softcapping`.
+        logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once; None for an automatic choice. A number of bytes (`1e9`),
-            or a string with a unit ("1GB", "512MiB"), see `budget_bytes`. The attribute is an int.
+        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic. The attribute is an
+            int.
 
     Raises:
         TypeError: if an option is not a number.
-        ValueError: if a softcap or temperature is not positive, a scale is not finite, or a budget is under one byte or
-            in an unknown unit.
+        ValueError: if a softcap or temperature is not positive, a scale is not finite, or a budget is invalid.
     """
 
     ignore_index: int = -100
@@ -210,7 +209,7 @@ class LogitOptions:
         """Build the options from the extra keywords of a loss's constructor.
 
         Raises:
-            TypeError: if the loss does not have a keyword; the message suggests the name that was probably meant.
+            TypeError: if the loss lacks a keyword.
             ValueError: if an option is invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
@@ -220,17 +219,17 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get the batch in several parts; `batch_size` and `batch_lengths` always describe the whole batch. Use
-    `reshape`, not `view`: the memory layout depends on the part.
+    A loss may get the batch in parts; `batch_size` and `batch_lengths` describe the whole batch. Use `reshape`, not
+    `view`: the memory layout depends on the part.
 
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
-      their mean with `average_log_prob`, weighted with `ld_alpha`. In float64, to keep small differences of large sums
-    - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without a reference
-    - `lengths` (n, 2): valid tokens of each sequence, at least 1 so that division is safe
+      their mean with `average_log_prob`, weighted with `ld_alpha`. float64, to keep small differences of large sums
+    - `ref_logps` (n, 2): the same under the reference model, without gradient; zeros without one
+    - `lengths` (n, 2): valid tokens, at least 1 so that division is safe
     - `mask` (n, 2, T): True at the valid tokens
-    - `token_stats`: `TokenStats` of shape (n, 2, T), zero at ignored tokens
-    - `batch_size`: pairs in the whole batch
-    - `batch_lengths` (2,): valid tokens of all chosen and of all rejected sequences of the whole batch, at least 1
+    - `token_stats`: of shape (n, 2, T), zero at ignored tokens
+    - `batch_size`: pairs
+    - `batch_lengths` (2,): valid tokens of all chosen and all rejected sequences, at least 1
     """
 
     logps: Tensor
@@ -243,13 +242,13 @@ class Pairs:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, 2, T) log-probability of each token, in nats, zero at ignored tokens."""
+        """(n, 2, T) log-probabilities, zero at ignored tokens."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
     @property
     def logratios(self) -> Tensor:
-        """(n, 2) `logps - ref_logps`, in nats."""
+        """(n, 2) `logps - ref_logps`."""
         return self.logps - self.ref_logps
 
 
@@ -257,19 +256,14 @@ class Pairs:
 class Examples:
     """`n` labelled sequences, the input of an unpaired loss; `T` is the padded length.
 
-    A loss may get the batch in several parts; `batch_size` and `batch_counts` always describe the whole batch.
+    A loss may get the batch in parts; `batch_size` and `batch_counts` describe the whole batch.
 
-    - `logps` (n,): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or their
-      mean with `average_log_prob`. In float64, to keep small differences of large sums
-    - `ref_logps` (n,): the same under the reference, without gradient; zeros without a reference
+    - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `lengths` (n,): valid tokens of each sequence, at least 1 so that division is safe
-    - `reference_point` (): the value that a sequence is compared with, without gradient: `kl` in nats or `delta` in
-      rewards (`LigerFusedLinearUnpairedPreferenceBase.reference_point`); zero if the loss reads none
-    - `mask` (n, T): True at the valid tokens
-    - `token_stats`: `TokenStats` of shape (n, T), zero at ignored tokens
-    - `batch_size`: sequences in the whole batch
-    - `batch_counts` (2,): desirable and undesirable sequences of the whole batch, at least 1
+    - `reference_point` (): what a sequence is compared with, without gradient: `kl` in nats, `delta` in rewards, or
+      zero, see `LigerFusedLinearUnpairedPreferenceBase.reference_point`
+    - `batch_size`: sequences
+    - `batch_counts` (2,): desirable and undesirable sequences, at least 1
     """
 
     logps: Tensor
@@ -284,18 +278,18 @@ class Examples:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, T) log-probability of each token, in nats, zero at ignored tokens."""
+        """(n, T) log-probabilities, zero at ignored tokens."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
     @property
     def logratios(self) -> Tensor:
-        """(n,) `logps - ref_logps`, in nats."""
+        """(n,) `logps - ref_logps`."""
         return self.logps - self.ref_logps
 
     @property
     def signs(self) -> Tensor:
-        """(n,) 1 for a desirable sequence, -1 for an undesirable one, in the dtype of `logps`."""
+        """(n,) 1 for a desirable sequence, else -1."""
         return 2 * self.desirable.to(self.logps.dtype) - 1
 
 
@@ -303,25 +297,23 @@ class Examples:
 class Rollouts:
     """`n` sampled completions, the input of a policy loss; `T` is the padded length.
 
-    A loss that treats each token independently (`scope = "token"`) gets any subset of the batch's tokens instead, one
-    token per row. Then `T` is 1, and values of a sequence are repeated for each of its tokens. A loss may get the batch
-    in several parts; `batch_size` and `batch_tokens` always describe the whole batch. Ignored tokens have
+    A loss may get the batch in parts; `batch_size` and `batch_tokens` describe the whole batch. A loss with `scope =
+    "token"` gets any tokens, one per row: `T` is 1, and a sequence's values are repeated. Ignored tokens have
     log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
 
-    - `logps` (n, T): log-probability of each token under the policy, in nats
-    - `old_logps` (n, T): the same under the policy that sampled it, without gradient. If the caller gave none, it is
-      `logps`, so that the ratio is exactly 1
-    - `ref_logps` (n, T): the same under the reference, without gradient; None without a reference
-    - `log_ratio`: log of the importance ratio at the level of the loss, in nats: (n, T) `logps - old_logps`, or (n, 1),
-      one per sequence, in float64
-    - `advantages` (n, T), or (n, 1), one per sequence
-    - `importance_weights` (n, T), or (n, 1), one per sequence: corrections for a sampler that differs from the old
-      policy; None if not given
-    - `entropy` (n, T): entropy of the policy's distribution at each token, in nats
+    - `logps` (n, T): log-probabilities under the policy, in nats
+    - `old_logps` (n, T): under the policy that sampled, without gradient; if not given, `logps`, for a ratio of exactly
+      1
+    - `ref_logps` (n, T): under the reference model, without gradient; None without one
+    - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or (n, 1) per sequence, in float64
+    - `advantages` (n, T), or (n, 1) per sequence
+    - `importance_weights` (n, T), or (n, 1) per sequence: correct for a sampler that differs from the old policy; None
+      if not given
+    - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T): True at the valid tokens
-    - `lengths` (n, 1): valid tokens of the sequence, at least 1 so that division is safe
-    - `batch_size`: sequences in the whole batch
-    - `batch_tokens`: valid tokens in the whole batch
+    - `lengths` (n, 1): valid tokens, at least 1
+    - `batch_size`: sequences
+    - `batch_tokens`: valid tokens
     """
 
     logps: Tensor
@@ -338,21 +330,17 @@ class Rollouts:
 
     @property
     def ratio(self) -> Tensor:
-        """The importance ratio at the level of the loss, (n, T) or (n, 1): `exp(log_ratio)`."""
+        """The importance ratio `exp(log_ratio)`, (n, T) or (n, 1)."""
         return self.log_ratio.exp()
 
 
 class PreferenceMetrics(NamedTuple):
     """Metrics of a paired preference loss, detached.
 
-    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`, in nats
+    - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
-    - `nll_loss` (): nats per valid chosen token; zero unless the loss has an NLL term
-    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape` if it has
-      one
-    - `reward_accuracies` (n,): 1 where the chosen reward is greater than the rejected one, else 0; TRL logs its mean as
-      `rewards/accuracies`
-    - `reward_margins` (n,): chosen minus rejected reward; TRL logs its mean as `rewards/margins`
+    - `nll_loss` (): nats per valid chosen token; zero without an NLL term
+    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`, if any
     """
 
     chosen_logps: Tensor
@@ -362,8 +350,16 @@ class PreferenceMetrics(NamedTuple):
     nll_loss: Tensor
     chosen_rewards: Tensor
     rejected_rewards: Tensor
-    reward_accuracies: Tensor
-    reward_margins: Tensor
+
+    @property
+    def reward_accuracies(self) -> Tensor:
+        """(n,): 1 where the chosen reward is greater, else 0. TRL's `rewards/accuracies`."""
+        return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
+
+    @property
+    def reward_margins(self) -> Tensor:
+        """(n,): chosen minus rejected reward. TRL's `rewards/margins`."""
+        return self.chosen_rewards - self.rejected_rewards
 
 
 class UnpairedPreferenceMetrics(NamedTuple):
@@ -371,10 +367,10 @@ class UnpairedPreferenceMetrics(NamedTuple):
 
     To average over ranks, multiply each mean by its count and add. A mean over nothing is zero.
 
-    - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps` over the sequences, in nats
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
-    - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)` over the sequences
-    - `reference_point` (): `Examples.reference_point`
+    - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
+    - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
+    - `chosen_rewards`, `rejected_rewards` (): mean of `beta * (logps - ref_logps)`
+    - `reference_point` (): of `Examples`
     - `chosen_count`, `rejected_count` (): sequences, int64
     - `chosen_tokens`, `rejected_tokens` (): valid tokens, int64
     """
@@ -393,16 +389,16 @@ class UnpairedPreferenceMetrics(NamedTuple):
 
 
 class PolicyMetrics(NamedTuple):
-    """Metrics of a policy loss, detached; a field that was not computed is None.
+    """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over the valid tokens of the batch. Values with one entry per sequence are averaged over the sequences
-    that have valid tokens. A mean over nothing is zero.
+    Means are over the valid tokens; of values per sequence, over the sequences that have any. A mean over nothing is
+    zero.
 
-    - `entropy` (): mean entropy, in nats
-    - `kl` (): mean estimate of KL(policy || reference), in nats, as it enters the loss; None without a reference
-    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios that are clipped from below, or from above; None if the
-      loss does not clip on that side. A clipped ratio has no gradient; with `cispo` its token still has one
-    - `clip_ratio` (): share of ratios that are clipped on either side
+    - `entropy` (): mean, in nats
+    - `kl` (): mean estimate of KL(policy || reference), in nats, as in the loss
+    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios clipped from below, or from above, if the loss clips
+      there. A clipped ratio has no gradient; with `cispo` its token still has one
+    - `clip_ratio` (): share of ratios clipped on either side
     """
 
     entropy: Tensor
@@ -413,10 +409,10 @@ class PolicyMetrics(NamedTuple):
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """Metrics of the cross entropy, detached; a field that was not requested is None.
+    """Metrics of the cross entropy, detached; None if not requested.
 
-    - `z_loss`: the part of the loss that `lse_square_scale` adds, reduced like the loss
-    - `token_accuracy` (): share of the valid tokens whose target is the argmax
+    - `z_loss`: what `lse_square_scale` adds to the loss, reduced like it
+    - `token_accuracy` (): share of valid tokens whose target is the argmax
     - `predicted_tokens`: the argmax, in the shape of the target, -1 at ignored tokens
     """
 
@@ -427,7 +423,7 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of student logits `z` from teacher logits `t` whose gradient has a closed form.
+    """A divergence of student logits `z` from teacher logits `t`, with a gradient in closed form.
 
     With `p = softmax(z)`, `q = softmax(t)`, `KL(a || b) = sum(a * log(a / b))`:
 
@@ -465,10 +461,10 @@ class Divergence:
 
 
 class DistillationMetrics(NamedTuple):
-    """The two terms of a distillation loss before their weights, detached, each reduced like the loss.
+    """The terms of a distillation loss before their weights, detached, reduced like the loss.
 
-    - `soft_loss` (): the divergence of teacher and student
-    - `hard_loss` (): the negative log-likelihood of the targets, in nats at temperature 1; zero without a target
+    - `soft_loss` (): the divergence
+    - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target
     """
 
     soft_loss: Tensor
@@ -477,14 +473,14 @@ class DistillationMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a step holds above its inputs, at the moment of its peak.
+    """Bytes that a step holds above its inputs at its peak.
 
-    - `logits`: the buffer of logits or their exponentials, and the teacher's logits
-    - `weight_grad`: gradients of weight and bias, and the accumulators from which they are rounded
-    - `input_grad`: gradient of the hidden states, and the parts from which it is assembled
-    - `hidden`: copies of the hidden states of tokens that have a target
-    - `other`: numbers per token, copies of a head under autocast, tensors that autograd saves for a divergence, and the
-      partial sums or float32 products of the fused epilogue
+    - `logits`: logits or their exponentials, and the teacher's logits
+    - `weight_grad`: gradients of weight and bias, and their accumulators
+    - `input_grad`: gradient of the hidden states, and its parts
+    - `hidden`: copies of valid tokens' hidden states
+    - `other`: numbers per token, heads cast by autocast, what autograd saves for a divergence, and the fused epilogue's
+      sums and products
     """
 
     logits: int = 0
@@ -505,5 +501,5 @@ class MemoryEstimate:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of token statistics and accumulators: float32, or float64 for float64 inputs."""
+    """Return the dtype of statistics and accumulators: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

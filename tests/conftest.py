@@ -22,7 +22,7 @@ import pytest
 import torch
 from fresh_process import FreshProcesses
 
-from liger_chunked.engine import fused
+from liger_chunked.engine import step
 from liger_chunked.kernels import backend
 
 
@@ -69,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def mark_exhaustive(product: list[pytest.Function]) -> None:
     """Mark all but a diagonal of a product of parameters: each value of the longest parameter keeps `n` combinations of
-    the others. Neighbours keep different ones, so that every combination of the others stays with some value.
+    the others, or every second value keeps one for an `n` of 0.5. Neighbours keep different ones, so that every
+    combination of the others stays with some value.
 
     Arguments that are parametrized together are one parameter. Devices are none.
     """
@@ -86,7 +87,7 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
     period = 1 + min(max(axis), max(others))
     for item, value, combination in zip(product, axis, others, strict=True):
         n = next(iter(item.get_closest_marker("sampled").args), 1)
-        if (combination - value) % period >= n:
+        if (combination - value) % (period / min(n, 1)) >= n:
             item.add_marker("exhaustive")
 
 
@@ -158,4 +159,4 @@ def by_epilogue(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no torch path: runs with TRITON_INTERPRET=1")
     if device == "cuda" and not backend.has_wide_tiles(torch.device("cuda")):
         pytest.skip("no tensor memory accelerator")
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)

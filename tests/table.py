@@ -28,11 +28,11 @@ from liger_chunked import (
     LigerFusedLinearTVDLoss,
     LogitOptions,
     TokenStats,
+    eager,
     linear_token_stats,
-    reference,
 )
-from liger_chunked.reference.dpo import LOSS_TYPES
-from liger_chunked.reference.reference_free import CPO_LOSS_TYPES
+from liger_chunked.eager.dpo import LOSS_TYPES
+from liger_chunked.eager.reference_free import CPO_LOSS_TYPES
 
 Batch = dict[str, Tensor]
 PARAMETERS = ("weight", "input", "bias")
@@ -193,7 +193,7 @@ def rollouts(
     states = {name: batch.pop(name) for name in ("ref_weight", "ref_input", "ref_bias")}
     generator = torch.Generator().manual_seed(seed + 2)
     head = {name: batch[name] for name in ("weight", "input", "target", "bias")}
-    logps = reference.token_stats(**head, **transform or {})["logps"]
+    logps = eager.token_stats(**head, **transform or {})["logps"]
     shapes = {"tokens": batch["target"].shape, "sequences": batch["target"].shape[:1]}
     sides = {"advantages": _normal(generator, *shapes[advantages])}
     if old:  # a policy a few updates older
@@ -286,7 +286,7 @@ def _cross_entropy(
     def oracle(batch: Batch, **options: Any) -> Tensor:
         weights = _class_weights(batch) if ce_weight else None
         settings_ = {"num_items": num_items, "ce_weight": weights, "token_weights": by_token(batch)}
-        return scalar(reference.cross_entropy(**batch, **settings_, **settings | options))
+        return scalar(eager.cross_entropy(**batch, **settings_, **settings | options))
 
     fused = settings.get("reduction") != "none"
     stops_gradients = settings.get("dft", False)
@@ -307,7 +307,7 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
         return LigerFusedLinearDPOLoss(use_ref_model=ref is not None, **settings | options)(**batch)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return reference.dpo(**batch, **settings | options)[0]
+        return eager.dpo(**batch, **settings | options)[0]
 
     stops_gradients = settings.get("use_weighting", False)
     return Row(
@@ -398,7 +398,7 @@ def _distillation(
     top_k: int = 0,
     **settings: Any,
 ) -> Row:
-    """`module` configures ours to equal `reference.distillation` of `name` and `parameter`; `settings` go to both."""
+    """`module` configures ours to equal `eager.distillation` of `name` and `parameter`; `settings` go to both."""
 
     def ours(batch: Batch, **options: Any) -> Tensor:
         settings_ = settings | options
@@ -409,7 +409,7 @@ def _distillation(
         return made(**batch, num_items=num_items)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return reference.distillation(**batch, name=name, parameter=parameter, **settings | options)[0]
+        return eager.distillation(**batch, name=name, parameter=parameter, **settings | options)[0]
 
     def sample(sizes: Sizes, seed: int) -> Batch:
         return students(sizes, seed, bias, padding, top_k)
@@ -444,7 +444,7 @@ def _grpo(
         return LigerFusedLinearGRPOLoss(**settings | options)(**masked(batch, options), num_items=num_items)[0]
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return reference.grpo(**masked(batch, options), num_items=num_items, **settings | options)[0]
+        return eager.grpo(**masked(batch, options), num_items=num_items, **settings | options)[0]
 
     return Row(
         id,
@@ -472,7 +472,7 @@ def _statistics(id: str, outputs: tuple[str, ...], **settings: Any) -> Row:
         return objective({name: getattr(stats, name) for name in outputs}, batch["target"])
 
     def oracle(batch: Batch, **options: Any) -> Tensor:
-        return objective(reference.token_stats(**batch, outputs=outputs, **settings | options), batch["target"])
+        return objective(eager.token_stats(**batch, outputs=outputs, **settings | options), batch["target"])
 
     return Row(id, ours, oracle, tokens, fused=False)
 
@@ -574,37 +574,37 @@ DPO_VARIANTS = [
 ]
 
 REFERENCE_FREE = [
-    _reference_free("orpo", LigerFusedLinearORPOLoss, reference.orpo),
-    _reference_free("orpo-nll_target", LigerFusedLinearORPOLoss, reference.orpo, beta=0.7, nll_target=True),
-    _reference_free("orpo-softcap-scale-temperature", LigerFusedLinearORPOLoss, reference.orpo, **_TRANSFORM),
+    _reference_free("orpo", LigerFusedLinearORPOLoss, eager.orpo),
+    _reference_free("orpo-nll_target", LigerFusedLinearORPOLoss, eager.orpo, beta=0.7, nll_target=True),
+    _reference_free("orpo-softcap-scale-temperature", LigerFusedLinearORPOLoss, eager.orpo, **_TRANSFORM),
     *(
         _reference_free(
             f"cpo-{loss_type}",
             LigerFusedLinearCPOLoss,
-            reference.cpo,
+            eager.cpo,
             loss_type=loss_type,
             label_smoothing=0.1 if loss_type in ("sigmoid", "simpo") else 0.0,
         )
         for loss_type in CPO_LOSS_TYPES
     ),
-    _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, reference.cpo, cpo_alpha=0.0, beta=0.3),
-    _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, reference.cpo, cpo_alpha=0.5, nll_target=True),
+    _reference_free("cpo-no-nll", LigerFusedLinearCPOLoss, eager.cpo, cpo_alpha=0.0, beta=0.3),
+    _reference_free("cpo-nll_target", LigerFusedLinearCPOLoss, eager.cpo, cpo_alpha=0.5, nll_target=True),
     _reference_free(
         "cpo-alphapo",
         LigerFusedLinearCPOLoss,
-        reference.cpo,
+        eager.cpo,
         loss_type="simpo",
         cpo_alpha=0.0,
         alphapo_alpha=0.25,
         beta=1.0,
     ),
     _reference_free(
-        "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, reference.cpo, loss_type="hinge", alphapo_alpha=-0.1
+        "cpo-alphapo-negative-hinge", LigerFusedLinearCPOLoss, eager.cpo, loss_type="hinge", alphapo_alpha=-0.1
     ),
-    _reference_free("simpo", LigerFusedLinearSimPOLoss, reference.simpo, beta=2.0, gamma=1.0),
-    _reference_free("simpo-hinge", LigerFusedLinearSimPOLoss, reference.simpo, loss_type="hinge"),
+    _reference_free("simpo", LigerFusedLinearSimPOLoss, eager.simpo, beta=2.0, gamma=1.0),
+    _reference_free("simpo-hinge", LigerFusedLinearSimPOLoss, eager.simpo, loss_type="hinge"),
     _reference_free(
-        "cpo-simpo-smoothing", LigerFusedLinearSimPOLoss, reference.simpo, compute_nll_loss=True, label_smoothing=0.1
+        "cpo-simpo-smoothing", LigerFusedLinearSimPOLoss, eager.simpo, compute_nll_loss=True, label_smoothing=0.1
     ),
 ]
 
@@ -612,35 +612,35 @@ _KTO, _BCO = LigerFusedLinearKTOLoss, LigerFusedLinearBCOLoss
 
 # Without a reference, log-ratios are log-probabilities: with a beta of 0.1 their length alone would saturate the loss.
 UNPAIRED = [
-    _unpaired("kto", _KTO, reference.kto, kl=0.0),
-    _unpaired("kto-kl", _KTO, reference.kto, kl=3.0),
-    _unpaired("kto-kl-tensor", _KTO, reference.kto, kl=torch.tensor([3.0], dtype=torch.float64)),
-    _unpaired("kto-kl-negative", _KTO, reference.kto, kl=-3.0),
-    _unpaired("kto-kl-of-mismatched", _KTO, reference.kto, mismatched="states", beta=0.05),
+    _unpaired("kto", _KTO, eager.kto, kl=0.0),
+    _unpaired("kto-kl", _KTO, eager.kto, kl=3.0),
+    _unpaired("kto-kl-tensor", _KTO, eager.kto, kl=torch.tensor([3.0], dtype=torch.float64)),
+    _unpaired("kto-kl-negative", _KTO, eager.kto, kl=-3.0),
+    _unpaired("kto-kl-of-mismatched", _KTO, eager.kto, mismatched="states", beta=0.05),
     _unpaired(
         "kto-kl-of-mismatched-softcap-scale-temperature",
         _KTO,
-        reference.kto,
+        eager.kto,
         mismatched="states",
         beta=0.05,
         **_TRANSFORM,
     ),
     _unpaired(
-        "kto-kl-of-mismatched-ref_kl_logps", _KTO, reference.kto, mismatched="logps", average_log_prob=True, beta=0.7
+        "kto-kl-of-mismatched-ref_kl_logps", _KTO, eager.kto, mismatched="logps", average_log_prob=True, beta=0.7
     ),
-    _unpaired("kto-weights", _KTO, reference.kto, kl=1.0, desirable_weight=1.3, undesirable_weight=0.7),
-    _unpaired("kto-example_weights", _KTO, reference.kto, kl=1.0, weights=True),
-    _unpaired("kto-all-desirable", _KTO, reference.kto, kl=1.0, labels="desirable"),
-    _unpaired("kto-all-undesirable", _KTO, reference.kto, kl=1.0, labels="undesirable"),
-    _unpaired("kto-no-reference", _KTO, reference.kto, kl=1.0, ref=None, beta=0.01),
-    _unpaired("kto-ref_logps-of-tokens-averaged", _KTO, reference.kto, kl=0.2, ref="tokens", average_log_prob=True),
-    _unpaired("kto-ref_logps-of-sequences", _KTO, reference.kto, kl=1.0, ref="sequences"),
-    _unpaired("kto-apo_zero_unpaired", _KTO, reference.kto, loss_type="apo_zero_unpaired", beta=0.3),
-    _unpaired("bco", _BCO, reference.bco, delta=0.0),
-    _unpaired("bco-delta-weights", _BCO, reference.bco, delta=-0.4, weights=True, ref="sequences"),
-    _unpaired("bco-delta-tensor", _BCO, reference.bco, delta=torch.tensor(0.3), average_log_prob=True, beta=0.8),
-    _unpaired("bco-all-undesirable", _BCO, reference.bco, delta=0.1, labels="undesirable", ref=None, beta=0.01),
-    _unpaired("bco-softcap-scale-temperature", _BCO, reference.bco, delta=0.1, **_TRANSFORM),
+    _unpaired("kto-weights", _KTO, eager.kto, kl=1.0, desirable_weight=1.3, undesirable_weight=0.7),
+    _unpaired("kto-example_weights", _KTO, eager.kto, kl=1.0, weights=True),
+    _unpaired("kto-all-desirable", _KTO, eager.kto, kl=1.0, labels="desirable"),
+    _unpaired("kto-all-undesirable", _KTO, eager.kto, kl=1.0, labels="undesirable"),
+    _unpaired("kto-no-reference", _KTO, eager.kto, kl=1.0, ref=None, beta=0.01),
+    _unpaired("kto-ref_logps-of-tokens-averaged", _KTO, eager.kto, kl=0.2, ref="tokens", average_log_prob=True),
+    _unpaired("kto-ref_logps-of-sequences", _KTO, eager.kto, kl=1.0, ref="sequences"),
+    _unpaired("kto-apo_zero_unpaired", _KTO, eager.kto, loss_type="apo_zero_unpaired", beta=0.3),
+    _unpaired("bco", _BCO, eager.bco, delta=0.0),
+    _unpaired("bco-delta-weights", _BCO, eager.bco, delta=-0.4, weights=True, ref="sequences"),
+    _unpaired("bco-delta-tensor", _BCO, eager.bco, delta=torch.tensor(0.3), average_log_prob=True, beta=0.8),
+    _unpaired("bco-all-undesirable", _BCO, eager.bco, delta=0.1, labels="undesirable", ref=None, beta=0.01),
+    _unpaired("bco-softcap-scale-temperature", _BCO, eager.bco, delta=0.1, **_TRANSFORM),
 ]
 
 _KL, _JSD = LigerFusedLinearKLDivLoss, LigerFusedLinearJSDLoss

@@ -22,7 +22,7 @@ from liger_chunked import (
     LogitOptions,
     linear_token_stats,
 )
-from liger_chunked.reference.dpo import LOSS_TYPES
+from liger_chunked.eager.dpo import LOSS_TYPES
 
 V, H = SMALL.vocab, SMALL.hidden
 B, T = SMALL.sequences, SMALL.length

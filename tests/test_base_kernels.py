@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_chunked as lc
 from liger_chunked.kernels import glu, layer_norm, logits_divergence, pointwise_divergence, rms_norm, rope
-from liger_chunked.kernels.backend import INTERPRETED, MAX_ROW
+from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.kernels.tuning.generic import MAX_ROW
 
 
 @pytest.mark.sampled(interpreted=True)

@@ -15,7 +15,7 @@ from test_models import labelled, state_of, step
 import liger_chunked
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, layers, revert_liger_kernel
 from liger_chunked.integrations.transformers.check import check_model
-from liger_chunked.integrations.transformers.families import BY_NAME
+from liger_chunked.integrations.transformers.overrides import BY_NAME
 
 pytestmark = [
     pytest.mark.ordinary_memory,

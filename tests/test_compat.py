@@ -19,7 +19,7 @@ from table import SMALL, Batch, evaluate, examples, moved, pairs, relative_error
 from torch import Tensor, nn
 
 import liger_chunked as lc
-from liger_chunked import reference
+from liger_chunked import eager
 from liger_chunked.compat import chunked_loss, transformers
 
 MODULES = {"chunked_loss": chunked_loss, "transformers": transformers}
@@ -78,7 +78,7 @@ def dpo(id: str, ref: str | None = "states", **settings: Any) -> Case:
         "LigerFusedLinearDPOLoss",
         PAIR,
         lambda: pairs(SMALL, seed=1, ref=ref),
-        lambda batch: reference.dpo(**batch, **known)[0],
+        lambda batch: eager.dpo(**batch, **known)[0],
         settings,
     )
 
@@ -89,7 +89,7 @@ def cpo(id: str, oracle: dict[str, Any], **settings: Any) -> Case:
         "LigerFusedLinearCPOLoss",
         HEAD,
         lambda: pairs(SMALL, seed=2, ref=None),
-        lambda batch: reference.cpo(**batch, **oracle),
+        lambda batch: eager.cpo(**batch, **oracle),
         settings,
     )
 
@@ -103,8 +103,8 @@ def with_nll_target() -> Batch:
 
 
 def orpo_without_nll(batch: Batch) -> Tensor:
-    nll = reference.cpo(**batch, cpo_alpha=1.0) - reference.cpo(**batch, cpo_alpha=0.0)
-    return reference.orpo(**batch, beta=0.2) - nll
+    nll = eager.cpo(**batch, cpo_alpha=1.0) - eager.cpo(**batch, cpo_alpha=0.0)
+    return eager.orpo(**batch, beta=0.2) - nll
 
 
 UNPAIRED = ("input", "weight", "target", "bias", "preference_labels", "ref_input", "ref_weight", "ref_bias", "kl")
@@ -121,7 +121,7 @@ def kto(id: str, kl: float | None, ref: str | None, **settings: Any) -> Case:
         "LigerFusedLinearKTOLoss",
         UNPAIRED,
         sample,
-        lambda batch: reference.kto(**{"kl": 0.0, **batch}, **known),
+        lambda batch: eager.kto(**{"kl": 0.0, **batch}, **known),
         settings,
     )
 
@@ -166,7 +166,7 @@ def grpo(
 
     def expected(batch: Batch) -> Tensor:
         batch = dict(batch)
-        return reference.grpo(target=batch.pop("selected_token_ids"), **batch, **oracle)[0]
+        return eager.grpo(target=batch.pop("selected_token_ids"), **batch, **oracle)[0]
 
     return Case(f"grpo-{id}", "LigerFusedLinearGRPOLoss", ROLLOUT, batch, expected, settings, peer=peer)
 
@@ -193,7 +193,7 @@ def distillation(id: str, name: str, oracle: dict[str, Any], **settings: Any) ->
         name,
         STUDENT,
         flat_students,
-        lambda batch: reference.distillation(**batch, **oracle)[0],
+        lambda batch: eager.distillation(**batch, **oracle)[0],
         settings,
     )
 
@@ -215,7 +215,7 @@ def cross_entropy(id: str, oracle: dict[str, Any] | None = None, **settings: Any
         "LigerFusedLinearCrossEntropyLoss",
         HEAD,
         sample,
-        lambda batch: reference.cross_entropy(**batch, **settings if oracle is None else oracle),
+        lambda batch: eager.cross_entropy(**batch, **settings if oracle is None else oracle),
         settings,
         module="transformers",
         peer=False,
@@ -239,7 +239,7 @@ CASES = [
         "LigerFusedLinearORPOLoss",
         (*HEAD, "nll_target"),
         lambda: pairs(SMALL, seed=3, ref=None),
-        lambda batch: reference.orpo(**batch, beta=0.2),
+        lambda batch: eager.orpo(**batch, beta=0.2),
         {"beta": 0.2},
     ),
     Case(
@@ -247,7 +247,7 @@ CASES = [
         "LigerFusedLinearORPOLoss",
         (*HEAD, "nll_target"),
         with_nll_target,
-        lambda batch: reference.orpo(**batch),
+        lambda batch: eager.orpo(**batch),
     ),
     Case(
         "orpo-no-nll",
@@ -272,14 +272,14 @@ CASES = [
         "LigerFusedLinearSimPOLoss",
         HEAD,
         lambda: pairs(SMALL, seed=2, ref=None),
-        lambda batch: reference.simpo(**batch, compute_nll_loss=True),
+        lambda batch: eager.simpo(**batch, compute_nll_loss=True),
     ),
     Case(
         "simpo-settings",
         "LigerFusedLinearSimPOLoss",
         HEAD,
         lambda: pairs(SMALL, seed=2, ref=None),
-        lambda batch: reference.simpo(**batch, beta=2.0, gamma=1.1, label_smoothing=0.1),
+        lambda batch: eager.simpo(**batch, beta=2.0, gamma=1.1, label_smoothing=0.1),
         {"beta": 2.0, "gamma": 1.1, "label_smoothing": 0.1, "compute_nll_loss": False, "alpha": 0.7},
     ),
     kto("defaults", None, None),
@@ -382,7 +382,7 @@ CASES = [
         "LigerFusedLinearJSD",
         STUDENT[:5],
         lambda: {name: x for name, x in flat_students().items() if not name.endswith("bias")},
-        lambda batch: reference.distillation(**batch, parameter=0.3, weight_hard_loss=0.0, weight_soft_loss=1.0)[0],
+        lambda batch: eager.distillation(**batch, parameter=0.3, weight_hard_loss=0.0, weight_soft_loss=1.0)[0],
         {"jsd_beta": 0.3},
         module="transformers",
         peer=False,
@@ -482,7 +482,7 @@ def test_kto_reports_sums() -> None:
     loss = chunked_loss.LigerFusedLinearKTOLoss(beta=0.3)
     _, sums = loss(*(batch.get(name) for name in UNPAIRED))
     head = {name: batch[name] for name in HEAD}
-    logps = reference.token_stats(**head)["logps"].sum(-1)
+    logps = eager.token_stats(**head)["logps"].sum(-1)
     valid = batch["target"] != -100
     logits = torch.where(valid[..., None], batch["input"] @ batch["weight"].T + batch["bias"], 0.0).sum((1, 2))
     expected = [x[side].sum() for x in (logps, logits, 0.3 * logps) for side in (labels, ~labels)]
@@ -513,7 +513,7 @@ def test_cross_entropy_output() -> None:
     loss = transformers.LigerFusedLinearCrossEntropyLoss(lse_square_scale=0.1, **settings)
     output = loss(*(batch[name] for name in HEAD))
     assert isinstance(output, transformers.CrossEntropyOutput)
-    without = reference.cross_entropy(**batch)
+    without = eager.cross_entropy(**batch)
     torch.testing.assert_close(output.loss - output.z_loss, without, rtol=1e-6, atol=0)
     predicted = (batch["input"] @ batch["weight"].T + batch["bias"]).argmax(-1)
     valid = batch["target"] != -100

@@ -25,7 +25,8 @@ from liger_chunked import (
     LigerFusedLinearUnpairedPreferenceBase,
     linear_token_stats,
 )
-from liger_chunked.engine import FusedLoss, StatsLoss, passes
+from liger_chunked.engine import FusedLoss, StatsLoss, head
+from liger_chunked.engine import gradients as accumulating
 
 pytestmark = [
     pytest.mark.ordinary_memory,  # the compiler allocates memory that must not be filled with NaN
@@ -121,7 +122,7 @@ def test_subclass():
 def products(monkeypatch) -> list[int]:
     """Multiplications in each product of a head."""
     done: list[int] = []
-    project, accumulate = passes.HeadPass.project, passes.accumulate
+    project, accumulate = head.HeadPass.project, accumulating.accumulate
 
     def projected(self, x, tile):
         logits = project(self, x, tile)
@@ -132,8 +133,9 @@ def products(monkeypatch) -> list[int]:
         done.append(a.numel() * b.shape[1])
         accumulate(out, a, b, first)
 
-    monkeypatch.setattr(passes.HeadPass, "project", projected)
-    monkeypatch.setattr(passes, "accumulate", accumulated)
+    monkeypatch.setattr(head.HeadPass, "project", projected)
+    for module in (head, accumulating):
+        monkeypatch.setattr(module, "accumulate", accumulated)
     return done
 
 

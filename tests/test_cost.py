@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import linear_token_stats
-from liger_chunked.engine import passes
+from liger_chunked.engine import gradients
 from liger_chunked.kernels import backend
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -59,7 +59,7 @@ def test_gemms_within_the_budget(row, trainable, grad, expected):
 
 
 @by_row
-def test_gemms_of_many_packs(row):
+def test_gemms_of_many_chunks(row):
     """Chunks add no products while each group fits, except in batch-scoped losses and with gradients in backward."""
     batch = row.sample(SIZES, seed=0)
     count = gemms(row, batch, ("weight", "input", "bias"), budget=8 * 2 * SIZES.length * SIZES.vocab)
@@ -130,8 +130,8 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 @pytest.mark.parametrize(
     ("dtype", "tokens_in_budget"),
     [
-        pytest.param(torch.bfloat16, 256, id="bf16-one-pack"),
-        pytest.param(torch.bfloat16, 75, id="bf16-packs"),
+        pytest.param(torch.bfloat16, 256, id="bf16-one-chunk"),
+        pytest.param(torch.bfloat16, 75, id="bf16-chunks"),
         pytest.param(torch.bfloat16, 20, id="bf16-tiles"),
         pytest.param(torch.float32, 20, id="fp32-tiles"),
     ],
@@ -139,7 +139,7 @@ MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=3
 def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     # The CPU path works in blocks of a constant size: keep them smaller than these shapes.
     monkeypatch.setitem(backend.TORCH_BLOCK, "cpu", 1 << 12)
-    monkeypatch.setattr(passes, "_UPCAST_BLOCK", 1 << 12)
+    monkeypatch.setattr(gradients, "UPCAST_BLOCK", 1 << 12)
     batch = moved(row.sample(MEMORY_SIZES, seed=0), dtype)
     leaves = {name: batch[name].clone().requires_grad_() for name in ("weight", "input", "bias") if name in batch}
     n, v, h = n_valid(batch), MEMORY_SIZES.vocab, MEMORY_SIZES.hidden

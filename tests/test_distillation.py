@@ -17,7 +17,7 @@ from liger_chunked import (
     LigerFusedLinearKLDivLoss,
     LigerFusedLinearTVDLoss,
     LogitOptions,
-    reference,
+    eager,
 )
 
 SOFT = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
@@ -81,11 +81,11 @@ def test_without_a_target_all_tokens_count_and_nothing_is_hard():
     valid = batch["target"] != -100
     del batch["target"]
     loss, metrics = LigerFusedLinearJSDLoss()(**batch)
-    oracle, _ = reference.distillation(**batch)
+    oracle, _ = eager.distillation(**batch)
     assert metrics.hard_loss == 0
     assert loss == pytest.approx(oracle.item(), rel=1e-12) == pytest.approx(0.5 * metrics.soft_loss.item(), rel=1e-12)
     masked = evaluate(lambda b: LigerFusedLinearJSDLoss()(**b, mask=valid)[0], batch)
-    exact = evaluate(lambda b: reference.distillation(**b, mask=valid)[0], batch)
+    exact = evaluate(lambda b: eager.distillation(**b, mask=valid)[0], batch)
     for name in exact:
         assert relative_error(masked[name], exact[name]) < 1e-12, name
 
@@ -94,7 +94,7 @@ def test_mask_and_target_both_leave_tokens_out():
     batch = students(SMALL, seed=0)
     batch["mask"] = torch.rand(batch["target"].shape, generator=torch.Generator().manual_seed(0)) < 0.5
     ours = evaluate(lambda b: LigerFusedLinearJSDLoss()(**b)[0], batch)
-    exact = evaluate(lambda b: reference.distillation(**b)[0], batch)
+    exact = evaluate(lambda b: eager.distillation(**b)[0], batch)
     for name in exact:
         assert relative_error(ours[name], exact[name]) < 1e-12, name
 
@@ -116,7 +116,7 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
     mixed = {n: x.bfloat16() if n.startswith("teacher_") else x for n, x in batch.items()}
     exact = {n: x.double() for n, x in mixed.items() if n != "target"} | {"target": mixed["target"]}
     # The teacher's logits are rounded to bfloat16.
-    assert loss(**mixed)[0] == pytest.approx(reference.distillation(**exact)[0].item(), rel=1e-2)
+    assert loss(**mixed)[0] == pytest.approx(eager.distillation(**exact)[0].item(), rel=1e-2)
 
 
 @by_loss

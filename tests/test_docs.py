@@ -24,7 +24,8 @@ from transformers import TrainingArguments
 
 import liger_chunked
 from liger_chunked import revert_liger_kernel
-from liger_chunked.integrations.transformers import apply, families
+from liger_chunked.integrations.transformers import overrides as families
+from liger_chunked.integrations.transformers import patch as apply
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -19,11 +19,12 @@ from liger_chunked import (
     LigerFusedLinearKTOLoss,
     LigerFusedLinearPreferenceBase,
     LogitOptions,
+    eager,
     estimate_memory,
-    reference,
 )
-from liger_chunked.engine import epilogue, fused, schedule
-from liger_chunked.engine import passes as engine_passes
+from liger_chunked.engine import epilogue, gradients, head, step
+from liger_chunked.engine import plan as cut
+from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import backend, projection, target_rows
 from liger_chunked.types import Head
@@ -34,13 +35,13 @@ OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
 FACTOR = 1.1 * (8**0.5 if backend.INTERPRETED else 1)
 HIDDEN, VOCAB = 72, 603  # ragged last tiles in both, and buffer rows that need padding
 BUDGET = 13 * VOCAB * 2  # 13 tokens per chunk
-_SMALLEST = epilogue._SMALLEST
+SMALLEST = epilogue.SMALLEST
 
 
 @pytest.fixture(autouse=True)
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small chunks use the fused epilogue too."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    monkeypatch.setattr(epilogue, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def assert_error_is_that_of_eager_code(ours, oracle, *batches: Batch, device: st
 
 def cross_entropy(batch: Batch, settings: dict, ours: bool) -> Tensor:
     if not ours:
-        return reference.cross_entropy(**batch, **settings)
+        return eager.cross_entropy(**batch, **settings)
     return LigerFusedLinearCrossEntropyLoss(**settings, logits_budget=BUDGET)(**batch)
 
 
@@ -153,7 +154,7 @@ def test_frozen(trainable, device, passes):
 
 
 @pytest.mark.triton
-def test_one_pack(device, passes):
+def test_one_chunk(device, passes):
     """With one chunk, dW is written once in bfloat16, without an accumulator for the target rows; a frozen head
     has none either."""
     batch = moved(tokens(2), torch.bfloat16, device)
@@ -200,7 +201,7 @@ def test_dpo(device, passes):
     budget = 20 * VOCAB * 2  # one pair with 16 valid tokens
     assert_error_is_that_of_eager_code(
         lambda batch: LigerFusedLinearDPOLoss(logits_budget=budget)(**batch)[0],
-        lambda batch: reference.dpo(**batch)[0],
+        lambda batch: eager.dpo(**batch)[0],
         batch,
         device=device,
     )
@@ -218,13 +219,13 @@ def test_grpo(entropy_coef, device, passes):
     ours = LigerFusedLinearGRPOLoss(logits_budget=BUDGET, entropy_coef=entropy_coef)
     assert_error_is_that_of_eager_code(
         lambda batch: ours(**batch)[0],
-        lambda batch: reference.grpo(**batch, entropy_coef=entropy_coef)[0],
+        lambda batch: eager.grpo(**batch, entropy_coef=entropy_coef)[0],
         *batches,
         device=device,
     )
     assert bool(passes) == (not entropy_coef)
     batch = moved(batches[0], torch.bfloat16, device)
-    exact, metrics = reference.grpo(**batch, entropy_coef=entropy_coef)[1], ours(**batch)[1]
+    exact, metrics = eager.grpo(**batch, entropy_coef=entropy_coef)[1], ours(**batch)[1]
     assert float(metrics.entropy) == pytest.approx(float(exact["entropy"]), rel=2**-8)
 
 
@@ -236,14 +237,20 @@ class Shifted(LigerFusedLinearPreferenceBase):
 
 
 @pytest.mark.triton
-def test_a_gradient_that_was_not_foretold_starts_the_pack_over(device, passes):
+def test_a_gradient_must_be_declared(device, passes):
     def oracle(batch):
-        stats = reference.token_stats(**batch, outputs=("logps", "mean_logits"))
+        stats = eager.token_stats(**batch, outputs=("logps", "mean_logits"))
         return (stats["mean_logits"] - stats["logps"]).sum() / 2
 
     loss = Shifted(logits_budget=20 * VOCAB * 2, use_ref_model=False)
+    batch = moved(sequences(7), torch.bfloat16, device)
+    batch["weight"].requires_grad_()
+    with pytest.raises(ValueError, match=r"reaches mean_logits, .*: set token_outputs = \('mean_logits',\)"):
+        loss(**batch)
+    passes.clear()
+    loss.token_outputs = ("mean_logits",)
     assert_error_is_that_of_eager_code(lambda batch: loss(**batch)[0], oracle, sequences(7), device=device)
-    assert len(passes) == 1
+    assert not passes
 
 
 # Which steps
@@ -256,7 +263,7 @@ def served(change: dict) -> bool:
         "class_weight": None,
         "outputs": OUTPUTS,
         "differentiates": ("logps", "lse"),
-        "packs": [schedule.tiles(3, 16, 64)] * 2,
+        "chunks": [cut.tiles(3, 16, 64)] * 2,
     }
     arguments |= change
     return epilogue.serves(**{"dtype": arguments["head"].weight.dtype} | arguments)
@@ -274,7 +281,7 @@ REFUSED = {
     "class-weight": {"class_weight": torch.ones(16)},
     "argmax": {"outputs": ("logps", "argmax")},
     "entropy-in-the-loss": {"differentiates": ("logps", "entropy")},
-    "slices": {"packs": [schedule.tiles(3, 16, 8)]},
+    "slices": {"chunks": [cut.tiles(3, 16, 8)]},
 }
 
 
@@ -293,13 +300,13 @@ def test_serves_not(change):
 
 QWEN = {"vocab_size": 151936, "hidden_size": 896, "shape": (4, 2048)}
 AUTOMATIC = {
-    "two packs": ({}, 4096),
+    "two chunks": ({}, 4096),
     "a wider head": ({"hidden_size": 2048}, 4096),
     "one too wide": ({"hidden_size": 2056}, 8192),
-    "packs that are small": ({"shape": (6144,)}, 6144),
-    "the smallest packs": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
-    "a pack that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
-    "a pack of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
+    "chunks that are small": ({"shape": (6144,)}, 6144),
+    "the smallest chunks": ({"hidden_size": 1536, "shape": (7168,)}, 3584),
+    "a chunk that is smaller, the first in whole tiles": ({"hidden_size": 1536, "shape": (7296,)}, 3840),
+    "a chunk of one token": ({"loss": LigerFusedLinearKTOLoss(), "shape": (2, 4096), "valid": [4096, 1]}, 4097),
     "small work": ({"vocab_size": 32000}, 8192),
     "many of them": ({"vocab_size": 32000, "hidden_size": 2048, "shape": (8, 4096)}, 32768),
     "one chunk in any case": ({"shape": (2, 2048)}, 4096),
@@ -316,16 +323,16 @@ AUTOMATIC = {
 @pytest.mark.parametrize(("change", "tokens"), AUTOMATIC.values(), ids=AUTOMATIC)
 def test_the_automatic_budget(change, tokens, monkeypatch):
     """The fused epilogue takes two chunks, where the step could be one chunk of logits."""
-    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss(), "capability": (9, 0)} | QWEN | change
     estimate = estimate_memory(arguments.pop("loss"), **arguments)
     assert estimate.logits == tokens * arguments["vocab_size"] * 2
 
 
-def test_packs_in_the_place_of_one_chunk_are_large():
+def test_chunks_in_the_place_of_one_chunk_are_large():
     def several(*tokens: int, vocab_size: int = 1 << 18) -> bool:
-        packs = [schedule.tiles(n, vocab_size, 1 << 40) for n in tokens]
-        return epilogue.instead_of_one_chunk(packs, hidden_size=1024)
+        chunks = [cut.tiles(n, vocab_size, 1 << 40) for n in tokens]
+        return epilogue.instead_of_one_chunk(chunks, hidden_size=1024)
 
     assert several(4096, 4096) and several(3584, 4096, 4096)
     assert not several(8192)
@@ -335,11 +342,11 @@ def test_packs_in_the_place_of_one_chunk_are_large():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
-    monkeypatch.setattr(epilogue, "_SMALLEST", _SMALLEST)
+    monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
-    plan = fused.Plan.of(
+    plan = step.Plan.of(
         Head(weight if transposed else weight.contiguous()),
-        schedule.lay_out_every(8192),
+        lay_out_every(8192),
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),
@@ -347,17 +354,17 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
         whole_batch=False,
         wide_tiles=True,
     )
-    assert len(plan.packs) == (1 if transposed else 2)
+    assert len(plan.chunks) == (1 if transposed else 2)
 
 
-def test_small_packs_are_left_to_the_logits(monkeypatch):
+def test_small_chunks_are_left_to_the_logits(monkeypatch):
     """Small chunks do not use the epilogue, because the host is the bottleneck: the largest chunk decides."""
     largest = 3 * 16 * 8
-    monkeypatch.setattr(epilogue, "_SMALLEST", largest)
-    packs = [schedule.tiles(n, 16, 64) for n in (1, 3, 2)]
-    assert served({"packs": packs})
-    monkeypatch.setattr(epilogue, "_SMALLEST", largest + 1)
-    assert not served({"packs": packs})
+    monkeypatch.setattr(epilogue, "SMALLEST", largest)
+    chunks = [cut.tiles(n, 16, 64) for n in (1, 3, 2)]
+    assert served({"chunks": chunks})
+    monkeypatch.setattr(epilogue, "SMALLEST", largest + 1)
+    assert not served({"chunks": chunks})
 
 
 @pytest.mark.parametrize(
@@ -417,21 +424,21 @@ class NotLaunched:
 @pytest.fixture
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the epilogue's path on a CPU with the allocations of a GPU, products included."""
-    if not backend.HAS_TRITON:
+    if backend.triton is None:
         pytest.skip("no tensor descriptors without Triton")
-    monkeypatch.setattr(fused, "has_wide_tiles", lambda device: True)
+    monkeypatch.setattr(step, "has_wide_tiles", lambda device: True)
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
-    for module in (engine_passes, epilogue):
+    for module in (head, gradients, epilogue):
         monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a step, in chunks of `pack` tokens."""
+    """Sizes of a step, in chunks of `chunk` tokens."""
 
     n: int
-    pack: int
+    chunk: int
     hidden: int
     vocab: int
 
@@ -463,7 +470,7 @@ def test_estimate(of, sizes, trainable, valid, nothing_launched):
     target = torch.zeros(input.shape[:2], dtype=torch.int64)
     n_valid = int(valid * target.shape[1])
     target[:, n_valid:] = -100
-    loss = of(logits_budget=sizes.pack * sizes.vocab * 2)
+    loss = of(logits_budget=sizes.chunk * sizes.vocab * 2)
     estimate = estimate_memory(
         loss,
         vocab_size=sizes.vocab,

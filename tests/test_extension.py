@@ -16,7 +16,7 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearPreferenceBase,
     Pairs,
-    reference,
+    eager,
 )
 
 
@@ -53,7 +53,7 @@ class Ranked(LigerFusedLinearPreferenceBase):
 
 
 def sequence_logps(batch: Batch) -> tuple[Tensor, Tensor]:
-    logps = reference.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
     return logps.sum(1), (batch["target"] != -100).sum(1)
 
 
@@ -64,7 +64,7 @@ def eager_simpo(batch: Batch) -> Tensor:
 
 
 def eager_confident(batch: Batch) -> Tensor:
-    stats = reference.token_stats(
+    stats = eager.token_stats(
         batch["weight"], batch["input"], batch["target"], batch["bias"], outputs=("logps", "entropy")
     )
     lengths = (batch["target"] != -100).sum(1).view(2, -1).sum(0)
@@ -249,7 +249,7 @@ def test_nll_target_of_its_own():
 
     def oracle(batch):
         half = SMALL.sequences // 2
-        chosen = reference.cross_entropy(
+        chosen = eager.cross_entropy(
             batch["weight"], batch["input"][:half], nll_target[:half], batch["bias"], reduction="mean"
         )
         return eager_simpo(batch) + 0.5 * chosen

@@ -20,8 +20,6 @@ from liger_chunked.integrations.transformers import (
     register_family,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.apply import APPLY_TO, _layer_class, _layers_in
-from liger_chunked.integrations.transformers.families import BY_NAME
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
     GLU,
@@ -33,6 +31,10 @@ from liger_chunked.integrations.transformers.layers import (
     rotate_halves,
     rotate_pairs,
 )
+from liger_chunked.integrations.transformers.overrides import BY_NAME
+from liger_chunked.integrations.transformers.overrides import layer_class as _layer_class
+from liger_chunked.integrations.transformers.patch import APPLY_TO
+from liger_chunked.integrations.transformers.patch import layers_in as _layers_in
 from liger_chunked.integrations.transformers.verify import check_layers, check_row
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -13,8 +13,8 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LogitOptions,
+    eager,
     linear_token_stats,
-    reference,
 )
 from liger_chunked.kernels import LogitsCotangents, finish, logits_grad_, logits_stats
 
@@ -66,7 +66,7 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
     weight, input, target = sample(2048, 512, vocab, dtype)
 
     def exact(weight, input):
-        return reference.cross_entropy(weight, input, target)
+        return eager.cross_entropy(weight, input, target)
 
     def fused(weight, input):
         return LigerFusedLinearCrossEntropyLoss(logits_budget=budget)(weight, input, target)
@@ -80,14 +80,14 @@ def test_error_at_real_vocabularies(vocab, budget, dtype):
         # products of the same rows.
         rows = input.shape[0] if budget is None else budget // (vocab * input.element_size())
         parts = zip(input.split(rows), target.split(rows), strict=True)
-        total = sum(reference.cross_entropy(weight, x, t, reduction="sum") for x, t in parts)
+        total = sum(eager.cross_entropy(weight, x, t, reduction="sum") for x, t in parts)
         return total / (target != -100).sum()
 
     expected = gradients(exact, weight.double(), input.double())
     whole = gradients(exact, weight, input)
-    for ours, eager in ((gradients(fused, weight, input), in_chunks), (gradients(primitive, weight, input), whole)):
-        eager = eager if isinstance(eager, tuple) else gradients(eager, weight, input)
-        for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
+    for ours, oracle in ((gradients(fused, weight, input), in_chunks), (gradients(primitive, weight, input), whole)):
+        oracle = oracle if isinstance(oracle, tuple) else gradients(oracle, weight, input)
+        for name, x, y, z in zip(("loss", "weight", "input"), ours, oracle, expected, strict=True):
             # A scalar is a single error: allow one unit in the last place of the logits, averaged over 2048 tokens, or
             # one of the loss's float32.
             floor = max(torch.finfo(dtype).eps / 2048**0.5, torch.finfo(torch.float32).eps) if name == "loss" else 0.0
@@ -121,11 +121,11 @@ def test_dpo_error_at_a_real_vocabulary():
     target = target.view(4, 512)
 
     def exact(weight, input):
-        return reference.dpo(weight, input.view(4, 512, 512), target, None, ref_input.to(weight.dtype),
-                             ref_weight.to(weight.dtype), loss_type="ipo")[0]  # fmt: skip
+        return eager.dpo(weight, input.view(4, 512, 512), target, None, ref_input.to(weight.dtype),
+                         ref_weight.to(weight.dtype), loss_type="ipo")[0]  # fmt: skip
 
     expected = gradients(exact, weight.double(), input.double())
-    eager = gradients(exact, weight, input)
+    naive = gradients(exact, weight, input)
     for budget in (None, 100 * MIB):
 
         def fused(weight, input, budget=budget):
@@ -133,7 +133,7 @@ def test_dpo_error_at_a_real_vocabulary():
             return module(weight, input.view(4, 512, 512), target, None, ref_input, ref_weight)[0]
 
         ours = gradients(fused, weight, input)
-        for name, x, y, z in zip(("loss", "weight", "input"), ours, eager, expected, strict=True):
+        for name, x, y, z in zip(("loss", "weight", "input"), ours, naive, expected, strict=True):
             floor = torch.finfo(torch.bfloat16).eps / 2048**0.5 if name == "loss" else 0.0
             assert relative_error(x, z) <= max(1.1 * relative_error(y, z), floor), name
 
@@ -151,7 +151,7 @@ def test_offsets_past_31_bits(budget):
         input,
     )
     last, _, expected = gradients(
-        lambda weight, input: reference.cross_entropy(weight, input, target[part], reduction="sum"), weight, input[part]
+        lambda weight, input: eager.cross_entropy(weight, input, target[part], reduction="sum"), weight, input[part]
     )
     assert relative_error(dx[part], expected.double()) < torch.finfo(torch.bfloat16).eps
     assert dw.isfinite().all()
@@ -164,9 +164,9 @@ def test_offsets_past_31_bits(budget):
 def test_more_rows_than_a_launch_grid_is_wide():
     weight, input, target = sample(70000, 64, 1009)
     ours = gradients(lambda w, x: LigerFusedLinearCrossEntropyLoss()(w, x, target), weight, input)
-    eager = gradients(lambda w, x: reference.cross_entropy(w, x, target), weight, input)
-    exact = gradients(lambda w, x: reference.cross_entropy(w, x, target), weight.double(), input.double())
-    for x, y, z in zip(ours[1:], eager[1:], exact[1:], strict=True):
+    naive = gradients(lambda w, x: eager.cross_entropy(w, x, target), weight, input)
+    exact = gradients(lambda w, x: eager.cross_entropy(w, x, target), weight.double(), input.double())
+    for x, y, z in zip(ours[1:], naive[1:], exact[1:], strict=True):
         assert relative_error(x, z) <= 1.1 * relative_error(y, z)
 
 

@@ -82,7 +82,7 @@ def gradients(run: Run, dtype: torch.dtype, budget: int | None, device: str) -> 
 @pytest.mark.triton
 @pytest.mark.parametrize("budget", [ONE_SEQUENCE, None], ids=["packs", "one"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_packs(run, budget, device):
+def test_chunks(run, budget, device):
     exact = gradients(run, torch.float64, None, device)
     ours = gradients(run, torch.float16, budget, device)
     for a, b in zip(ours, exact, strict=True):

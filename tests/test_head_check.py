@@ -405,8 +405,8 @@ def test_a_forward_of_ones_own_over_a_patched_class(cls):
 
 def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
     """`attach_head` needs logits alone; a fused loss takes the place of the model's."""
-    from liger_chunked.integrations.transformers.families import BY_NAME
-    from liger_chunked.integrations.transformers.forward import Fusion, fuse
+    from liger_chunked.integrations.transformers.overrides import BY_NAME
+    from liger_chunked.integrations.transformers.patch import Fusion, fuse
 
     stock = transformers.LlamaForCausalLM.forward
 

@@ -30,7 +30,7 @@ assert LigerFusedLinearDPOLoss and linear_token_stats and "apply_liger_kernel" n
     fresh_process.run(code)
 
 
-# On a free machine it takes 0.15 seconds.
+# On a free machine it takes a few milliseconds.
 MOST_SECONDS = 0.25
 IMPORT = """
 import sys, time

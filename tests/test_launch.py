@@ -15,10 +15,10 @@ from conftest import expects_triton
 from torch import Tensor
 
 import liger_chunked as lc
-from liger_chunked.engine.passes import gemms
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import launch, rms_norm
 from liger_chunked.kernels.backend import INTERPRETED
-from liger_chunked.kernels.partial_sums import sum_partials
+from liger_chunked.kernels.norm_rows import sum_partials
 
 
 class Recorder:
@@ -55,7 +55,7 @@ STREAM = 11
 def kernel(monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
     monkeypatch.setattr(launch, "_REMEMBERS", True)
     monkeypatch.setattr(launch, "_HAS_CURRENT_DEVICE", False)
-    monkeypatch.setattr(launch, "jitted", lambda _: Recorder())
+    monkeypatch.setattr(launch, "jit", lambda _: Recorder())
     monkeypatch.setattr(launch.Kernel, "_is_proven", True)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: STREAM)))
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
@@ -463,7 +463,7 @@ def no_hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def new_kernel(monkeypatch: pytest.MonkeyPatch, triton: Triton) -> launch.Kernel:
     monkeypatch.setattr(launch.Kernel, "_is_proven", False)
-    monkeypatch.setattr(launch, "jitted", lambda _: triton)
+    monkeypatch.setattr(launch, "jit", lambda _: triton)
     return launch.Kernel(lambda x_ptr, residual_ptr, y_ptr, n, eps, FLAG, BLOCK: None)
 
 

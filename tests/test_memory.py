@@ -30,8 +30,9 @@ from liger_chunked import (
     estimate_memory,
     linear_token_stats,
 )
-from liger_chunked.engine import schedule
-from liger_chunked.engine.passes import HeadGradients, HeadPass
+from liger_chunked.engine import plan
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.head import HeadPass
 from liger_chunked.kernels import backend
 
 MIB = 1 << 20
@@ -172,8 +173,8 @@ def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):
 @pytest.mark.parametrize("part", [1.0, 0.3])
 @pytest.mark.parametrize("row", rows("kl", "jsd", "squared-error"), ids=repr)
 def test_agrees_with_steps_of_several_blocks(row, part, trainable, monkeypatch):
-    for name in ("_FEWEST_BLOCK_TOKENS", "_BLOCK_TOKENS", "_BLOCK_VOCAB"):
-        monkeypatch.setattr(schedule, name, 16)
+    for name in ("FEWEST_TEACHER_TOKENS", "TEACHER_TOKENS", "TEACHER_VOCAB"):
+        monkeypatch.setattr(plan, name, 16)
     assert_agrees_on_a_cpu(row, part, trainable, monkeypatch, length=160)
 
 
@@ -283,13 +284,13 @@ def test_agrees_with_the_allocator_in_other_dtypes(row, dtype, autocast, part):
 
 # Steps that use the fused epilogue, and their trainable tensors.
 BY_EPILOGUE = [
-    pytest.param(SMALL_TOKENS, "all", id="packs"),
-    pytest.param(SMALL_TOKENS, "frozen-head", id="packs-frozen-head"),
-    pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="packs-ignored"),
+    pytest.param(SMALL_TOKENS, "all", id="chunks"),
+    pytest.param(SMALL_TOKENS, "frozen-head", id="chunks-frozen-head"),
+    pytest.param(SMALL_TOKENS | {"valid": 20000}, "all", id="chunks-ignored"),
     # One chunk needs 140 MiB, so the allocator's rounding of two tensors does not matter.
     pytest.param(SMALL_TOKENS | {"logits_budget": 32768 * QWEN * 2}, "nothing", id="nothing"),
     pytest.param(QWEN_TOKENS | {"logits_budget": 2048 * QWEN * 2}, "all", id="budget"),
-    pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-pack-frozen-head"),
+    pytest.param(QWEN_TOKENS | {"logits_budget": 8192 * QWEN * 2}, "frozen-head", id="one-chunk-frozen-head"),
 ]
 
 

@@ -38,10 +38,9 @@ from liger_chunked.integrations.transformers import (
     register_family,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.apply import APPLY_TO
-from liger_chunked.integrations.transformers.families import BY_NAME
 from liger_chunked.integrations.transformers.layers import GLU, LAYER_NORM, RMS_NORM
-from liger_chunked.integrations.transformers.patches import is_patched, stock_class
+from liger_chunked.integrations.transformers.overrides import BY_NAME
+from liger_chunked.integrations.transformers.patch import APPLY_TO, is_patched, stock_class
 
 # Some layers of transformers have no deterministic backward.
 pytestmark = [
@@ -622,7 +621,7 @@ def test_a_layer_of_ones_own_is_not_replaced(fresh):
 
 
 def test_a_forward_that_somebody_set_is_called(fresh):
-    """For example `model.forward = torch.compile(model.forward)`."""
+    """A fused step would skip it, so the head is refused unless that forward wraps ours."""
     model, arguments = fresh("llama"), labelled(BY_ID["llama"])
     stock, calls = model.forward, []
 
@@ -631,11 +630,51 @@ def test_a_forward_that_somebody_set_is_called(fresh):
         return stock(*args, **kwargs)
 
     model.forward = forward
-    apply_liger_kernel(model)
-    assert model(**arguments).logits is not None and len(calls) == 1
-    assert step(model, arguments)[0].logits is None and len(calls) == 1
+    before = state_of(model)
+    refusal = (
+        r"LlamaForCausalLM was set on the instance, to test_models\.test_.*forward, .*linear_cross_entropy=False\)"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        apply_liger_kernel(model)
+    assert state_of(model) == before
+    with pytest.raises(ValueError, match=refusal):
+        attach_head(model)
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    assert step(model, arguments)[0].logits is not None and len(calls) == 1
     revert_liger_kernel(model)
     assert model.forward is forward
+    del model.forward
+
+    apply_liger_kernel(model)
+    stock = model.forward
+    model.forward = functools.wraps(stock)(forward)
+    for _ in range(2):
+        assert step(model, arguments)[0].logits is None and calls.pop()
+        apply_liger_kernel(model)
+    attach_head(model)
+    assert model(**arguments, head_fn=lambda head, input: 3) == 3 and calls.pop()
+    del model.forward
+
+
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+def test_a_forward_that_a_framework_set_is_no_obstacle(fresh, framework):
+    """Unless it wraps a forward that somebody else has set."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model, arguments = fresh("llama"), labelled(BY_ID["llama"])
+
+    def wrapped(forward):
+        if framework == "torch":
+            return torch.compile(forward, backend="eager")
+        return operations.convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(forward))
+
+    model.forward = own = wrapped(model.forward)
+    apply_liger_kernel(model)
+    assert step(model, arguments)[0].logits is None
+    revert_liger_kernel(model)
+    assert model.forward is own
+    model.forward = wrapped(lambda *args, **kwargs: own(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"was set on the instance, to test_models\.test_.*<lambda>"):
+        apply_liger_kernel(model)
     del model.forward
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
 
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
-from liger_chunked.integrations.transformers.patches import is_patched
+from liger_chunked.integrations.transformers.patch import is_patched
 
 pytestmark = [
     pytest.mark.ordinary_memory,

@@ -11,8 +11,9 @@ from test_epilogue import OUTPUTS, lost, tokens
 from torch import Tensor
 
 from liger_chunked import TokenStats
-from liger_chunked.kernels import add_target_rows_, backend, occurrences, project_exp, target_rows
-from liger_chunked.kernels.projection import Tiling
+from liger_chunked.kernels import add_target_rows_, backend, occurrences, project_exp
+from liger_chunked.kernels.tuning import hopper
+from liger_chunked.kernels.tuning.hopper import Tiling
 
 
 def project(x: Tensor, weight: Tensor, target: Tensor, scale: float, **kwargs):
@@ -106,10 +107,10 @@ def test_weights_that_are_not_finite(value, device, by_epilogue):
 @pytest.mark.parametrize("targets", [1, 2, 5, 64])
 def test_target_rows(targets, by_torch, device, by_epilogue, monkeypatch):
     if by_torch:
-        monkeypatch.setattr(target_rows, "_MOST_COMPARED", 0)
+        monkeypatch.setattr(hopper, "MOST_SORTED", 0)
     generator = torch.Generator().manual_seed(0)
     n, hidden = 300, 520
-    assert n > target_rows._COMPARED and hidden > target_rows._COLS  # ragged last blocks in both
+    assert n > hopper.SORTED[1] and hidden > hopper.TARGET_COLS  # ragged last blocks in both
     x = torch.randn(n, hidden, generator=generator).bfloat16().to(device)
     scale, grad = (torch.randn(*s, generator=generator).to(device) for s in ((n,), (64, hidden)))
     target = torch.randint(targets, (n,), generator=generator).to(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_chunked import LigerFusedLinearDPOLoss, LogitOptions, linear_token_stats
 from liger_chunked.kernels import logits_stats, target_logit, unround_logps_
-from liger_chunked.kernels.backend import transform
+from liger_chunked.kernels.transform import transform
 from liger_chunked.types import Head
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

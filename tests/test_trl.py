@@ -11,8 +11,8 @@ import torch
 from table import SMALL, Batch, evaluate, pairs, relative_error
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearDPOLoss, reference
-from liger_chunked.reference.dpo import LOSS_TYPES
+from liger_chunked import LigerFusedLinearDPOLoss, eager
+from liger_chunked.eager.dpo import LOSS_TYPES
 
 pytest.importorskip("trl")
 
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
     def forward(self, labels: Tensor, **_: Any) -> SimpleNamespace:
         weight, input, bias = self.arguments
         outputs = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-        stats = reference.token_stats(weight, input, labels[:, 1:], bias, outputs=outputs)
+        stats = eager.token_stats(weight, input, labels[:, 1:], bias, outputs=outputs)
         return SimpleNamespace(log_probs=stats.pop("logps"), **stats)
 
 

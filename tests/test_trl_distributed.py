@@ -32,8 +32,8 @@ from liger_chunked import (
     LigerFusedLinearORPOLoss,
 )
 from liger_chunked.integrations.trl import add_chunked_lm_head
-from liger_chunked.integrations.trl.preference import preference_step
-from liger_chunked.integrations.trl.teacher import distillation_step
+from liger_chunked.integrations.trl.base import loss_step as preference_step
+from liger_chunked.integrations.trl.distillation import distillation_step
 
 WORLD = 2
 # A replaced head, a trainer whose TRL version builds logits, two nested models; then gradients in forward.

@@ -11,7 +11,7 @@ import torch
 from table import SMALL, Batch, evaluate, relative_error, rollouts
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearGRPOLoss, reference
+from liger_chunked import LigerFusedLinearGRPOLoss, eager
 from liger_chunked.losses.grpo import LOSS_TYPES
 
 pytest.importorskip("trl")
@@ -37,7 +37,7 @@ DEFAULTS = {
 
 def statistics(batch: Batch, prefix: str = "") -> dict[str, Tensor]:
     head = (batch[f"{prefix}weight"], batch[f"{prefix}input"], batch["target"], batch[f"{prefix}bias"])
-    return reference.token_stats(*head, outputs=("logps", "entropy"))
+    return eager.token_stats(*head, outputs=("logps", "entropy"))
 
 
 def _trainer(batch: Batch, **attributes: Any) -> SimpleNamespace:

@@ -18,7 +18,7 @@ from liger_chunked import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
-    reference,
+    eager,
 )
 
 pytest.importorskip("trl")
@@ -38,7 +38,7 @@ class Logits(nn.Module):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__()
-        self.value = reference.logits(batch["weight"], batch["input"], batch["bias"])
+        self.value = eager.logits(batch["weight"], batch["input"], batch["bias"])
 
     def forward(self, ids: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=nn.functional.pad(self.value, (0, 0, 0, 1)))
@@ -192,7 +192,7 @@ def test_dft(num_items):
 
     def model(labels: Tensor, **_: Any) -> SimpleNamespace:
         arguments = (batch["weight"], batch["input"], labels, batch["bias"])
-        stats = reference.token_stats(*arguments, outputs=("logps", "entropy", "is_top1"))
+        stats = eager.token_stats(*arguments, outputs=("logps", "entropy", "is_top1"))
         return SimpleNamespace(log_probs=stats.pop("logps"), label_mask=labels != -100, **stats)
 
     trainer = SimpleNamespace(

@@ -38,8 +38,9 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
 )
 from liger_chunked.integrations import trl as integration
-from liger_chunked.integrations.transformers import apply_liger_kernel, forward, layers
-from liger_chunked.integrations.trl import add_chunked_lm_head, mixin, versions
+from liger_chunked.integrations.transformers import apply_liger_kernel, layers
+from liger_chunked.integrations.transformers import head as forward
+from liger_chunked.integrations.trl import add_chunked_lm_head, base
 from liger_chunked.kernels import liger_rms_norm
 
 pytestmark = [
@@ -480,8 +481,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 def test_a_config_field_that_a_loss_replaces(tmp_path, kind, name):
     """A field that is not at its default raises before anything is loaded."""
     fields = fields_of(kind)
-    if name not in fields and not mixin.trl.__version__.startswith("1.16."):
-        pytest.skip(f"TRL {mixin.trl.__version__} has no such field")
+    if name not in fields and not base.trl.__version__.startswith("1.16."):
+        pytest.skip(f"TRL {base.trl.__version__} has no such field")
     default = fields[name].default
     if name == "loss_type":
         other = OTHER_TYPE[kind]
@@ -671,13 +672,13 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind, settings, ours):
 @pytest.mark.parametrize(("given", "expected"), [(None, 512 * 2**20), (1 << 16, 1 << 16)])
 def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, expected):
     budgets = []
-    add = mixin.add_chunked_lm_head
+    add = base.add_chunked_lm_head
 
     def watch(*args, logits_budget, **kwargs):
         budgets.append(logits_budget)
         return add(*args, logits_budget=logits_budget, **kwargs)
 
-    monkeypatch.setattr(mixin, "add_chunked_lm_head", watch)
+    monkeypatch.setattr(base, "add_chunked_lm_head", watch)
     build(tmp_path, "DPO", ours=True, logits_budget=given)
     assert budgets == [expected] * 2  # for the policy and for the reference
 
@@ -685,15 +686,15 @@ def test_budget_of_a_head_in_the_place_of_trls(tmp_path, monkeypatch, given, exp
 def test_versions(monkeypatch):
     def version(package: str) -> str:
         if package == "trl":
-            raise versions.PackageNotFoundError(package)
+            raise integration.PackageNotFoundError(package)
         return "5.16.2"
 
-    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(integration, "version", version)
     with pytest.raises(ImportError, match=r"needs trl >= 1.15, found none"):
-        versions.check_versions()
-    monkeypatch.setattr(versions, "REQUIRED", {"transformers": "5.17"})
+        integration.check_versions()
+    monkeypatch.setattr(integration, "REQUIRED", {"transformers": "5.17"})
     with pytest.raises(ImportError, match=r"needs transformers >= 5.17, found 5.16.2"):
-        versions.check_versions()
+        integration.check_versions()
 
 
 def test_a_trl_without_fused_heads(tmp_path, monkeypatch):

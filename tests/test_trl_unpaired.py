@@ -12,7 +12,7 @@ import torch
 from table import LABELS, SMALL, Batch, evaluate, examples, relative_error
 from torch import Tensor
 
-from liger_chunked import LigerFusedLinearKTOLoss, reference
+from liger_chunked import LigerFusedLinearKTOLoss, eager
 
 pytest.importorskip("trl")
 
@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
         weight, bias = self.head
         target = labels[:, 1:]
         outputs = ("logps", "entropy", "mean_logits")
-        stats = reference.token_stats(weight, self.states[target.shape[1]], target, bias, outputs=outputs)
+        stats = eager.token_stats(weight, self.states[target.shape[1]], target, bias, outputs=outputs)
         return SimpleNamespace(log_probs=stats.pop("logps"), **stats)
 
 

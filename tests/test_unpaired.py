@@ -14,8 +14,8 @@ from liger_chunked import (
     LigerFusedLinearBCOLoss,
     LigerFusedLinearKTOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
+    eager,
     linear_token_stats,
-    reference,
 )
 
 EXACT = 1e-12
@@ -28,7 +28,7 @@ def kto(batch: Batch, **settings) -> Tensor:
 
 
 def kto_exact(batch: Batch, **settings) -> Tensor:
-    return reference.kto(**batch, **settings)
+    return eager.kto(**batch, **settings)
 
 
 def bco(batch: Batch, **settings) -> Tensor:
@@ -36,7 +36,7 @@ def bco(batch: Batch, **settings) -> Tensor:
 
 
 def bco_exact(batch: Batch, **settings) -> Tensor:
-    return reference.bco(**batch, delta=0.2, **settings)
+    return eager.bco(**batch, delta=0.2, **settings)
 
 
 def assert_same(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
@@ -114,8 +114,8 @@ def test_order_of_the_batch_does_not_matter():
 def mean_logratio(batch: Batch) -> Tensor:
     """Return the mean log-ratio of the mismatched completions, from full logits."""
     names = ("weight", "input", "target", "bias")
-    policy = reference.token_stats(**{name: batch[f"kl_{name}" if name in names[1:3] else name] for name in names})
-    ref = reference.token_stats(batch["ref_weight"], batch["ref_kl_input"], batch["kl_target"], batch["ref_bias"])
+    policy = eager.token_stats(**{name: batch[f"kl_{name}" if name in names[1:3] else name] for name in names})
+    ref = eager.token_stats(batch["ref_weight"], batch["ref_kl_input"], batch["kl_target"], batch["ref_bias"])
     return (policy["logps"] - ref["logps"]).sum(1).mean()
 
 
@@ -167,7 +167,7 @@ def test_kl_of_reference_log_probs(of, average_log_prob):
     settings = {"average_log_prob": average_log_prob}
     exact = evaluate(partial(kto_exact, **settings), batch)
     target = batch["kl_target"]
-    logps = reference.token_stats(batch["ref_weight"], batch.pop("ref_kl_input"), target, batch["ref_bias"])["logps"]
+    logps = eager.token_stats(batch["ref_weight"], batch.pop("ref_kl_input"), target, batch["ref_bias"])["logps"]
     if of == "sequences":
         logps = logps.sum(1) / ((target != -100).sum(1) if average_log_prob else 1)
     batch["ref_kl_logps"] = logps
@@ -225,8 +225,8 @@ def test_metrics(average_log_prob, budget):
         **batch, kl=torch.tensor(0.25)
     )
     policy = {name: batch[name] for name in ("weight", "input", "target", "bias")}
-    stats = reference.token_stats(**policy, outputs=("logps", "mean_logits"))
-    ref = reference.token_stats(batch["ref_weight"], batch["ref_input"], batch["target"], batch["ref_bias"])["logps"]
+    stats = eager.token_stats(**policy, outputs=("logps", "mean_logits"))
+    ref = eager.token_stats(batch["ref_weight"], batch["ref_input"], batch["target"], batch["ref_bias"])["logps"]
     lengths = (batch["target"] != -100).sum(1)
     units = lengths.clamp(min=1) if average_log_prob else 1
     logps, ref_logps = stats["logps"].sum(1) / units, ref.sum(1) / units
@@ -276,7 +276,7 @@ class Balanced(LigerFusedLinearUnpairedPreferenceBase):
 
 def balanced_exact(batch: Batch) -> Tensor:
     policy = {name: batch[name] for name in ("weight", "input", "target", "bias")}
-    stats = reference.token_stats(**policy, outputs=("logps", "entropy"))
+    stats = eager.token_stats(**policy, outputs=("logps", "entropy"))
     lengths = (batch["target"] != -100).sum(1)
     logps, chosen = stats["logps"].sum(1), batch["preference_labels"]
     sides = torch.relu(1 - 0.1 * logps[chosen]).mean() + torch.relu(1 + 0.1 * logps[~chosen]).mean()

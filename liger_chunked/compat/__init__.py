@@ -6,11 +6,9 @@
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from liger_chunked.compat.transformers import apply_liger_kernel_to_llama
 
-Constructors, the order of call arguments, defaults and return values are Liger-Kernel's; the computation is this
-library's. Arguments that only tune Liger-Kernel's kernels are accepted and have no effect. An argument that would
-change the result, but is not supported, raises NotImplementedError with its name. Each module lists where the numbers
-differ.
+Constructors, argument order, defaults and return values are Liger-Kernel's; the computation is this library's.
+Arguments that only tune Liger-Kernel's kernels have no effect. An unsupported argument that would change the result
+raises NotImplementedError. Each module lists where the numbers differ.
 
-New code should use the names of `liger_chunked` itself: one order of arguments, metrics by name, and options that
-Liger-Kernel lacks.
+New code should use the names of `liger_chunked`: one order of arguments, metrics by name, more options.
 """

@@ -1,13 +1,16 @@
 """`liger_kernel.chunked_loss`, version 0.8.5: its signatures over the losses of `liger_chunked`.
 
-The constructor arguments `compiled` and `chunk_size` have no effect: nothing is compiled per call, and chunks follow
-from memory. Losses, gradients and other return values are Liger-Kernel's, except that:
+`compiled` and `chunk_size` have no effect: nothing is compiled per call, and chunks follow from memory. Results are
+Liger-Kernel's, except that:
 
-- Tokens with `ignore_index`, or outside the attention mask, are never projected. A mean or a sum of logits is therefore
-  over the valid tokens; Liger-Kernel's counts padding.
-- A sequence without valid tokens adds 0; Liger-Kernel divides by zero with `average_log_prob`.
-- Sums over tokens are in float32 or float64, whatever the dtype of the inputs.
-- A reference that `use_ref_model=False` would ignore, or a second one, is an error.
+- Tokens with `ignore_index`, or outside the attention mask, are never projected. Means and sums of logits are therefore
+  over valid tokens; Liger-Kernel counts padding.
+- A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
+- Sums over tokens are in float32 or float64 for inputs of any dtype.
+- A second reference model, or one that `use_ref_model=False` would ignore, is an error.
+
+Constructors raise ValueError if a name is unknown or a number is out of range. Calls raise it if shapes do not fit, or
+a reference model is missing, unread or given twice.
 """
 
 from __future__ import annotations
@@ -20,11 +23,9 @@ from torch import Tensor, nn
 
 from liger_chunked import losses
 from liger_chunked.compat.unsupported import refuse
-from liger_chunked.losses.grpo import LOSS_TYPES
-from liger_chunked.losses.margin import logistic
-from liger_chunked.losses.probability import log_odds
-from liger_chunked.losses.reductions import REDUCTIONS
-from liger_chunked.losses.surrogates import SURROGATES
+from liger_chunked.losses.formulas import log_odds, logistic
+from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.types import PreferenceMetrics, UnpairedPreferenceMetrics, shown
 
 __all__ = [
@@ -40,12 +41,12 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the arguments of the NLL term; Liger-Kernel also accepts an `alpha` that nothing reads."""
+    """Return the arguments of the NLL term; without the term, `alpha` has no effect."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
 class PairMetrics(NamedTuple):
-    """The metrics of Liger-Kernel's paired losses: the first fields of `PreferenceMetrics`."""
+    """Liger-Kernel's metrics of paired losses: the first fields of `PreferenceMetrics`."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -61,16 +62,13 @@ def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, 
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """`losses.LigerFusedLinearDPOLoss` with Liger-Kernel's signature; it accepts all of our loss types.
+    """`losses.LigerFusedLinearDPOLoss`, with all its loss types.
 
-    `label_smoothing` with "sigmoid" is refused: Liger-Kernel documents it as conservative DPO, but its code ignores it.
-    `liger_chunked.LigerFusedLinearDPOLoss` implements conservative DPO. An `alpha` without `compute_nll_loss` and a
-    `discopop_tau` that `loss_type` does not read have no effect, as in Liger-Kernel.
+    Liger-Kernel documents `label_smoothing` with "sigmoid" as conservative DPO, but ignores it.
+    `liger_chunked.LigerFusedLinearDPOLoss` implements it. Unread settings have no effect, as in Liger-Kernel.
 
     Raises:
         NotImplementedError: if `label_smoothing` is set with "sigmoid".
-        ValueError: if the loss type is unknown or a number is out of range; in forward, if a reference is missing or
-            unread.
     """
 
     def __init__(
@@ -117,13 +115,9 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
-    """`losses.LigerFusedLinearORPOLoss` with Liger-Kernel's signature.
+    """`losses.LigerFusedLinearORPOLoss`. Liger-Kernel reads only the chosen half of `nll_target`.
 
-    Liger-Kernel reads only the chosen half of `nll_target`. Here `nll_target` must agree with `target` on every token
-    that neither ignores, as TRL's does, and needs `compute_nll_loss`.
-
-    Raises:
-        ValueError: if a number is invalid; in forward, if `nll_target` disagrees with `target`.
+    Here it needs `compute_nll_loss`, and must agree with `target` where neither is ignored, or ValueError is raised.
     """
 
     def __init__(
@@ -148,7 +142,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, metrics)`: those of `LigerFusedLinearDPOLoss`, then `log_odds_ratio` and `log_odds_chosen`.
 
-        These are means over the pairs of `log sigmoid(d)` and of `d = log odds(chosen) - log odds(rejected)`.
+        With `d = log odds(chosen) - log odds(rejected)`, these are the means of `log sigmoid(d)` and `d`.
         """
         loss, metrics = _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, nll_target=nll_target))
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
@@ -156,11 +150,7 @@ class LigerFusedLinearORPOLoss(nn.Module):
 
 
 class LigerFusedLinearCPOLoss(nn.Module):
-    """`losses.LigerFusedLinearCPOLoss` with Liger-Kernel's signature; the metric `nll_loss` is 0 if `alpha` is 0.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
+    """`losses.LigerFusedLinearCPOLoss`; without `alpha`, the metric `nll_loss` is 0."""
 
     def __init__(
         self,
@@ -193,12 +183,9 @@ class LigerFusedLinearCPOLoss(nn.Module):
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """`losses.LigerFusedLinearSimPOLoss` with Liger-Kernel's signature; the NLL term is on by default.
+    """`losses.LigerFusedLinearSimPOLoss`, with the NLL term on by default.
 
-    An `alpha` without `compute_nll_loss` has no effect, as in Liger-Kernel.
-
-    Raises:
-        ValueError: if a number is out of range.
+    Without the term, `alpha` has no effect.
     """
 
     def __init__(
@@ -229,13 +216,12 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss` with Liger-Kernel's signature: the input before the weight.
+    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight.
 
-    `kl` defaults to 0. A negative value counts as 0; TRL clamps it before it calls Liger-Kernel.
+    `kl` defaults to 0, and negative values count as 0, as in TRL.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
-        ValueError: in forward, if a reference is missing or unread, or shapes do not fit.
     """
 
     def __init__(
@@ -264,7 +250,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return `(loss, sums)`: sums of log-probabilities, of logits and of rewards, each chosen before rejected."""
+        """Return `(loss, sums)`: of log-probabilities, logits and rewards, each chosen before rejected."""
         if isinstance(kl, Tensor) and kl.numel() != 1:
             raise NotImplementedError(f"kl of shape {tuple(kl.shape)} is not supported: it is one value for the batch")
         loss, metrics = self.loss(
@@ -282,7 +268,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
 
 
 def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, ...]:
-    """Compute Liger-Kernel's sums, over sequences or over tokens and vocabulary, from the means."""
+    """Convert means to Liger-Kernel's sums."""
     m = metrics
     return (
         m.chosen_logps * m.chosen_count,
@@ -295,17 +281,14 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss` with Liger-Kernel's signature: the input before the weight.
+    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight.
 
-    Settings that `loss_type` does not read have no effect, as in Liger-Kernel, whose callers pass them all. Without
-    `use_ref_model` the KL is 0: Liger-Kernel uses the policy as its own reference. Sequence and trajectory level work
-    with every loss type. `luspo` ignores padding, which Liger-Kernel includes in its sum.
+    Unread settings have no effect, as in Liger-Kernel. Across ranks, `dapo`, `cispo` and `vespo` divide by the mean
+    number of tokens per rank. Unlike Liger-Kernel:
 
-    On several ranks, `dapo`, `cispo` and `vespo` divide by the tokens of all ranks over the number of ranks.
-
-    Raises:
-        ValueError: if the loss type or level is unknown or a number is out of range; in forward, if a reference is
-            missing, unread or given twice.
+    - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as its own reference model.
+    - Sequence and trajectory level work with every loss type.
+    - `luspo` ignores padding.
     """
 
     def __init__(
@@ -376,8 +359,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 for a loss that does not clip. At sequence level it is a share of the sequences; Liger-Kernel
-        weights them by their lengths.
+        `clip_ratio` is 0 for a loss that does not clip. Sequence level counts sequences; Liger-Kernel weights them by
+        length.
         """
         reference = {
             "ref_logps": ref_per_token_logps,
@@ -407,7 +390,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Return the tokens of the accumulated batch, or else of all ranks' batches, divided by the number of ranks."""
+    """Return the tokens of the accumulated batch, or of all ranks, per rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:
@@ -417,13 +400,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(nn.Module):
-    """Base of the distillation losses with Liger-Kernel's order of arguments and return values.
-
-    Args:
-        loss: the loss that computes.
-        scale: Liger-Kernel's factor of the reported soft loss.
-        return_soft_hard_loss: return `(loss, soft_loss, hard_loss)`.
-    """
+    """Base of the distillation losses. `scale` is Liger-Kernel's factor of the reported soft loss."""
 
     def __init__(
         self, loss: losses.LigerFusedLinearDistillationBase, scale: float, return_soft_hard_loss: bool
@@ -443,7 +420,11 @@ class _Distillation(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights."""
+        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights.
+
+        Raises:
+            NotImplementedError: if the teacher has a larger vocabulary.
+        """
         check_same_vocabulary(student_weight, teacher_weight)
         loss, metrics = self.loss(
             student_weight, student_input, teacher_weight, teacher_input, true_labels, student_bias, teacher_bias
@@ -452,7 +433,7 @@ class _Distillation(nn.Module):
 
 
 def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    """Raise NotImplementedError for a larger teacher vocabulary; Liger-Kernel pads the student's logits with 0."""
+    """Raise NotImplementedError for a larger teacher vocabulary, for which Liger-Kernel pads with 0."""
     if teacher_weight.shape[0] > student_weight.shape[0]:
         raise NotImplementedError(
             f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
@@ -461,12 +442,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss` with Liger-Kernel's signature: inputs before weights, student before teacher.
-
-    Raises:
-        NotImplementedError: in forward, if the teacher has a larger vocabulary.
-        ValueError: if a number is out of range; in forward, if shapes do not fit.
-    """
+    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights, and student before teacher."""
 
     def __init__(
         self,
@@ -490,11 +466,9 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss` with Liger-Kernel's signature; the soft loss is `beta (1 - cos)`.
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, ordered as in `LigerFusedLinearJSDLoss`.
 
-    Raises:
-        NotImplementedError: in forward, if the teacher has a larger vocabulary.
-        ValueError: if a number is out of range; in forward, if shapes do not fit.
+    The soft loss is `beta (1 - cos)`.
     """
 
     def __init__(

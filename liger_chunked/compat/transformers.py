@@ -1,18 +1,17 @@
 """`liger_kernel.transformers`, version 0.8.5: its signatures over the kernels and models of `liger_chunked`.
 
-The module has the norms, the gated MLPs, the losses, `liger_rotary_pos_emb`, `AutoLigerKernelForCausalLM`, and
-`apply_liger_kernel_to_<family>` for the families of `liger_chunked`. The last two import transformers on first use.
-`in_place`, `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and
-gradients always accumulate in float32. Differences from Liger-Kernel:
+`AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>` import transformers on first use. `in_place`,
+`row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and gradients
+accumulate in float32. Constructors raise ValueError if an option is invalid. Differences from Liger-Kernel:
 
 - Losses are float32 for inputs of any dtype, and 0 instead of NaN over no tokens.
-- `LigerGEGLUMLP` uses the gelu of its config; Liger-Kernel always uses the tanh approximation. Both gated MLPs have
-  biases if the config sets `mlp_bias`.
-- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim` as transformers does; Liger-Kernel reads neither.
+- `LigerGEGLUMLP` uses its config's gelu, not always the tanh approximation. Both gated MLPs have biases if the config
+  sets `mlp_bias`.
+- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`, as transformers does.
 - `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
-- `apply_liger_kernel_to_<family>` takes Liger-Kernel's switches in its order. By default all but `cross_entropy` are
-  on. Liger-Kernel does not patch the rotary embedding of glm4, and uses `cross_entropy` instead of the fused one for
-  granite. A switch that matches nothing is an error, as is `layer_norm=True` without a model. Patches can be reverted.
+- `apply_liger_kernel_to_<family>` has Liger-Kernel's switches in its order, all on but `cross_entropy`. Liger-Kernel
+  does not patch glm4's rotary embedding, and does not fuse granite's cross entropy. A switch that matches nothing is an
+  error, as is `layer_norm=True` without a model. Patches can be reverted.
 """
 
 from __future__ import annotations
@@ -59,20 +58,15 @@ def _initial(init_fn: str, hidden_size: int) -> nn.Parameter:
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm, with or without a weight; see `liger_chunked.liger_rms_norm`.
+    """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
         offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
         init_fn: initial weight, "ones" or "zeros".
-        in_place, row_mode: no effect.
-        elementwise_affine: whether there is a weight.
 
     Raises:
         NotImplementedError: if `casting_mode` is "none", which computes in the dtype of the input.
-        ValueError: if a name is unknown.
     """
 
     weight: nn.Parameter | None
@@ -111,17 +105,7 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
 
-    It always has a trainable bias, as in Liger-Kernel.
-
-    Args:
-        hidden_size: size of the last dimension.
-        eps: added to the variance.
-        bias: whether the bias is initialised from a normal distribution (True) or to 0 (False).
-        init_fn: initial weight, "ones" or "zeros".
-        impl, mode, backend: no effect.
-
-    Raises:
-        ValueError: if `init_fn` is unknown.
+    The bias is always trainable; `bias` says whether it starts from a normal distribution or from 0.
     """
 
     def __init__(
@@ -157,8 +141,7 @@ def liger_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
-    None means as many columns as `cos` has. Otherwise only the first `rotary_dim // 2` columns of `cos` and `sin` are
-    read, and more are not needed.
+    By default these are as many as `cos` has; otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
 
     Raises:
         ValueError: if `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
@@ -171,11 +154,10 @@ def liger_rotary_pos_emb(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss` with Liger-Kernel's signature. It does not overwrite the logits.
+    """`liger_chunked.LigerCrossEntropyLoss`. It does not overwrite the logits.
 
     Raises:
-        NotImplementedError: if `return_z_loss`, `return_token_accuracy` or `return_predicted_tokens` is set.
-        ValueError: if an option is invalid.
+        NotImplementedError: if a `return_...` flag is set.
     """
 
     def __init__(
@@ -219,14 +201,11 @@ class CrossEntropyOutput:
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """`losses.LigerFusedLinearCrossEntropyLoss` with Liger-Kernel's signature.
-
-    `use_token_scaling` multiplies the loss of a token by its probability, without its gradient: `dft`.
+    """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
     Raises:
         NotImplementedError: if `use_token_scaling` is combined with `label_smoothing` or `lse_square_scale`, which
             Liger-Kernel scales too, or `return_token_accuracy` with the reduction "none".
-        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -275,11 +254,10 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """`losses.LigerFusedLinearJSDLoss` without a hard loss, with Liger-Kernel's signature.
+    """`losses.LigerFusedLinearJSDLoss` without a hard loss.
 
     Raises:
         NotImplementedError: in forward, if the teacher has a larger vocabulary.
-        ValueError: if a number is out of range; in forward, if shapes do not fit.
     """
 
     def __init__(
@@ -303,7 +281,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over the tokens whose label is not `ignore_index`, or over all tokens without labels."""
+        """Return the mean over tokens whose label is not `ignore_index`; without labels, over all."""
         check_same_vocabulary(student_weight, teacher_weight)
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
@@ -314,13 +292,10 @@ _EPS = 1e-10
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss` with Liger-Kernel's signature.
-
-    `eps` is Liger-Kernel's lower bound for the argument of a logarithm. It must stay 1e-10, whose only effect is that
-    `0 log 0` is 0.
+    """`liger_chunked.LigerKLDIVLoss`. `eps`, Liger-Kernel's lower bound in a logarithm, only makes `0 log 0` 0.
 
     Raises:
-        NotImplementedError: if `eps` is another number, or `size_average` or `reduce`, which torch deprecates, is set.
+        NotImplementedError: if `eps` is not 1e-10, or `size_average` or `reduce`, deprecated in torch, is set.
     """
 
     def __init__(
@@ -348,7 +323,7 @@ _APPLY = "apply_liger_kernel_to_"
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _SWIGLU = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
 _GEGLU = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
-# Argument orders that differ from `_SWIGLU`.
+# Argument orders other than `_SWIGLU`.
 _ORDERS: dict[str, tuple[str, ...]] = {
     "gemma": _GEGLU,
     "gemma2": _GEGLU,
@@ -360,7 +335,7 @@ _ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """Wrap `apply`, which takes keywords only, so that it also takes the names in `order` by position."""
+    """Wrap `apply`, which takes keywords only, to take `order` by position."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
 

@@ -1,4 +1,4 @@
-"""Refuses arguments of Liger-Kernel that would change the result and are not supported."""
+"""Refuses unsupported arguments of Liger-Kernel that would change the result."""
 
 from __future__ import annotations
 

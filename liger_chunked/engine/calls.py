@@ -1,10 +1,9 @@
-"""Let a loss class be called with settings, to build a module, or with tensors, to evaluate the loss.
+"""Let a loss class be called with settings, or with tensors.
 
     loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
     value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-`once` and `answering` serve `liger_chunked.functional`. In a function that torch.compile traces, the second line breaks
-the graph; the functions of that module do not.
+The second line breaks a torch.compile graph; `liger_chunked.functional` does not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments, rather than raised inside. Call it in the frame of the call."""
+    """Return whether a function rejected its arguments. Call this in the frame of the call."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -47,10 +46,7 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; if the positional arguments are tensors, evaluate it on them.
-
-        With tensors, each keyword goes to the constructor or to the call, depending on its name.
-        """
+        """Build a loss; evaluate it if the positional arguments are tensors."""
         if args and arguments.are_data(cls, args):
             settings, data = arguments.split(cls, kwargs)
             return cls(**settings)(*args, **data)
@@ -77,24 +73,21 @@ def _kept(cls: Any, settings: Settings) -> nn.Module:
 
 
 class _OfGraphs:
-    """Holds the losses that were built for graphs, as attributes. Each must live as long as the graph that calls it."""
+    """Holds the losses of compiled graphs: each must outlive its graph."""
 
 
 _OF_GRAPHS = _OfGraphs()
 
 
 def _for_graph(cls: type, settings: Settings) -> str:
-    """Build a loss while a graph is traced, and return its name in `_OF_GRAPHS`.
-
-    `LogitOptions` come as tuples, because tracers can read those.
-    """
+    """Build a loss during tracing, and return its name in `_OF_GRAPHS`. Tracers read `LogitOptions` only as tuples."""
     given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
     name = f"loss_{len(vars(_OF_GRAPHS))}"
     setattr(_OF_GRAPHS, name, cls(**given))
     return name
 
 
-# What torch.compiler.assume_constant_result sets. Calling it would import the compiler, which takes almost a second.
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which is slow.
 _for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -105,10 +98,9 @@ def _traceable(x: Any) -> Any:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss with these settings, from a cache where it has one.
+    """Return a loss from a cache, unless a setting is callable: a callable may hold a batch.
 
-    A loss with a callable is not cached: the callable may hold on to a batch. In a compiled function the loss is made
-    when the graph is traced, and outlives it.
+    In a compiled function, tracing builds the loss.
     """
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     if torch.compiler.is_compiling():
@@ -118,7 +110,7 @@ def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
 
 
 def answering(function: Function) -> Function:
-    """Answer an argument that `function` does not take as the losses do, with the name that was meant."""
+    """Make the error of an unknown argument suggest the right name."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
-from liger_chunked.kernels.checks import check_class_ids, described
+from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import Head
 
 
@@ -20,16 +20,12 @@ def _has_autocast(device: str) -> bool:
 
 
 def autocasts(device: str) -> bool:
-    """Return whether autocast is on for a type of device. Some devices have no autocast to ask about."""
+    """Return whether autocast is on for a type of device. Some devices have none."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's if autocast is on, else the dtype that all tensors share.
-
-    Raises:
-        TypeError: the tensors differ in dtype outside autocast.
-    """
+    """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -51,11 +47,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Check that `value` depends on no trainable tensor except `ends`, which its gradient is taken with respect to.
-
-    Raises:
-        ValueError: its graph reaches another leaf, which would get no gradient.
-    """
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: it would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -75,17 +67,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check what a method of a user's loss returns.
-
-    Args:
-        name: the method's name.
-        values: its return value.
-        shape: (n,), the expected shape.
-        of: what the n values belong to, for the message.
-
-    Raises:
-        ValueError: not a tensor of that shape.
-    """
+    """Raise ValueError unless a user's method `name` returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -95,13 +77,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`, or "" if there is none.
-
-    Args:
-        x: the given value.
-        name: the argument's name.
-        ids: whether the argument holds token ids rather than floating-point numbers.
-    """
+    """Return advice on what to pass instead of `x`, or "". `ids` is for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -125,12 +101,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """Check that `input @ weight.T + bias` is defined. Messages use these names, after `prefix`.
-
-    Raises:
-        TypeError: a value is not a floating-point tensor, or dtypes differ outside autocast.
-        ValueError: shapes or devices do not match.
-    """
+    """Raise TypeError or ValueError unless `input @ weight.T + bias` is defined."""
     weight, bias = head
     for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
@@ -166,14 +137,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Check that `target` has an integer for each row of `input`, on its device. Messages use these names.
-
-    If `weight` is given, the message also says whether it was swapped with `input`.
-
-    Raises:
-        TypeError: not an integer tensor.
-        ValueError: shape or device does not match `input`.
-    """
+    """Raise TypeError or ValueError unless `target` has an integer per row of `input`. `weight` helps detect a swap."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
         hint = ""
@@ -192,13 +156,12 @@ def check_target(
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
 
-    The losses take `input` and `target` position by position: `target[t]` is the token that `input[t]` predicts. A
-    causal model predicts the next token, so `labels` as a tokenizer gives them are one position off. No loss can
+    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss can
     detect that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
 
     Args:
         hidden: (B, T, H) last hidden states.
-        labels: (B, T) token ids at the positions of `hidden`, not shifted.
+        labels: (B, T) token ids at the same positions.
 
     Returns:
         (B, T - 1, H) and (B, T - 1), views.
@@ -226,12 +189,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's largest log-probabilities (N, k), -inf for missing entries, and their token ids (N, k).
-
-    Raises:
-        ValueError: a token is out of range or occurs twice in a row, a value is not a log-probability, or a row has no
-            entries.
-    """
+    """Raise ValueError unless log-probabilities (N, k), -inf if missing, and token ids (N, k) are a teacher's top-k."""
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:

@@ -1,16 +1,14 @@
-"""Make a loss one operation of a torch.compile graph, without a graph break.
+"""Make a loss one operation of a torch.compile graph.
 
-A loss cannot be traced: it waits for the device to learn how many tokens there are, and its objective may be a closure
-over the batch. So the tracer stops at `one_operation`, which writes a call of `liger_chunked::forward` into the graph.
-The eager loss runs inside of that call:
+A loss cannot be traced: it waits for the device to count its tokens, and its objective may be a closure.
+`one_operation` therefore writes a call of `liger_chunked::forward` into the graph:
 
-    forward     run the eager loss on detached arguments; return its outputs and what the backward needs
-    backward    a scalar loss:                    multiply the gradients of the forward by the upstream gradient
-                outputs with a value per token:   `liger_chunked::backward` runs the eager loss again, then its
-                                                  backward; one matrix product more than in eager code
+    forward     run the eager loss on detached arguments; keep what the backward needs
+    backward    a scalar loss:          scale the forward's gradients by the upstream gradient
+                a value per token:      `liger_chunked::backward` runs the eager loss again, then its backward
 
-Both operators are pure functions of the tensors in the graph and of the loss module, which they look up by name in
-`_OWNERS`. Gradients that are not needed are not computed. Shapes are symbolic: another length does not recompile.
+Both are pure functions of the graph's tensors and the named loss. Shapes are symbolic: another length does not
+recompile.
 """
 
 from __future__ import annotations
@@ -28,29 +26,28 @@ from torch import Tensor, nn
 
 from liger_chunked.arguments import Arguments, call_error, of_constructor
 from liger_chunked.engine.calls import LossType, failed_to_bind
-from liger_chunked.engine.saved import isolated
+from liger_chunked.engine.hooks import isolated
 from liger_chunked.kernels.backend import refuse_second_derivative
-from liger_chunked.kernels.checks import plain
+from liger_chunked.kernels.operands import plain
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# The arguments that get gradients. A loss detaches all others.
+# A loss detaches its other arguments.
 _PARAMETERS = ("weight", "input", "bias")
-# Asked on import, because some tracers cannot trace the question.
+# Queried on import, because some tracers cannot trace the query.
 _AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")))
 
 
 class Like(NamedTuple):
-    """One tensor that a loss returns.
+    """Shape and dtype of one returned tensor.
 
-    `per` gives its shape: () per batch, (B / 2,) per pair, and the target's own shape per token. The dtype "wide" is
-    `accumulation_dtype` of the weight.
+    Shapes are () per batch, (B / 2,) per pair, the target's per token. "wide" is the weight's `accumulation_dtype`.
     """
 
     per: Literal["batch", "pair", "token"] = "batch"
     dtype: Literal["wide", "float32", "float64", "int64", "bool"] = "wide"
 
     def empty(self, weight: Tensor, target: Tensor | None) -> Tensor:
-        """Return an empty tensor like this, on the device of the weight."""
+        """Return such a tensor, empty."""
         shape: Sequence[int] = ()
         if self.per != "batch":
             assert target is not None
@@ -60,17 +57,14 @@ class Like(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What a loss returns: `build(**tensors)` of tensors like `tensors`, by name, in the order of its fields.
-
-    If the first tensor is per batch, it is a loss whose gradients are computed in the forward.
-    """
+    """What a loss returns: `build(**tensors)`. If the first is per batch, its gradients come from the forward."""
 
     build: Callable[..., Any]
     tensors: Mapping[str, Like]
 
 
 def loss_and(metrics: Callable[..., Any], fields: Mapping[str, Like], loss: Like) -> Returns:
-    """Return the `Returns` of a loss with detached metrics that have these fields."""
+    """Return the `Returns` of a loss with detached metrics."""
 
     def build(loss: Tensor, **values: Tensor) -> tuple[Tensor, Any]:
         return loss, metrics(**{name: x.detach() for name, x in values.items()})
@@ -84,11 +78,10 @@ _count = itertools.count()
 
 
 class FusedLoss(nn.Module, metaclass=LossType):
-    """A loss module that a graph can refer to. Every instance, also a copy, has a unique name.
+    """A loss module that graphs find by a unique name.
 
-    Calling the class with tensors evaluates a loss with default settings: `Loss(weight, input, ..., beta=0.2)` is
-    `Loss(beta=0.2)(weight, input, ...)`. Type checkers that do not read metaclasses, such as mypy, accept only the
-    second form. `liger_chunked.functional` is typed for all of them.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
+    such as mypy, accept only the second.
     """
 
     options: LogitOptions
@@ -98,11 +91,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
         self._enter()
 
     def _made(self) -> None:
-        """Check the instance after its constructor has returned.
-
-        Raises:
-            RuntimeError: the constructor did not call the constructor of its base class.
-        """
+        """Raise RuntimeError unless the constructor called the base's."""
         if "_name_in_graphs" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -117,15 +106,14 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class _Call(NamedTuple):
-    """The arguments of `liger_chunked::forward`: a call of an eager function, encoded for a graph.
+    """An eager call, encoded for a graph.
 
-    - `tensors`, `ints`, `floats`, `texts`: the values of the arguments `names`, in this order; a tuple of words is a
-      text with a comma after each word
-    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`; `owner` is "" for a plain function
+    - `tensors`, `ints`, `floats`, `texts`: values of the arguments `names`; a tuple of words is a text with a comma
+      after each
+    - `function`, `owner`: keys of `_FUNCTIONS` and `_OWNERS`
     - `needs`: the arguments that need gradients
-    - `returns`: the `Like` of each output, as "per dtype"
-    - `autocast`: the dtype of autocast, such as "torch.bfloat16", or "" if it is off; a compiled graph runs with
-      autocast off
+    - `returns`: each output's `Like`, as "per dtype"
+    - `autocast`: its dtype, or ""; compiled graphs run with autocast off
     """
 
     tensors: Sequence[Tensor]
@@ -157,7 +145,7 @@ class _Call(NamedTuple):
         return [like.empty(arguments["weight"], arguments.get("target")) for like in self.returned]
 
     def empty_gradients(self, unscaled: bool) -> list[Tensor]:
-        """Return empty gradients of the parameters; with `unscaled`, float32 ones for float16 (`HeadGradients`)."""
+        """Return empty gradients; unscaled float16 ones are float32."""
         arguments = self.arguments
         half = (self.autocast or str(arguments["input"].dtype)) == "torch.float16"
 
@@ -172,7 +160,7 @@ class _Call(NamedTuple):
         return torch.autocast(self.arguments["weight"].device.type, dtype, enabled=dtype is not None)
 
     def run(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the eager function. Return its outputs as a flat list, and the leaves `needs` of its graph."""
+        """Run the function. Return its flat outputs, and the leaves `needs`."""
         arguments = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
         leaves = [arguments[name].requires_grad_() for name in self.needs]
         owner = [_OWNERS.get(self.owner)] if self.owner else []
@@ -190,7 +178,7 @@ def _flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Turn autograd on inside of an operation, where the dispatcher has turned it off."""
+    """Turn autograd on, which the dispatcher turns off in operations."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude - torch._C.DispatchKeySet(key)
@@ -199,7 +187,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _like(x: Tensor, declared: Tensor, name: str) -> Tensor:
-    """Return a contiguous copy, as the graph expects it."""
+    """Return a contiguous copy, as the graph expects."""
     if x.shape != declared.shape:
         raise RuntimeError(f"{name} is declared to be {tuple(declared.shape)}, and is {tuple(x.shape)}")
     return x.detach().to(declared.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -209,16 +197,13 @@ _CALL = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, str[] texts, str[] names, str function, str owner, "
     "str[] needs, str[] returns, str autocast"
 )
-# A loss waits for the device, and its number of tokens changes from step to step.
+# A loss waits for the device, and its token count varies.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("liger_chunked::forward", mutates_args=(), schema=f"({_CALL}) -> Tensor[]", tags=_TAGS)
 def _forward(*call: Any) -> list[Tensor]:
-    """Return the outputs, then the gradients of `needs` if the loss computes them in the forward.
-
-    The gradients are for an upstream gradient of 1.
-    """
+    """Return the outputs, then any gradients that the forward computes."""
     made = _Call(*call)
     outputs, _ = made.run()
     declared = made.empty_returned()
@@ -242,7 +227,7 @@ def _(*call: Any) -> list[Tensor]:
     "liger_chunked::backward", mutates_args=(), schema=f"(Tensor[] upstream, {_CALL}) -> Tensor[]", tags=_TAGS
 )
 def _backward(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """Return the gradients of `needs`, from an upstream gradient for each floating-point output."""
+    """Return the gradients of `needs`, given those of floating-point outputs."""
     outputs, leaves = _Call(*call).run()
     floating = (x for x in outputs if x.is_floating_point())
     given = {x: g for x, g in zip(floating, upstream, strict=True) if x.requires_grad}
@@ -257,9 +242,9 @@ def _(upstream: Sequence[Tensor], *call: Any) -> list[Tensor]:
 
 @torch.library.custom_op("liger_chunked::once", mutates_args=(), schema="(Tensor upstream, Tensor[] sources) -> Tensor")
 def _once(upstream: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Return the upstream gradient, connected to what the gradients depend on, so that second derivatives raise.
+    """Return the upstream gradient, connected to `sources`, so that second derivatives raise.
 
-    Gradients computed in the forward would otherwise be constants.
+    Saved gradients alone would count as constants.
     """
     return upstream.clone()
 
@@ -287,10 +272,10 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
     call = ctx.call
     if call.brings_gradients:
         n = len(call.needs)
-        saved = ctx.saved_tensors  # a checkpoint lets it be read once
+        saved = ctx.saved_tensors  # a checkpoint allows one read
         unscaled, parameters = saved[:n], saved[n:]
         scalar = _once(upstream[0], parameters)
-        # A compiler reuses the memory of the saved gradient for this product, unless the graph is retained.
+        # The compiler computes this product in the saved memory, unless the graph is retained.
         scaled = (
             (g.to(accumulation_dtype(dtype)) * scalar, dtype) for g, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
@@ -301,7 +286,7 @@ def _differentiate(ctx: Any, upstream: Sequence[Tensor]) -> tuple[Any, ...]:
         gradients = _backward(given, *call._replace(tensors=ctx.saved_tensors))
     by_name = dict(zip(call.needs, gradients, strict=True))
     n_tensors = len(call.names) - len(call.ints) - len(call.floats) - len(call.texts)
-    # torch treats an empty list of numbers as a list of tensors, whose gradient is an empty list.
+    # Torch takes an empty list for one of tensors, whose gradient is an empty list.
     return [by_name.get(name) for name in call.names[:n_tensors]], *([] if x == [] else None for x in call[1:])
 
 
@@ -309,7 +294,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _spelt(function: str, owner: FusedLoss | None, arguments: Mapping[str, Any], returns: Mapping[str, Like]) -> _Call:
-    """Encode a call of a function with these arguments, as the tracer sees it."""
+    """Encode a call, as the tracer sees it."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ints = {name: x for name, x in arguments.items() if isinstance(x, int)}
     floats = {name: x for name, x in arguments.items() if isinstance(x, float)}
@@ -341,14 +326,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Function]:
-    """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation to torch.compile.
+    """Make a function of `weight`, `input` and `target`, or a method of a `FusedLoss`, one operation of torch.compile.
 
-    Eagerly the function is what it was. Its arguments are tensors, numbers, words and tuples of words. A float is a
-    constant of the graph, so pass a number that changes from step to step as a tensor.
-
-    Args:
-        returns: maps the arguments by name, without those that are None, to what the function returns. A method's
-            `returns` takes `self` first.
+    Arguments are tensors, numbers, words and tuples of words. A float is a constant of the graph: pass a changing
+    number as a tensor. `returns` maps the given arguments to `Returns`.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -357,36 +338,33 @@ def one_operation(returns: Callable[..., Returns]) -> Callable[[_Function], _Fun
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         is_method = positional[0] == "self"
 
-        def eager(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if not failed_to_bind(error):
-                    raise
-                owner, constructor = (
-                    (type(args[0]).__name__, of_constructor(type(args[0]))) if is_method else (key, Arguments(()))
-                )
-                raise call_error(owner, function, args, kwargs, constructor) or error from None
-
-        _FUNCTIONS[key] = eager
-
         @functools.wraps(function)
         def either(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 args = plain(positional, args)
                 if kwargs:
-                    kwargs = dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
-                return eager(*args, **kwargs)
+                    given = tuple(kwargs.values())
+                    served = plain(tuple(kwargs), given)
+                    kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))
+                try:
+                    return function(*args, **kwargs)
+                except TypeError as error:
+                    if not failed_to_bind(error):
+                        raise
+                    cls = type(args[0]) if is_method else None
+                    owner, constructor = (key, Arguments(())) if cls is None else (cls.__name__, of_constructor(cls))
+                    raise call_error(owner, function, args, kwargs, constructor) or error from None
             if len(args) > len(positional):
                 raise TypeError(f"{key} takes {len(positional)} positional arguments, got {len(args)}")
             named = {**dict(zip(positional, args, strict=False)), **kwargs}
-            owner = named.pop("self") if is_method else None
-            given = {name: x for name, x in named.items() if x is not None}
-            expected = returns(owner, given) if is_method else returns(given)
-            outputs = _forward(*_spelt(key, owner, given, expected.tensors))
+            module = named.pop("self") if is_method else None
+            arguments = {name: x for name, x in named.items() if x is not None}
+            expected = returns(module, arguments) if is_method else returns(arguments)
+            outputs = _forward(*_spelt(key, module, arguments, expected.tensors))
             result = dict(zip(expected.tensors, outputs, strict=False))
             return expected.build(**result)
 
+        _FUNCTIONS[key] = either
         return cast(_Function, either)
 
     return decorate

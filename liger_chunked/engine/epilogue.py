@@ -1,10 +1,4 @@
-"""Run a chunk through the head with the fused epilogue: `HeadPass` without logits, for losses of logps and lse alone.
-
-statistics   one matrix product, whose epilogue writes exponentials and sums them
-backward     dX and dW as matrix products with these exponentials, on two streams; nothing else reads the chunk
-
-The target's part of both gradients is added separately, in float32.
-"""
+"""Run a chunk through the head with the fused epilogue, without logits: for losses of logps and lse alone."""
 
 from __future__ import annotations
 
@@ -17,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.aside import Aside
-from liger_chunked.engine.passes import Gradients, accumulate
-from liger_chunked.engine.schedule import Tile, along, largest
+from liger_chunked.engine.batch import along
+from liger_chunked.engine.gradients import Gradients, accumulate
+from liger_chunked.engine.plan import Tile, largest
+from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
     Exponentials,
     LogitsCotangents,
@@ -29,25 +24,14 @@ from liger_chunked.kernels import (
     project_exp,
     scale_rows,
 )
+from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
-# Tensor descriptors need rows that start at multiples of 16 bytes: this many elements of bfloat16.
+# Tensor descriptors need rows that start at multiples of 16 bytes.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
-# Largest H for which the fused epilogue is faster than storing logits. See docs/tuning.md.
-_WIDEST = 3072
-# Smallest chunk, in multiplications of one product: below, the host is the bottleneck. See docs/tuning.md.
-_SMALLEST = 1 << 37
-# Limits for splitting a step that could be one chunk of logits: tokens per chunk on average, and multiplications of one
-# product in each. See `instead_of_one_chunk` and docs/tuning.md.
-_FEWEST_TOKENS = 3584
-_LARGE = 1 << 39
-# Largest H for which this split was measured.
-_WIDEST_CUT = 2048
-# The statistics that the epilogue can compute. An argmax or a sum of squares would need more registers than it has.
+# The epilogue has no registers for an argmax or a sum of squares.
 _COMPUTABLE = {"logps", "lse", "entropy", "mean_logits"}
-# dX is formed in float32 in pieces of one to two times this many elements: such a product fills a GPU.
-_PRODUCT = 1 << 22
 
 
 def _fits_descriptor(x: Tensor) -> bool:
@@ -61,17 +45,9 @@ def serves(
     class_weight: Tensor | None,
     outputs: tuple[str, ...],
     differentiates: tuple[str, ...],
-    packs: list[list[Tile]],
+    chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass` in a step, and is faster. The device must have wide tiles.
-
-    Args:
-        head: as the caller gave it, for its shapes and memory layout.
-        dtype: the dtype of the matrix products.
-        options, class_weight, outputs: of the step.
-        differentiates: the statistics that the gradient of the loss reaches.
-        packs: the tiles of each chunk.
-    """
+    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster."""
     hidden_size = head.weight.shape[1]
     # A cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
@@ -83,70 +59,52 @@ def serves(
         and class_weight is None
         and _COMPUTABLE.issuperset(outputs)
         and set(EpiloguePass.differentiable).issuperset(differentiates)
-        and all(len(tiles) == 1 for tiles in packs)
-        and hidden_size <= _WIDEST
-        and max(map(largest, packs)) * hidden_size >= _SMALLEST
+        and all(len(tiles) == 1 for tiles in chunks)
+        and hidden_size <= WIDEST
+        and max(map(largest, chunks)) * hidden_size >= SMALLEST
         and hidden_size % _DESCRIPTOR_ELEMENTS == 0
         and fits
     )
 
 
-def instead_of_one_chunk(packs: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether to split a step that could be one chunk of logits, and use the fused epilogue.
+def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
+    """Return whether several chunks with the fused epilogue take less memory than one without, in about the same time.
 
-    The split must save memory and take about the same time.
-
-    One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of at most n tokens hold 2 n V bytes
-    of exponentials and 4 V H bytes of dW in float32, which is less if n + H < N. Each chunk adds small kernels, and a
-    read and a write of dW. docs/tuning.md has the measurements. `serves` must hold too.
+    One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of n tokens hold 2 n V bytes of
+    exponentials and 4 V H bytes of float32 dW: less if n + H < N. Each chunk adds a read and a write of dW. See
+    docs/tuning.md.
     """
     return (
-        len(packs) > 1
-        and hidden_size <= _WIDEST_CUT
-        and sum(tiles[-1].rows.stop for tiles in packs) >= _FEWEST_TOKENS * len(packs)
-        and all(largest(tiles) * hidden_size >= _LARGE for tiles in packs)
+        len(chunks) > 1
+        and hidden_size <= WIDEST_CUT
+        and sum(tiles[-1].rows.stop for tiles in chunks) >= FEWEST_TOKENS * len(chunks)
+        and all(largest(tiles) * hidden_size >= LARGE for tiles in chunks)
     )
 
 
 @dataclass
 class EpiloguePass:
-    """The head of one step with the fused epilogue, and one buffer for the exponentials of every chunk.
+    """The head of one step with the fused epilogue; same methods as `HeadPass`. Each chunk is one tile.
 
-    With `z = scale x W^T` and a centre `c` per row, the projection's epilogue takes a block of logits from registers
-    and computes `E = exp(z - c)` and the row's partial sums. The gradient of a row with respect to its logits is `s E`,
-    except at the target, so
+    With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
+    registers. The gradient of the logits is `s E`, except at the target, so
 
-        dW = E^T (s x),   dX = s (E W),   and at the target a x and a W[y]
+        dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
-    and neither direction reads logits. `HeadPass` reads them to reduce them, and overwrites them with their gradient:
-    6 N V bytes in bfloat16. `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
+    `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
 
-    `serves` checks the conditions: bfloat16, because E is rounded to 8 bits; whole rows of the vocabulary in each tile;
-    a loss that reaches only logps and lse, whose gradient is a multiple of E; H <= 3072, above which it is hardly
-    faster. In addition, dW must accumulate in float32, as it does over several chunks, or not be needed: the target's
-    part cannot be added to a dW that is written once in bfloat16.
+    `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.open`
+    requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
 
-    dX and dW run on two streams, because each product leaves part of the GPU idle in its last wave. dX starts first:
-    small kernels precede dW, and one tile of dX takes so long that starting it last would leave the GPU idle. See
-    docs/tuning.md. cuBLAS keeps a workspace per stream, 32 MiB on Hopper, which no memory estimate includes.
+    dX and dW overlap on two streams. dX starts first: small kernels precede dW, and a tile of dX takes long. cuBLAS's
+    workspace per stream, 32 MiB on Hopper, is in no estimate. See docs/tuning.md.
 
-    Bytes for a chunk of n tokens, in addition to the gradients of the step:
+    Bytes for a chunk of n tokens, in addition to the step's gradients:
 
-        E                      2 n V         the buffer; none without a backward
-        statistics   parts     n V / 32      a float32 sum for each block of columns; half as many bytes if H > 1536;
-                                             twice as many with an entropy
-        backward     s x       2 n H         in the memory of dX, if there is one
-                     E W       4 n H         while dX is formed; at most 32 MiB
-
-    Statistics and backward do not overlap. With 4096 tokens, V = 151936 and H = 896, E takes 1187 MiB, the statistics
-    19 MiB more and the backward 14 MiB more.
-
-    Methods take and return the same as those of `HeadPass`. Each chunk is one tile.
-
-    Args:
-        head: weight (V, H) in bfloat16, no bias.
-        options: the logit transform.
-        backward_follows: whether to keep E for a backward.
+        E              2 n V         the buffer; none without a backward
+        row sums       n V / 32      float32, during statistics; half if H > 1536; twice with an entropy
+        s x            2 n H         during backward, in the memory of dX if there is one
+        E W            4 n H         while dX is formed; at most 32 MiB
     """
 
     head: Head
@@ -165,7 +123,7 @@ class EpiloguePass:
         return self.options.logit_scale / self.options.temperature
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the exponentials of the largest chunk."""
+        """Allocate the buffer for the largest chunk."""
         if self.backward_follows:
             row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
@@ -176,13 +134,13 @@ class EpiloguePass:
 
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
-        """Sum of the weight over the vocabulary, (H,) float32; reads 2 V H bytes, once per step."""
+        """Sum of the weight over the vocabulary, (H,) float32."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(
         self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
     ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk with `x` (n, H) and `target` (n,)."""
+        """Return the statistics of a chunk, `x` (n, H) and `target` (n,)."""
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
@@ -193,30 +151,30 @@ class EpiloguePass:
 
     def backward(
         self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        pack_rows: slice,
+        chunk_rows: slice,
     ) -> None:  # fmt: skip
-        """Add a chunk's dX and dW to `grads`. `pack_rows` are its tokens in the layout of the batch."""
+        """Add a chunk's dX and dW to `grads`; `chunk_rows` are its tokens in the layout."""
         exponentials, self._held = self._held, None
         assert exponentials is not None and exponentials.values is not None
         x = x.contiguous()
-        dx = grads.open_input(x, pack_rows, one_slice=True)
+        dx = grads.open_input(x, chunk_rows, one_slice=True)
         # Use the memory of dX, which is written last.
         scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
         scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
-        with Aside(x.device) as aside:
+        with SideStream(x.device) as aside:
             if scaled is not None:
                 with aside.stream() if dx is not None else nullcontext():
                     grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
-        grads.close_pack(dx, pack_rows)
+        grads.close_chunk(dx, chunk_rows)
 
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]
     ) -> None:
-        """Compute dX (n, H), in float32 for some of the rows at a time."""
+        """Compute dX (n, H), a block of rows at a time in float32."""
         n, hidden = dx.shape
-        rows = -(-n // max(1, dx.numel() // _PRODUCT))
+        rows = -(-n // max(1, dx.numel() // PRODUCT))
         product = dx.new_empty(rows, hidden, dtype=torch.float32)
         for start in range(0, n, rows):
             block = slice(start, min(start + rows, n))

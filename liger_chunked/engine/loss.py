@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from liger_chunked.engine.batch import Group, Layout
 from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.fused import BatchObjective, NegativeLogLikelihood, fused_loss
-from liger_chunked.engine.schedule import Group, Layout
+from liger_chunked.engine.step import Objective, fused_loss
 from liger_chunked.types import Head, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Check `token_outputs` and `scope` of a loss or of its class, unless they are properties.
-
-    Raises:
-        TypeError: `token_outputs` is not a tuple of names.
-        ValueError: a name is not a field of `TokenStats`, or the scope is unknown.
-    """
+    """Raise TypeError or ValueError if a loss's `token_outputs` or `scope` is invalid, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)
@@ -34,10 +28,9 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 
 
 class StatsLoss(FusedLoss):
-    """A loss module that depends on logits only through token statistics: every loss except distillation.
+    """A loss that reads logits only through token statistics: every loss except distillation.
 
-    The engine and `estimate_memory` read only the properties below, which a subclass defines as properties or class
-    attributes.
+    A subclass defines these properties, also as class attributes, for the engine and `estimate_memory`.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
@@ -52,7 +45,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _group(self) -> Group:
-        """The smallest unit that a chunk must not split: a token, a sequence or a pair."""
+        """What a chunk must not split."""
         raise NotImplementedError
 
     @property
@@ -67,7 +60,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that its gradient reaches, as far as known."""
+        """The statistics that its gradient may reach."""
         raise NotImplementedError
 
     def _fuse(
@@ -75,16 +68,15 @@ class StatsLoss(FusedLoss):
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[[Any, Any, TokenStats, slice | Tensor], Tensor] | NegativeLogLikelihood,
-        batch: Any = None,
+        objective: Objective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Call `fused_loss` for this loss. The objective is called with the loss and `batch`, see `BatchObjective`."""
+        """Call `fused_loss` for this loss."""
         return fused_loss(
             head,
             input,
             layout,
-            objective if isinstance(objective, NegativeLogLikelihood) else BatchObjective(self, objective, batch),
+            objective,
             outputs=self._outputs,
             differentiates=self._differentiates,
             options=self.options,

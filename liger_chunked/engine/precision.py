@@ -1,21 +1,25 @@
-"""Make cuBLAS accumulate in float32 during a step, even if the process allows less elsewhere."""
+"""Make a step's matrix products accumulate in float32, even if the process allows less."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from liger_chunked.engine.checks import autocasts
+
 
 class Refused:
-    """One permission of `torch.backends.cuda.matmul` to round sums, switched off while any step runs.
+    """A permission of `torch.backends.cuda.matmul` to round sums, off while any step runs.
 
-    The permission belongs to the whole process, and steps run on several threads (`nn.DataParallel`, autograd's
-    backward). The first step to enter switches it off, the last one to leave restores it. Products of other threads
-    are also more exact during that time.
+    It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
+    to enter switches it off, and the last to leave restores it.
 
-    Change these settings only between steps. A permission granted during a step is switched off by the next step that
-    enters. One revoked during a step cannot be detected, and is restored at the end.
+    Change it only between steps. If granted during a step, it lasts until the next step enters; if revoked, it comes
+    back.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,14 +44,35 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# cuBLAS may split a sum over a long inner dimension and add the parts in the dtype of the product. If the user allows
-# it, cuBLAS also accumulates float16 products in float16. TF32 for float32 products remains the user's choice.
+# cuBLAS may add parts of a long sum in the product's dtype, and accumulate float16 in float16. TF32 remains the user's
+# choice.
 _OF_DTYPE = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),
 }
 
 
+@functools.cache
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
-    """Return the permissions that products of these dtypes must not have, each once."""
+    """Return the permissions that products of these dtypes lose."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
+
+
+@contextmanager
+def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
+    """Run a block on `device`, without autocast, with products in `dtypes` that accumulate in float32."""
+    autocast = autocasts(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    entered: list[Refused] = []
+    try:
+        for permission in refused(dtypes):
+            permission.enter()
+            entered.append(permission)
+        with (
+            torch.cuda.device(device) if elsewhere else nullcontext(),
+            torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+        ):
+            yield
+    finally:
+        for permission in entered:
+            permission.leave()

@@ -1,33 +1,26 @@
 """Differentiable statistics of a head's logits, for code that computes its own loss.
 
 forward    project slice by slice of the vocabulary, keep a few numbers per token       one matrix product
-backward   the same slices, last first, into dX and dW; the last slice is in memory     two products, three if the
-                                                                                       logits exceed the budget
+backward   the same slices, last first, into dX and dW; the last is in memory           two products, three over budget
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.batch import Layout, lay_out
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.compile import Like, Returns, one_operation
-from liger_chunked.engine.passes import HeadGradients, HeadPass, Needs, gemms
-from liger_chunked.engine.saved import hooks_active, join, split
-from liger_chunked.engine.schedule import (
-    Layout,
-    Tile,
-    budget_elements,
-    largest,
-    lay_out,
-    row_blocks,
-    tiles,
-    warn_of_few_rows,
-)
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import hooks_active
+from liger_chunked.engine.plan import Tile, budget_elements, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import LogitsCotangents, PartialStats
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
@@ -54,9 +47,7 @@ class _Plan:
         return head_pass
 
     def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """Return the pass that holds the last tile's logits, its partial statistics, and the statistics of the valid
-        tokens.
-        """
+        """Return the pass with the last tile's logits, and the partial and final statistics."""
         head_pass = self.open(given)
         with gemms(input.device, self.dtype):
             partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
@@ -66,31 +57,38 @@ class _Plan:
         """Return the statistics of all tokens."""
         return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that a backward reads; the caller may own some."""
+        layout = self.layout
+        return tuple(map(_savable, (layout.target, layout.rows, layout.slots, self.class_weight)))
 
-class _Saved(NamedTuple):
-    """What a backward reads, except hidden states and head."""
+    def holding(
+        self, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
+    ) -> _Plan:
+        """Return a plan with only these tensors."""
+        layout = replace(self.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
+        return replace(self, layout=layout, class_weight=class_weight)
 
-    plan: _Plan
-    max: Tensor  # (n_valid,), like the other tensors
-    sum_exp: Tensor
-    entropy: Tensor | None
-    logps_grad_scale: Tensor | None
+
+def _savable(x: Tensor | None) -> Tensor | None:
+    """Return a tensor that autograd can save: a copy, if an inference tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, plan)`: the fields of `TokenStats` that the plan names.
+    """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
 
-    The pass holds the logits of the last tile. It is kept on `ctx` for the backward, which hooks on saved tensors
-    cannot see. With active hooks it is not kept: otherwise a checkpoint or an offloader would save no memory.
+    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. With active hooks it
+    is dropped, so that a checkpoint or an offloader saves memory.
     """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         head_pass, partial, stats = plan.statistics(input, Head(weight, bias))
-        saved = _Saved(plan, partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale)
-        ctx.saved, tensors = split(saved)
-        ctx.save_for_backward(input, weight, bias, *tensors)
+        of_tokens = partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale
+        ctx.save_for_backward(input, weight, bias, *of_tokens, *plan.tensors())
+        ctx.plan = plan.holding()
         ctx.head_pass = None if hooks_active() else head_pass
         dense = plan.dense(stats)
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
@@ -101,8 +99,8 @@ class _LinearTokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return None, None, None, None
-        input, weight, bias, *tensors = ctx.saved_tensors
-        plan, maximum, sum_exp, entropy, logps_grad_scale = join(ctx.saved, tensors)
+        input, weight, bias, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
+        plan = ctx.plan.holding(*plan_tensors)
         layout = plan.layout
         head_pass, ctx.head_pass = ctx.head_pass, None
         if head_pass is None:
@@ -125,7 +123,7 @@ class _LinearTokenStats(torch.autograd.Function):
                     tiles=plan.tiles,
                     cotangents=cotangents,
                     grads=grads,
-                    pack_rows=slice(0, layout.n_valid),
+                    chunk_rows=slice(0, layout.n_valid),
                 )
         head_pass.release()
         d_input, d_weight, d_bias = grads.finish()
@@ -145,7 +143,7 @@ def token_stats(
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` (V,) are weights of `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
     dtype = compute_dtype(head, input)
     elements = budget_elements(options, head.weight.shape, dtype)
     warn_of_few_rows(options, head.weight.shape[0], dtype.itemsize, layout.n_valid)
@@ -197,22 +195,19 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other fields of `TokenStats`, which describes the effect of rounding to 16 bits. If the logits fit
-    `logits_budget`, they are kept for the backward: three matrix products in total. Otherwise the backward recomputes
-    them: at most four. They are never kept under `torch.compile`.
+    and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
+    in total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64. Unshifted labels give the log-probabilities of other tokens, without an
-            error, see `shifted`.
+        target: (B, T) or (N,) token ids, int64; labels must be shifted, see `shifted`.
         bias: (V,) or None.
-        outputs: names of the `TokenStats` fields to compute.
+        outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
 
     Returns:
-        TokenStats of the shape of `target`, float32 (float64 for float64 inputs). Ignored tokens have 0, an argmax of
-        -1, and no gradient.
+        TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
 
     Raises:
         ValueError: shapes or devices do not match, a target is out of range, an output is unknown, or an option is

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.routes import (
+from liger_chunked.engine.divergences import (
     DivergenceFunction,
     Measured,
     measured_by,
@@ -18,22 +18,22 @@ from liger_chunked.engine.routes import (
 from liger_chunked.kernels import tail_grad_, tail_stats
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
-# Minimum probability of the tail that the teacher's top-k leave, the same as in TRL.
+# Least probability of the teacher's tail, as in TRL.
 LEAST_LEFT = 1e-7
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail, which is all other tokens.
+    """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    The student's bins are its logits at the k tokens and the logsumexp of the others. A sweep over the logits, with the
-    k set to -inf, computes that logsumexp without cancellation. The rest is autograd on k + 2 numbers per token.
+    A sweep over the student's logits, with the k set to -inf, computes the tail's logsumexp without cancellation. The
+    rest is autograd on k + 2 numbers per token.
     """
 
     function: DivergenceFunction
     options: LogitOptions
-    logps: Tensor  # (n_valid, k) in nats, -inf for missing entries
-    ids: Tensor  # (n_valid, k) int64, distinct in each row except for missing entries
+    logps: Tensor  # (n_valid, k) in nats, -inf if missing
+    ids: Tensor  # (n_valid, k) int64, distinct where present
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         return student.itemsize
@@ -62,7 +62,7 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # These gradients were computed before any rounding.
+            # These gradients come from unrounded values.
             return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
@@ -70,15 +70,15 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The separate columns of each row: the teacher's k tokens, then the target's, if there is one.
+    """The columns apart from the tail: the teacher's k tokens, then the target, if any.
 
-    A missing entry repeats the row's first present entry. The target may repeat one of the k.
+    A missing entry repeats the row's first present one; the target may repeat any.
     """
 
     index: Tensor  # (n, k or k + 1)
     present: Tensor  # (n, k)
-    first: Tensor  # (n, 1) the first present entry
-    is_target: Tensor | None  # (n, k) present entries that are the target
+    first: Tensor  # (n, 1) first present entry
+    is_target: Tensor | None  # (n, k) present and the target
 
     @classmethod
     def of(cls, ids: Tensor, logps: Tensor, target: Tensor | None) -> _Columns:
@@ -92,10 +92,9 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits, and the tail's logsumexp at the temperature and at 1.
+        """Return the columns' logits before the temperature, and the tail's logsumexp at the temperature and at 1.
 
-        All are relative to the row's largest logit. The columns' logits (n, k or k + 1) are those before the
-        temperature. The last result is None without a target.
+        All are relative to the row's largest logit.
         """
         z = transformed(leaves[0], options)
         largest = torch.maximum(z.detach().amax(1), tail_centre)
@@ -105,31 +104,30 @@ class _Columns:
         return z - largest[:, None], tail, hard_tail if self.is_target is not None else None
 
     def bins(self, z: Tensor, tail: Tensor) -> Tensor:
-        """Return the logits (n, k + 1) of the student's bins, -inf at missing entries."""
+        """Return logits (n, k + 1) of the student's bins."""
         k = self.present.shape[1]
         if self.is_target is not None:
-            # A target outside the k was removed from the tail: add it again.
+            # The tail lacks a target outside the k: add it.
             tail = _log_add(tail, z[:, k].masked_fill(self.is_target.any(1), -torch.inf))
         return torch.cat([z[:, :k].masked_fill(~self.present, -torch.inf), tail[:, None]], 1)
 
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
-        """Return the log-probabilities (n, k + 1) of the teacher's bins; the tail is -inf if the k are the whole
-        vocabulary.
+        """Return log-probabilities (n, k + 1) of the teacher's bins.
 
-        Otherwise the tail has at least `LEAST_LEFT`, even if the k add up to 1 in their precision: the divergence of a
-        student's tail from an empty one would be infinite.
+        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`, because the divergence from an
+        empty tail is infinite.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
     def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        """Return (n,) log-probabilities of the target, at the temperature of `z` and `tail`."""
+        """Return the target's log-probabilities (n,)."""
         assert tail is not None
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert gradients of columns (n, k or k + 1) to those of tokens: repeated columns all get their sum."""
+        """Convert gradients of columns to those of tokens: repeated columns all get their sum."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)
@@ -144,7 +142,7 @@ class _Columns:
 
 
 def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """`logaddexp`, whose gradient is finite if both arguments are -inf."""
+    """`logaddexp`, with a finite gradient if both are -inf."""
     both = torch.stack([a, b])
     nothing = (both == -torch.inf).all(0)
     return torch.where(nothing, -torch.inf, torch.where(nothing, 0.0, both).logsumexp(0))

@@ -1,12 +1,12 @@
-"""Kernels, one operation per file: a Triton kernel, a torch path, and a public function that picks one of them.
+"""Kernels, one operation per file: a Triton kernel, a torch path, and a function that picks one of them.
 
-a head's logits     logits_stats.py (statistics that merge), logits_grad.py (in place), target_logit.py (unrounded)
-without logits      projection.py (exponentials from the fused epilogue), target_rows.py (the target's part)
-two heads' logits   divergence.py, divergence_grad.py; divergence_sums.py is their first sweep
+a head's logits     logits_stats.py, logits_grad.py, target_logit.py
+fused epilogue      projection.py, target_rows.py
+two heads' logits   divergence_sums.py, divergence.py, divergence_grad.py
 base kernels        rms_norm.py, layer_norm.py, glu.py, rope.py, cross_entropy.py, logits_divergence.py,
-                    pointwise_divergence.py; partial_sums.py finishes the gradient of a weight
-utilities           scale.py (gradients times a scalar), survey.py (what the host must know about a target)
-shared              backend.py (choice of the path, device functions), launch.py (cached launches), checks.py
+                    pointwise_divergence.py
+utilities           scale.py, survey.py
+shared              backend.py, transform.py, norm_rows.py, operands.py, launch.py, tuning/
 """
 
 from liger_chunked.kernels.cross_entropy import liger_cross_entropy

@@ -1,8 +1,6 @@
-"""Cross entropy of materialized logits.
+"""Cross entropy of materialized logits, from logits_stats.py and logits_grad.py.
 
-The forward reduces each row to statistics (logits_stats.py), of which the loss is a function. The backward turns their
-gradients into the gradient of the logits (logits_grad.py). Bytes, in units of the logits: forward 1, backward 2 (read
-the logits, write the gradient).
+Bytes, in units of the logits: forward 1, backward 2.
 """
 
 from __future__ import annotations
@@ -12,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import first_derivative, has_own_memory, matrix, operator
-from liger_chunked.kernels.checks import check_class_ids, check_floating, check_row, described, plain
+from liger_chunked.kernels.backend import first_derivative, matrix, may_overwrite, operator
 from liger_chunked.kernels.logits_grad import LogitsCotangents, logits_grad_
 from liger_chunked.kernels.logits_stats import row_stats
+from liger_chunked.kernels.operands import check_class_ids, check_floating, check_row, described, plain
 from liger_chunked.types import LogitOptions, accumulation_dtype, check_number, shown
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -37,10 +35,10 @@ def _stats(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, regularized: bool, softcap: float | None,
     logit_scale: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `(logps, lse, mean_logits, max, sum_exp)` of each row; `lse` and `mean_logits` only if `regularized`."""
+    """Return `logps`, `lse` and `mean_logits` (None unless `regularized`), `max` and `sum_exp` of each row."""
     target = target.reshape(-1)
     vocab_size = logits.shape[-1]
-    if target.device.type == "cpu":  # on a GPU this check would wait for the device
+    if target.device.type == "cpu":  # on a GPU the check would wait for the device
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
@@ -77,13 +75,11 @@ class _LogitsStats(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, regularized: bool,
         softcap: float | None, logit_scale: float, ignore_index: int, inplace: bool,
     ) -> Any:  # fmt: skip
-        arguments = (logits, target, class_weight, regularized, softcap, logit_scale, ignore_index)
-        logps, lse, mean_logits, maximum, sum_exp = _stats(*arguments)
+        *stats, maximum, sum_exp = _stats(logits, target, class_weight, regularized, softcap, logit_scale, ignore_index)
         ctx.save_for_backward(logits, target, class_weight, maximum, sum_exp)
         ctx.softcap, ctx.logit_scale = softcap, logit_scale
-        # The operator declares that it mutates no input, so it must not write in place under torch.compile.
-        ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(logits)
-        return (logps, lse, mean_logits) if regularized else logps
+        ctx.inplace = inplace and may_overwrite(logits)
+        return tuple(stats) if regularized else stats[0]
 
     @staticmethod
     @first_derivative
@@ -137,37 +133,33 @@ def liger_cross_entropy(
     logit_scale: float = 1.0,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `F.cross_entropy` of logits of any floating dtype, computed in float32 without a float32 copy of them.
+    """Return `F.cross_entropy` of logits in nats, computed in float32 without a float32 copy of them.
 
-    With `z = softcap * tanh(logit_scale * logits / softcap)` (without a softcap `z = logit_scale * logits`), the loss
-    of a token with target `y`, in nats, is
+    The loss of a token with target `y`, `s = label_smoothing` and `lse = logsumexp(z)` is
 
         (1 - s) * w_y * (lse - z_y) + s / V * sum_v(w_v * (lse - z_v)) + lse_square_scale * lse ** 2
 
-    with `s = label_smoothing` and `lse = logsumexp(z)`.
+    where `z = softcap * tanh(logit_scale * logits / softcap)`, or `z = logit_scale * logits` without a softcap.
 
     Args:
-        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied first: pad the labels
-            rather than slice the logits.
-        target: (...) class indices. An index outside the vocabulary raises on a CPU. On a GPU the check would wait for
-            the device, so the loss becomes infinite instead.
+        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad the labels instead.
+        target: (...) class indices. One outside the vocabulary raises on a CPU, and makes the loss infinite on a GPU.
         weight: (V,) class weights `w`; None for ones.
-        ignore_index: tokens with this target do not count in the loss or the mean, and their gradient is 0.
-        reduction: "mean" divides the cross entropy by the sum of `w_y` over the valid tokens, and the last term by
-            their number; without valid tokens it is 0. "none" returns (...), with 0 at ignored tokens.
-        label_smoothing: `s`.
+        ignore_index: target of ignored tokens.
+        reduction: "mean" divides the cross entropy by the sum of valid tokens' `w_y`, and the last term by their
+            number; 0 without valid tokens. "none" returns (...), 0 at ignored tokens.
+        label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
-        softcap: None disables it.
-        logit_scale: multiplies the logits.
-        inplace: let the backward overwrite `logits` with the gradient, to save that much memory. A second backward
-            then raises. No effect under torch.compile or on expanded logits.
+        softcap, logit_scale: the logit transform.
+        inplace: let the backward overwrite `logits`; a second backward raises. No effect under torch.compile, or for
+            expanded logits.
 
     Returns:
-        The loss in float32, or float64 for float64 logits.
+        float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: `logits` is not floating, or `target` is not an integer tensor.
-        ValueError: shapes or devices do not match, a target is out of range, or the reduction is unknown.
+        TypeError: `logits` is not floating-point, or `target` not of integers.
+        ValueError: shapes or devices differ, a target or option is out of range, or `weight` requires a gradient.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

@@ -1,17 +1,12 @@
-"""Compute divergences between teacher and student rows of logits, and the sums that their gradients need.
+"""Divergences of student and teacher logits, and the sums that their gradients need.
 
-`z` and `t` are the student's and the teacher's rows after their logit transforms, without the temperature `T`. With
-`p = softmax(z / T)` and `q = softmax(t / T)` over the same columns, a divergence `D(p, q)` has the gradient
+    p = softmax(z / T), q = softmax(t / T)        z, t: logits transformed except for the temperature T
+    T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-    T dD/dz_v = p_v (a_v - sum_u p_u a_u)        a_v = dD/dp_v
+For TVD, a - slope would cancel. It is `below`, the mass of p where p < q, if p > q, and `-above`, the mass of p where
+p > q, if p < q. Both include half of the mass where p = q.
 
-The gradient needs one more sum per row, `slope = sum_u p_u a_u`. TVD has a = 1/2 where p > q, and a = -1/2 where p < q.
-Let `below` and `above` be the student's mass where p < q and where p > q, each with half of the mass where p = q. Then
-`a - slope` is `below` where p > q and `-above` where p < q, which does not cancel.
-
-The first sweep (divergence_sums.py) computes KL divergences and the cosine together with the normalisers. JSD, skewed
-KL and TVD need the normalisers first, so they take a second sweep. Bytes: 2 tile reads, 4 with the second sweep. The
-gradient (divergence_grad.py) reads 2 tiles and writes 1.
+Bytes: KL and cosine read both tiles once, in divergence_sums.py. JSD, skewed KL and TVD read them again.
 """
 
 from __future__ import annotations
@@ -22,68 +17,67 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import block_size, exp, jit, log, log2, reciprocal, row_blocks, tl, transform_block
-from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_transform, products, sums, widened
+from liger_chunked.kernels.backend import exp, jit, log, log2, reciprocal, row_blocks, tl
+from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_arguments, products, sums, widened
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import load_block, transform_block
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
-# Floor of log p, so that the mixture of two entries without probability stays finite.
+# Floor of log p: a mixture of two zeros stays finite.
 LOG_ZERO = -1e4
-# The same bound as in F.cosine_similarity: a row of zeros has no direction.
+# As in F.cosine_similarity.
 _MIN_NORM = 1e-8
-# Divergences that take a second sweep, because they need the normalisers of the first.
 _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class DivergenceStats(NamedTuple):
-    """Statistics of each row after the sweeps; each field is (N,)."""
+    """Statistics of rows, (N,) each."""
 
-    divergence: Tensor  # the student's log_sum if there is no teacher
-    centre: Tensor  # of the student's z
+    divergence: Tensor  # log_sum without a teacher
+    centre: Tensor
     sum_exp: Tensor  # p = exp((z - centre) / T) / sum_exp
-    log_sum: Tensor  # log(sum_exp)
-    hard_sum_exp: Tensor | None = None  # of p at temperature 1; None if that equals sum_exp
-    logps: Tensor | None = None  # log p(target) under the student at temperature 1; None without a target
+    log_sum: Tensor
+    hard_sum_exp: Tensor | None = None  # at temperature 1, if that differs
+    logps: Tensor | None = None  # log p(target) at temperature 1
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    slope: Tensor | None = None  # sum p a; cosine: the gradient's coefficient of z; TVD: `below`
-    other_slope: Tensor | None = None  # cosine: the gradient's coefficient of t; TVD: `above`
+    slope: Tensor | None = None  # cosine: coefficient of z in the gradient; TVD: `below`
+    other_slope: Tensor | None = None  # cosine: coefficient of t; TVD: `above`
 
 
 @jit
 def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.constexpr):
-    """Return `p` and `log p`."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
-    # exp(z - log_sum) would round its argument first.
+    # exp(z - log_sum) would round its argument.
     return exp(z, PRECISE) * reciprocal(sum_exp), z - log_sum
 
 
 @jit
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
-    """Return `log(p / m)` and `log(q / m)`, with `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
+    """Return `log(p / m)` and `log(q / m)`, `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
 
-    CENTRAL is for 16-bit logits and a beta away from 0 and 1. Its error is 2**-22 of the gap between `log p` and
-    `log q`, or 2**-22 if the gap is small. The other path is accurate near p = q, and for beta near 0 or 1: it works
-    relative to the larger contribution to m, from p or q. At `log(q / p) = even` both contribute the same.
+    CENTRAL, for 16-bit logits and beta far from 0 and 1, has an error of `2**-22 max(1, |log(q / p)|)`. The other path
+    factors out the larger part of m. The parts are equal at the gap `even`.
     """
-    # -1e4 is LOG_ZERO. Propagate NaN explicitly: the hardware's maximum returns the other operand.
+    # -1e4 is LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
-        # exp(87) fits in float32; at such a gap p no longer matters.
+        # exp(87) fits in float32; beyond, p does not matter.
         gap = tl.minimum(gap, 87.0, propagate_nan=tl.PropagateNan.ALL)
         log_p_over_m = -log(one_minus_beta + beta * exp(gap, False))
         return log_p_over_m, gap + log_p_over_m
     else:
         mostly_teacher = gap > even
-        share = tl.where(mostly_teacher, one_minus_beta, beta)  # of the smaller part
-        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)  # smaller part over larger part
+        share = tl.where(mostly_teacher, one_minus_beta, beta)
+        ratio = exp(tl.where(mostly_teacher, -gap, gap), True)
         x = share * ratio - share
         mixed = tl.where(mostly_teacher, beta, one_minus_beta) + share * ratio
-        # Near 0, 1 + x loses the low bits of x. The series' next term is below 1e-7 of its first.
+        # Near 0, 1 + x loses the low bits of x.
         series = x * (1.0 + x * (-0.5 + x * (0.333333333 + x * (-0.25 + x * 0.2))))
         log_mixed = tl.where(tl.abs(x) < 0.03125, series, tl.log(mixed))
         return tl.where(mostly_teacher, -gap, 0.0) - log_mixed, tl.where(mostly_teacher, 0.0, gap) - log_mixed
@@ -91,11 +85,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """Return `log2 p`, at least -120: such a p adds nothing to a sum, and `p * (q / p)` still gives q.
-
-    If p matters in a sum over the vocabulary, -log2 p is at most 43, so p has a relative error of 2e-6. Rounding a
-    logit to 16 bits has a thousand times that effect.
-    """
+    """Return `log2 p`, at least -120, more exactly than 16-bit logits need."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -105,13 +95,20 @@ def _log2_prob(z, centre, log_sum, inv_temperature):
 
 @jit
 def _compare_block(
-    z, t, centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, on_ratio_sum,
-    inv_temperature, teacher_inv_temperature, beta, one_minus_beta, even,
-    KIND: tl.constexpr, RATIO: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
+    z_ptr, t_ptr, cols, n_cols,
+    centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, on_ratio_sum,
+    scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+    beta, one_minus_beta, even,
+    KIND: tl.constexpr, RATIO: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
+    """Add a block of both rows to each lane's sums; -inf adds nothing."""
+    z = transform_block(load_block(z_ptr, cols, n_cols, WHOLE), scale, softcap, None)
+    t = transform_block(load_block(t_ptr, cols, n_cols, WHOLE), teacher_scale, teacher_softcap, None)
+    if not WHOLE:
+        z = tl.where(cols < n_cols, z, -float("inf"))
+        t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2, with q from p and q / p: three special-function operations per element, not four.
+        # `log_ratios` in base 2. q = p (q / p) saves a special function.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -144,7 +141,7 @@ def _second_sweep_kernel(
     divergence_ptr, slope_ptr, other_slope_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     beta, one_minus_beta, even, on_student, on_teacher, on_ratio,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
@@ -157,28 +154,22 @@ def _second_sweep_kernel(
     teacher_centre = tl.load(teacher_centre_ptr + row)
     teacher_sum_exp = tl.load(teacher_sum_exp_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-    on_p = tl.zeros([BLOCK], tl.float32)  # per lane until the end of the row
+    on_p = tl.zeros([BLOCK], tl.float32)
     on_q = tl.zeros([BLOCK], tl.float32)
     ratio_sum = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
+    for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
         on_p, on_q, ratio_sum = _compare_block(
-            transform_block(tl.load(z_ptr + start + lanes).to(tl.float32), scale, softcap, None),
-            transform_block(tl.load(t_ptr + start + lanes).to(tl.float32), teacher_scale, teacher_softcap, None),
+            z_ptr + start, t_ptr + start, lanes, n_cols,
             centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, ratio_sum,
-            inv_temperature, teacher_inv_temperature, beta, one_minus_beta, even,
-            KIND, on_ratio is not None, PRECISE, CENTRAL,
+            scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+            beta, one_minus_beta, even, KIND, on_ratio is not None, True, PRECISE, CENTRAL,
         )  # fmt: skip
     if whole_blocks < n_cols:
-        cols = whole_blocks + lanes
-        inside = cols < n_cols
-        z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
-        t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        t = transform_block(t, teacher_scale, teacher_softcap, None)
         on_p, on_q, ratio_sum = _compare_block(
-            tl.where(inside, z, -float("inf")), tl.where(inside, t, -float("inf")),
+            z_ptr, t_ptr, whole_blocks + lanes, n_cols,
             centre, sum_exp, log_sum, teacher_centre, teacher_sum_exp, teacher_log_sum, on_p, on_q, ratio_sum,
-            inv_temperature, teacher_inv_temperature, beta, one_minus_beta, even,
-            KIND, on_ratio is not None, PRECISE, CENTRAL,
+            scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
+            beta, one_minus_beta, even, KIND, on_ratio is not None, False, PRECISE, CENTRAL,
         )  # fmt: skip
     divergence = 0.0
     slope = 0.0
@@ -187,7 +178,7 @@ def _second_sweep_kernel(
         slope += tl.sum(on_p, axis=0)
         tl.store(other_slope_ptr + row, tl.sum(ratio_sum, axis=0))
     else:
-        unit = 0.6931471805599453 if CENTRAL else 1.0  # the sums are in bits or in nats
+        unit = 0.6931471805599453 if CENTRAL else 1.0  # bits or nats
         if on_teacher is not None:
             divergence += on_teacher * unit * tl.sum(on_q, axis=0)
         if on_student is not None:
@@ -206,7 +197,6 @@ def _even(beta: float) -> float:
 
 
 def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, float | bool | None]:
-    """Return the mixture's kernel arguments. Terms without effect are None, so that they are compiled out."""
     return {
         "beta": float(divergence.beta),
         "one_minus_beta": 1.0 - divergence.beta,
@@ -217,41 +207,33 @@ def mixture_arguments(divergence: Divergence, dtype: torch.dtype) -> dict[str, f
     }
 
 
+def normaliser_arguments(stats: DivergenceStats) -> dict[str, Tensor | None]:
+    names = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
+    return {f"{name}_ptr": getattr(stats, name) for name in names}
+
+
 def _second_sweep_triton(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, divergence: Divergence, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n, n_cols = student.shape
+    n = student.shape[0]
     value, slope, other_slope = (torch.empty_like(stats.centre) for _ in range(3))
     if n:
         _second_sweep_kernel[(n,)](
-            z_ptr=student,
-            z_stride=student.stride(0),
-            t_ptr=teacher,
-            t_stride=teacher.stride(0),
-            centre_ptr=stats.centre,
-            sum_exp_ptr=stats.sum_exp,
-            log_sum_ptr=stats.log_sum,
-            teacher_centre_ptr=stats.teacher_centre,
-            teacher_sum_exp_ptr=stats.teacher_sum_exp,
-            teacher_log_sum_ptr=stats.teacher_log_sum,
+            **pair_arguments(student, teacher, options, teacher_options),
+            **normaliser_arguments(stats),
             divergence_ptr=value,
             slope_ptr=slope,
             other_slope_ptr=other_slope,
-            n_cols=n_cols,
-            **pair_transform(options, teacher_options),
             **mixture_arguments(divergence, student.dtype),
             on_teacher=divergence.on_teacher or None,
             KIND=divergence.kind,
-            BLOCK=block_size(n_cols, 2048),
-            PRECISE=student.dtype == torch.float32,
-            num_warps=4,
+            STAGES=TUNING[student.device].loads_in_flight,
         )
     return value, slope, other_slope
 
 
 def log_ratios_torch(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute `log_ratios` in torch."""
     gap = log_q - log_p
     mostly_teacher = gap > _even(beta)
     of_student, of_teacher = gap.new_tensor(1.0 - beta), gap.new_tensor(beta)
@@ -290,7 +272,6 @@ def log_probs_torch(
     student: Tensor, teacher: Tensor, stats: DivergenceStats, rows: slice, options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `log p` and `log q` of some rows, from their normalisers."""
     assert stats.teacher_centre is not None and stats.teacher_log_sum is not None
     dtype = accumulation_dtype(student.dtype)
     z = widened(student[rows], options, dtype)
@@ -301,11 +282,10 @@ def log_probs_torch(
 
 
 def _normalised(sums: Sums) -> DivergenceStats:
-    """Return the statistics that the first sweep alone gives."""
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
     return DivergenceStats(
         divergence=sums.log_sum if sums.divergence is None else sums.divergence,
@@ -343,13 +323,11 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Sweep pairs of rows for their divergences, and the sums that the gradient needs.
+    """Return the divergence of each pair of rows, and the sums that its gradient needs.
 
     Args:
-        student, teacher: (N, V) logits before the transform, each row contiguous; any floating dtypes.
-        target: (N,) int64 token ids whose log-probabilities at temperature 1 to return, or None.
-        divergence: the divergence to compute.
-        options, teacher_options: the logit transform of each model.
+        student, teacher: (N, V) logits before the transform, each row contiguous.
+        target: (N,) int64 token ids for `logps`, or None.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options)
@@ -359,16 +337,10 @@ def divergence_stats(
         compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
         value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
         return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
-    # Forward KL has a = -q / p, so its slope is -1 for every p and is not stored.
+    # The slope of forward KL is -1.
     return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return the normalisers of rows with holes: entries that are -inf before the transform are excluded.
-
-    Args:
-        logits: (N, V) logits before the transform, each row contiguous.
-        options: the logit transform.
-        hard: also return the normaliser at temperature 1, if the temperature differs.
-    """
+    """Return the normalisers of rows without their holes, inputs of -inf; `hard` as in `sums`."""
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

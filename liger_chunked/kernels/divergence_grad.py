@@ -1,9 +1,8 @@
-"""Turn student logits into the gradient of a divergence and of the target's log-probability.
+"""Gradients of a divergence and of the target's log-probability by the student's logits.
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
 
-`z` is the logit before the temperature. The gradient then passes back through the rest of the student's transform, and
-overwrites the logits or goes to a separate tensor. Bytes: both tiles read, the student's tile written.
+and back through the student's transform. Bytes: both tiles read, the student's written.
 """
 
 from __future__ import annotations
@@ -11,17 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import (
-    block_size,
-    exp,
-    grid_of_rows,
-    grid_row,
-    reciprocal,
-    row_blocks,
-    tanh,
-    tl,
-    transform_block,
-)
+from liger_chunked.kernels.backend import exp, grid_of_rows, grid_row, reciprocal, row_blocks, tl
 from liger_chunked.kernels.divergence import (
     LOG_ZERO,
     DivergenceStats,
@@ -29,10 +18,18 @@ from liger_chunked.kernels.divergence import (
     log_ratios,
     log_ratios_torch,
     mixture_arguments,
+    normaliser_arguments,
     softmax_block,
 )
-from liger_chunked.kernels.divergence_sums import both_on_triton, pair_transform, widened
+from liger_chunked.kernels.divergence_sums import both_on_triton, pair_arguments, widened
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import (
+    load_block,
+    transform_and_slope,
+    transform_and_tanh,
+    transform_block,
+    transform_gradient,
+)
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 
@@ -56,20 +53,15 @@ def _divergence_grad_kernel(
         if g_divergence == 0.0:
             tl.store(dz_ptrs, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=inside)  # the row may hold NaN
             return
-    raw = tl.load(z_ptr + row * z_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    z = raw
-    if scale is not None:
-        z = z * scale
-    if softcap is not None:
-        tanh_z = tanh(z)
-        z = softcap * tanh_z
+    raw = load_block(z_ptr + row * z_stride, cols, n_cols, False)
+    z, tanh_z = transform_and_tanh(raw, scale, softcap, None)
     centre = tl.load(centre_ptr + row)
     sum_exp = tl.load(sum_exp_ptr + row)
     p, log_p = softmax_block(z, centre, sum_exp, tl.load(log_sum_ptr + row), inv_temperature, PRECISE)
     if KIND == "tail":
         p = tl.where(raw == -float("inf"), 0.0, p)
     else:
-        t = tl.load(t_ptr + row * t_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
         t = transform_block(t, teacher_scale, teacher_softcap, None)
         if KIND != "cosine":
             q, log_q = softmax_block(
@@ -108,10 +100,7 @@ def _divergence_grad_kernel(
         if target_ptr is not None:
             p = p - tl.where(cols == tl.load(target_ptr + row), 1.0, 0.0)
         grad -= tl.load(g_logps_ptr + row) * p
-    if softcap is not None:
-        grad = grad * softcap * (1.0 - tanh_z * tanh_z)
-    if scale is not None:
-        grad = grad * scale
+    grad = transform_gradient(grad, tanh_z, scale, softcap, None)
     tl.store(dz_ptrs, grad.to(dz_ptr.dtype.element_ty), mask=inside)
 
 
@@ -121,37 +110,23 @@ def _divergence_grad_triton_(
     out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = student.shape
-    block = block_size(n_cols, 2048)
-    mixture = mixture_arguments(divergence or Divergence("tvd"), student.dtype)
+    both = pair_arguments(student, teacher, options, teacher_options)
     if n:
-        _divergence_grad_kernel[grid_of_rows(n, -(-n_cols // block))](
-            z_ptr=student,
-            z_stride=student.stride(0),
-            t_ptr=teacher,
-            t_stride=0 if teacher is None else teacher.stride(0),
+        _divergence_grad_kernel[grid_of_rows(n, -(-n_cols // both["BLOCK"]))](
+            **both,
+            **normaliser_arguments(stats),
+            hard_sum_exp_ptr=stats.hard_sum_exp,
+            slope_ptr=stats.slope,
+            other_slope_ptr=stats.other_slope,
             dz_ptr=out,
             dz_stride=out.stride(0),
             target_ptr=target,
-            # Autograd may pass an expanded tensor or a column of a matrix.
+            # Autograd may pass any strides.
             g_divergence_ptr=g_divergence.contiguous(),
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
-            centre_ptr=stats.centre,
-            sum_exp_ptr=stats.sum_exp,
-            log_sum_ptr=stats.log_sum,
-            hard_sum_exp_ptr=stats.hard_sum_exp,
-            teacher_centre_ptr=stats.teacher_centre,
-            teacher_sum_exp_ptr=stats.teacher_sum_exp,
-            teacher_log_sum_ptr=stats.teacher_log_sum,
-            slope_ptr=stats.slope,
-            other_slope_ptr=stats.other_slope,
             n_rows=n,
-            n_cols=n_cols,
-            **pair_transform(options, teacher_options),
-            **mixture,
+            **mixture_arguments(divergence or Divergence("tvd"), student.dtype),
             KIND="tail" if divergence is None else divergence.kind,
-            BLOCK=block,
-            PRECISE=student.dtype == torch.float32,
-            num_warps=4,
         )
     return out
 
@@ -161,7 +136,7 @@ def _soft_gradient_torch(
     options: LogitOptions, teacher_options: LogitOptions,
 ) -> Tensor:  # fmt: skip
     """Return `T dD/dz` of some rows."""
-    # Forward KL stores no slope and ignores this value.
+    # Forward KL needs no slope.
     slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
     if divergence.kind == "cosine":
         assert stats.other_slope is not None
@@ -191,7 +166,9 @@ def _divergence_grad_torch_(
     dtype = accumulation_dtype(student.dtype)
     for rows in row_blocks(student):
         holes = None
-        centred = widened(student[rows], options, dtype).sub_(stats.centre[rows, None])
+        z = student[rows].to(dtype, copy=True)
+        z, cap_slope = transform_and_slope(z, options.logit_scale, options.softcap, 1.0)
+        centred = z.sub_(stats.centre[rows, None])
         if divergence is None:
             holes = student[rows] == -torch.inf
             p = (centred / options.temperature).exp_().div_(stats.sum_exp[rows, None])
@@ -207,13 +184,12 @@ def _divergence_grad_torch_(
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:
-                # Form p_v - 1[v = y] before any rounding.
+                # p_v - 1[v = y] before rounding
                 p.scatter_add_(1, target[rows, None], p.new_full((p.shape[0], 1), -1.0))
             grad.addcmul_(p, g_logps[rows, None], value=-1.0)
         grad.mul_(options.logit_scale)
-        if options.softcap is not None:
-            raw = student[rows].to(dtype)
-            grad *= 1.0 - (options.logit_scale * raw / options.softcap).tanh_().square_()
+        if cap_slope is not None:
+            grad.mul_(cap_slope)
         out[rows].copy_(grad)
     return out
 
@@ -230,13 +206,11 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the student's logits with their gradient, and return it.
+    """Write the gradient by the student's logits to `out`, or to `student`; return it.
 
     Args:
-        student, teacher, target, divergence, options, teacher_options: the arguments of `divergence_stats`.
-        stats: its result.
-        g_divergence, g_logps: (N,) upstream gradients; `g_logps` is None if the loss does not use `logps`.
-        out: write the gradient here, and keep `student`.
+        stats: `divergence_stats` of the same arguments.
+        g_divergence, g_logps: (N,) upstream gradients; `g_logps` may be None.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
@@ -246,14 +220,13 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient; holes get 0.
+    """Overwrite logits with their gradient, 0 in holes; return it.
 
     Args:
-        logits, options: the arguments of `tail_stats`.
-        stats: its result.
-        g_log_sum, g_hard_log_sum: (N,) upstream gradients of the normalisers; the second may be None.
+        stats: `tail_stats` of the logits.
+        g_log_sum, g_hard_log_sum: (N,) upstream gradients.
     """
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
-    # d(hard_log_sum)/dz = p1: the g_logps term without a target and with the opposite sign.
+    # d(hard_log_sum)/dz = p1: the negative g_logps term without a target.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

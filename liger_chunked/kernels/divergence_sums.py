@@ -1,12 +1,9 @@
-"""First sweep over pairs of rows of logits: both normalisers, and the sums that need neither.
-
-Bytes: both tiles read once.
-"""
+"""Normalisers, KL divergences and dot products of pairs of rows of logits. Bytes: both tiles read once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,37 +16,30 @@ from liger_chunked.kernels.backend import (
     reciprocal,
     row_blocks,
     tl,
-    transform,
-    transform_arguments,
-    transform_block,
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class Sums(NamedTuple):
-    """Sums of each row from the first sweep; each field is (N,), or None if it was not requested.
+    """Sums of rows, (N,) each, None if not requested."""
 
-    `centre` and `teacher_centre` are close to the row's maximum, so that exponentials stay in range; -inf for a row of
-    -inf only.
-    """
-
-    centre: Tensor
+    centre: Tensor  # near the maximum; -inf for a row of -inf
     sum_exp: Tensor  # sum exp((z - centre) / T)
-    log_sum: Tensor  # log(sum_exp)
+    log_sum: Tensor
     hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
     target_logit: Tensor | None = None
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    # The KL divergence, at the temperature. Its moment, sum exp(t) (t - z) or sum exp(z) (z - t), uses z and t relative
-    # to their centres, so that large logits do not cancel.
     divergence: Tensor | None = None
 
 
 class Products(NamedTuple):
-    """Products of each pair of rows, (N,) each: `sum z t`, `sum z ** 2`, `sum t ** 2`."""
+    """`sum z t`, `sum z ** 2` and `sum t ** 2` of each pair of rows, (N,)."""
 
     dot: Tensor
     square: Tensor
@@ -58,11 +48,8 @@ class Products(NamedTuple):
 
 @jit
 def _load(ptr, cols, n_cols, scale, softcap, WHOLE: tl.constexpr, HOLES: tl.constexpr):
-    """Load a block of transformed logits, -inf past the row's end. HOLES keeps an input of -inf at -inf."""
-    if WHOLE:
-        raw = tl.load(ptr + cols).to(tl.float32)
-    else:
-        raw = tl.load(ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    """Load transformed logits, -inf past the row's end. HOLES keeps inputs of -inf."""
+    raw = load_block(ptr, cols, n_cols, WHOLE)
     z = transform_block(raw, scale, softcap, None)
     if HOLES:
         z = tl.where(raw == -float("inf"), raw, z)
@@ -84,7 +71,7 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of both rows to the sums of each lane; entries of -inf add nothing."""
+    """Add a block of both rows to each lane's sums, as in logits_stats.py."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -102,7 +89,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # 0 * -inf would be NaN.
+        # Relative to the centres: large logits would cancel. 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -124,9 +111,8 @@ def _sums_kernel(
     centre_ptr, sum_exp_ptr, log_sum_ptr, hard_sum_exp_ptr, target_logit_ptr,
     teacher_centre_ptr, teacher_sum_exp_ptr, teacher_log_sum_ptr, divergence_ptr,
     n_cols, scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    # Sums stay per lane until the end of the row, relative to the maximum of its first block: see logits_stats.py.
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     if t_ptr is not None:
@@ -151,7 +137,7 @@ def _sums_kernel(
         teacher_top = tl.full([BLOCK], -float("inf"), tl.float32)
         teacher_sum_exp = tl.zeros([BLOCK], tl.float32)
         moment = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
             top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment = _add_block(
                 z_ptr, t_ptr, start + lanes, n_cols, centre, teacher_centre,
                 top, sum_exp, hard_sum_exp, teacher_top, teacher_sum_exp, moment,
@@ -203,7 +189,7 @@ def _sums_kernel(
 @Kernel
 def _products_kernel(
     z_ptr, z_stride, t_ptr, t_stride, dot_ptr, square_ptr, teacher_square_ptr,
-    n_cols, scale, softcap, teacher_scale, teacher_softcap, BLOCK: tl.constexpr,
+    n_cols, scale, softcap, teacher_scale, teacher_softcap, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
@@ -211,13 +197,11 @@ def _products_kernel(
     dot = tl.zeros([BLOCK], tl.float32)
     square = tl.zeros([BLOCK], tl.float32)
     teacher_square = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, n_cols, BLOCK, num_stages=4):
+    for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
-        inside = cols < n_cols
-        # The transform keeps the zeros past the row's end.
-        z = transform_block(tl.load(z_ptr + cols, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
-        t = tl.load(t_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        t = transform_block(t, teacher_scale, teacher_softcap, None)
+        # The transform keeps zeros past the row's end.
+        z = transform_block(load_block(z_ptr, cols, n_cols, False), scale, softcap, None)
+        t = transform_block(load_block(t_ptr, cols, n_cols, False), teacher_scale, teacher_softcap, None)
         dot += z * t
         square += z * z
         teacher_square += t * t
@@ -226,22 +210,35 @@ def _products_kernel(
     tl.store(teacher_square_ptr + row, tl.sum(teacher_square, axis=0))
 
 
-def pair_transform(options: LogitOptions, teacher_options: LogitOptions) -> dict[str, float | None]:
-    """Return the kernel arguments of both transforms, with the temperature separate from the rest."""
+def pair_arguments(
+    student: Tensor, teacher: Tensor | None, options: LogitOptions, teacher_options: LogitOptions
+) -> dict[str, Any]:
+    """Return the arguments of kernels on pairs of rows, temperatures apart."""
 
-    def arguments(options: LogitOptions) -> dict[str, float | None]:
+    def factors(options: LogitOptions) -> dict[str, float | None]:
         inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
         return transform_arguments(replace(options, temperature=1.0)) | {"inv_temperature": inv_temperature}
 
-    teacher = {f"teacher_{name}": value for name, value in arguments(teacher_options).items()}
-    return arguments(options) | teacher
+    most, num_warps = TUNING[student.device].divergence
+    return {
+        "z_ptr": student,
+        "z_stride": student.stride(0),
+        "t_ptr": teacher,
+        "t_stride": 0 if teacher is None else teacher.stride(0),
+        "n_cols": student.shape[1],
+        **factors(options),
+        **{f"teacher_{name}": value for name, value in factors(teacher_options).items()},
+        "BLOCK": block_size(student.shape[1], most),
+        "PRECISE": student.dtype == torch.float32,
+        "num_warps": num_warps,
+    }
 
 
 def _sums_triton(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
     teacher_options: LogitOptions, hard: bool,
 ) -> Sums:  # fmt: skip
-    n, n_cols = student.shape
+    n = student.shape[0]
 
     def buffer(wanted: bool = True) -> Tensor | None:
         return torch.empty(n, dtype=torch.float32, device=student.device) if wanted else None
@@ -259,37 +256,29 @@ def _sums_triton(
     )
     if n:
         _sums_kernel[(n,)](
-            z_ptr=student,
-            z_stride=student.stride(0),
-            t_ptr=teacher,
-            t_stride=0 if teacher is None else teacher.stride(0),
             target_ptr=target,
             **{f"{name}_ptr": value for name, value in sums._asdict().items()},
-            n_cols=n_cols,
-            **pair_transform(options, teacher_options),
             KIND=kind,
-            BLOCK=block_size(n_cols, 2048),
-            PRECISE=student.dtype == torch.float32,
-            num_warps=4,
+            STAGES=TUNING[student.device].loads_in_flight,
+            **pair_arguments(student, teacher, options, teacher_options),
         )
     return sums
 
 
 def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row maximum and, in place, `z - max`; rows of -inf only are not shifted."""
     maximum = z.amax(1)
     return maximum, z.sub_(torch.where(maximum == -torch.inf, 0.0, maximum)[:, None])
 
 
 def widened(logits: Tensor, options: LogitOptions, dtype: torch.dtype, holes: bool = False) -> Tensor:
-    """Return a transformed copy in `dtype`, before the temperature; `holes` keeps an input of -inf at -inf."""
+    """Return a transformed copy, except for the temperature; `holes` keeps -inf."""
     z = transform(logits.to(dtype, copy=True), options.logit_scale, options.softcap, 1.0)
     return z.masked_fill_(logits == -torch.inf, -torch.inf) if holes else z
 
 
-def _weighted(weight: Tensor, x: Tensor) -> Tensor:
-    """Return the row sums of `weight * x`; a term with zero weight is 0 for any `x`."""
-    return (weight * x).masked_fill_(weight == 0, 0.0).sum(1)
+def weighted(p: Tensor, x: Tensor) -> Tensor:
+    """Return `p * x`, 0 where `p` is 0."""
+    return torch.where(p == 0, 0.0, p * x)
 
 
 def _sums_torch(
@@ -315,15 +304,14 @@ def _sums_torch(
             part["teacher_sum_exp"] = teacher_sum_exp = teacher_e.sum(1)
             part["teacher_log_sum"] = teacher_log_sum = teacher_sum_exp.log()
             if kind == "forward_kl":
-                part["divergence"] = _weighted(teacher_e, t - z) / teacher_sum_exp - teacher_log_sum + log_sum
+                part["divergence"] = weighted(teacher_e, t - z).sum(1) / teacher_sum_exp - teacher_log_sum + log_sum
             elif kind == "reverse_kl":
-                part["divergence"] = _weighted(e, z - t) / part["sum_exp"] - log_sum + teacher_log_sum
+                part["divergence"] = weighted(e, z - t).sum(1) / part["sum_exp"] - log_sum + teacher_log_sum
         parts.append(part)
     return Sums(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def both_on_triton(student: Tensor, teacher: Tensor | None) -> bool:
-    """Return whether the Triton kernels handle both tensors."""
     return use_triton(student) and (teacher is None or use_triton(teacher))
 
 
@@ -331,23 +319,19 @@ def sums(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
     teacher_options: LogitOptions, hard: bool = False,
 ) -> Sums:  # fmt: skip
-    """Sweep rows of logits, or pairs of rows, for their sums.
+    """Return the sums of rows of logits, or pairs of rows; arguments as of `divergence_stats`.
 
     Args:
-        student, teacher: (N, V) logits before the transform, each row contiguous; `teacher` may be None.
-        target: (N,) int64 token ids whose logits to return, or None.
-        kind: "forward_kl" or "reverse_kl" also computes that divergence; "tail" excludes entries that are -inf before
-            the transform.
-        options, teacher_options: the logit transform of each model.
-        hard: also return the student's normaliser at temperature 1.
+        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes inputs of -inf.
+        hard: add the student's normaliser at temperature 1.
     """
     compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch
     return compute(student, teacher, target, kind, options, teacher_options, hard)
 
 
 def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
-    """Return the dot products of pairs of rows of logits (before the transform), transformed except for temperature."""
-    n, n_cols = student.shape
+    """Return the `Products` of logits transformed except for the temperature."""
+    n = student.shape[0]
     dtype = accumulation_dtype(student.dtype)
     found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))
     if not both_on_triton(student, teacher):
@@ -357,16 +341,9 @@ def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_op
             found.square[rows] = z.square_().sum(1)
             found.teacher_square[rows] = t.square_().sum(1)
     elif n:
-        both = pair_transform(options, teacher_options)
-        _products_kernel[(n,)](
-            z_ptr=student,
-            z_stride=student.stride(0),
-            t_ptr=teacher,
-            t_stride=teacher.stride(0),
-            **{f"{name}_ptr": value for name, value in found._asdict().items()},
-            n_cols=n_cols,
-            **{name: value for name, value in both.items() if "temperature" not in name},
-            BLOCK=block_size(n_cols, 2048),
-            num_warps=4,
-        )
+        both = pair_arguments(student, teacher, options, teacher_options)
+        for name in ("inv_temperature", "teacher_inv_temperature", "PRECISE"):
+            del both[name]
+        pointers = {f"{name}_ptr": value for name, value in found._asdict().items()}
+        _products_kernel[(n,)](**both, **pointers, STAGES=TUNING[student.device].loads_in_flight)
     return found

@@ -1,15 +1,8 @@
-"""Gated linear units: an activation of one half times the other.
+"""Gated linear units, computed in float32 and rounded once.
 
-    swiglu = silu(gate) * up        silu(z) = z sigmoid(z)
-    geglu  = gelu(gate) * up        gelu(z) = z Phi(z), or its approximation by tanh
+    y = act(gate) * up,  dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-in float32, rounded once. Only the inputs are saved; the backward recomputes the activation:
-
-    dgate = dy * up * act'(gate)    dup = dy * act(gate)
-
-Bytes, in units of one half: forward 3 (read gate and up, write y), backward 5 (read dy, gate and up, write dgate and
-dup). docs/tuning.md lists the resulting bounds on the time. At the peak of an MLP's backward, gate, up, dy and both
-gradients are in memory, five units, or three if the gradients overwrite gate and up.
+Bytes, in units of `gate`: forward 3, backward 5.
 """
 
 from __future__ import annotations
@@ -30,27 +23,26 @@ from liger_chunked.kernels.backend import (
     tl,
     use_triton,
 )
-from liger_chunked.kernels.checks import check_floating, check_like, plain
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import check_floating, check_like, plain
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype, shown
 
-_BLOCK = 1024  # columns per program, see docs/tuning.md
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
-# (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (z + 0.044715 z**3).
+# Fewer instructions: (1 + tanh(u)) / 2 = sigmoid(2 u), 2 u = sqrt(8 / pi) (z + 0.044715 z**3)
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
 
 @jit
 def _activation(z, KIND: tl.constexpr):
-    """`act(z)` and `act'(z)`."""
+    """Return `act(z)` and `act'(z)`."""
     if KIND == "silu":
         s = 1.0 / (1.0 + exp(-z, False))
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = sqrt(8 / pi) (z + 0.044715 z**3), takes fewer instructions.
-        # e = exp(-|2 u|) does not overflow, and sigmoid and 1 - sigmoid do not cancel.
+        # See `_TANH_LINEAR`. exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
         square = z * z
         e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
         larger = 1.0 / (1.0 + e)
@@ -71,7 +63,6 @@ def _forward_kernel(
     gate_stride, up_stride, y_stride, n_cols, blocks_per_row,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Rows and column blocks share axis x, because y and z of a launch grid are limited to 65,535.
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
@@ -100,7 +91,6 @@ def _backward_kernel(
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return gate and up. If `up` is None, `gate` holds both."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -108,17 +98,19 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    """Launch over tensors of one shape. Contiguous tensors are one long row, so that only the last block is partial."""
-    n_rows, n_cols = 1, tensors[0].numel()
+    """Launch over tensors of one shape; contiguous ones as one row, with one partial block."""
+    first = tensors[0]
+    n_rows, n_cols = 1, first.numel()
     if not n_cols:
         return
     strides: tuple[int, ...] = (0,) * len(tensors)
     if not all(map(Tensor.is_contiguous, tensors)):
-        n_cols = tensors[0].shape[-1]
-        n_rows = tensors[0].numel() // n_cols
+        n_cols = first.shape[-1]
+        n_rows = first.numel() // n_cols
         tensors, strides = zip(*map(strided_rows, tensors), strict=True)
-    blocks_per_row = -(-n_cols // _BLOCK)
-    kernel((n_rows * blocks_per_row, 1, 1), tensors, (*strides, n_cols, blocks_per_row, kind, _BLOCK), 4)
+    block, num_warps = TUNING[first.device].glu
+    blocks_per_row = -(-n_cols // block)
+    kernel((n_rows * blocks_per_row, 1, 1), tensors, (*strides, n_cols, blocks_per_row, kind, block), num_warps)
 
 
 def _forward_triton(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -154,7 +146,6 @@ def _forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 
 def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Allocate the gradient of each input."""
     return contiguous_like(gate), None if up is None else contiguous_like(up)
 
 
@@ -172,20 +163,20 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    gradients = dy * up * slope, dy * activated  # compute both before writing either: dy may share their memory
+    gradients = dy * up * slope, dy * activated  # both first: dy may share their memory
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write the gradients to `grads`, which may be `gate` and `up`, and return it."""
+    """Write the gradients to `grads`, maybe `gate` and `up`."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
 
 @operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return `(dgate, dup)`; for a packed input, its gradient and None."""
+    """Return `dgate` and `dup`, or the packed gradient and None."""
     return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
 
 
@@ -202,8 +193,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # If another operation has saved gate or up, autograd must raise there: it compares versions unless hooks
-            # pack the saved tensors. Detached, because a gradient is not part of the graph whose memory it uses.
+            # A new version makes other operations that saved gate or up raise. Gradients are not in that graph: detach.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -214,12 +204,12 @@ class _GLU(torch.autograd.Function):
 
 
 def _is_intermediate(x: Tensor) -> bool:
-    """Return whether a gradient may overwrite `x`: a non-leaf of the graph, with contiguous memory."""
+    """Return whether `x` is a contiguous non-leaf."""
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
-    """Return whether both gradients may overwrite their inputs, which must not share memory."""
+    """Return whether gradients may overwrite gate and up."""
     if up is None:
         return _is_intermediate(gate)
     apart = _is_intermediate(gate) and _is_intermediate(up)
@@ -229,7 +219,7 @@ def _are_free(gate: Tensor, up: Tensor | None) -> bool:
 def _glu(gate: Tensor, up: Tensor | None, kind: str, inplace: bool) -> Tensor:
     given = gate, up
     gate, up = plain(("gate", "up"), given)
-    inplace = inplace and gate is given[0] and up is given[1]  # an unwrapped tensor may be a leaf
+    inplace = inplace and gate is given[0] and up is given[1]  # unwrapped tensors may be leaves
     check_floating(gate, "gate")
     if up is not None:
         check_like(up, "up", gate, "gate")
@@ -246,17 +236,15 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
     """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate: (..., I), rows in any layout; or (..., 2 I) with `up` None: the gate followed by up, as one projection
-            makes them (Phi-3, GLM-4, fused experts). Such an input gets one gradient, without a copy.
-        up: (..., I) of the same dtype, or None.
-        inplace: let a backward that does not retain its graph overwrite `gate` and `up` with their gradients. Meant for
-            the projections of an MLP, which nothing reads again. Leaves and tensors that share memory are not
-            overwritten. If another operation has saved `gate` or `up`, autograd raises. With hooks on saved tensors,
-            also those of a checkpoint, that operation would read the gradient instead.
+        gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side (Phi-3, GLM-4, fused experts).
+        up: (..., I) of the same dtype; None for packed halves.
+        inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
+            share memory. Other operations that saved them raise, or read gradients if hooks (as a checkpoint's) pack
+            their saved tensors.
 
     Raises:
-        TypeError: an argument is not a floating-point tensor, or dtypes differ.
-        ValueError: shapes or devices do not match.
+        TypeError: an argument is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, or a packed size is odd.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
     >>> torch.equal(liger_swiglu(gate, up), liger_swiglu(torch.cat([gate, up], dim=-1)))
@@ -275,11 +263,14 @@ def liger_geglu(
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate, up, inplace: see `liger_swiglu`.
-        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", which uses the error function.
+        gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side.
+        up: (..., I) of the same dtype; None for packed halves.
+        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function.
+        inplace: let the backward overwrite `gate` and `up`, as in `liger_swiglu`.
 
     Raises:
-        TypeError, ValueError: see `liger_swiglu`; also if `approximate` is neither.
+        TypeError: an argument is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, a packed size is odd, or `approximate` is unknown.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

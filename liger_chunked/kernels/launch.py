@@ -1,4 +1,4 @@
-"""Cache the compiled variants of Triton kernels: a cached launch takes the host a third of the time."""
+"""Cache compiled Triton kernels: a cached launch takes a third of the host's time."""
 
 from __future__ import annotations
 
@@ -6,45 +6,32 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import INTERPRETED, has_own_memory
-from liger_chunked.kernels.later import HAS_TRITON, jitted
+from liger_chunked.kernels.backend import INTERPRETED, TensorDescriptor, has_own_memory, jit
+from liger_chunked.kernels.tuning.generic import REMEMBERED
 from liger_chunked.types import described
 
-if TYPE_CHECKING:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+try:
+    from triton.knobs import runtime as hooks
+    from triton.runtime import driver
+except ImportError:
+    hooks = driver = None
 
-# Triton's, from the first launch on.
-hooks: Any = None
-driver: Any = None
-
-# torch.cuda tells the current device, on NVIDIA and AMD. This does not check for a GPU: such a check would initialize
-# CUDA on import, and the process could no longer fork workers or choose devices.
+# Looking for a GPU would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
-# Only where Triton compiles for no more of a tensor than its dtype and alignment. On AMD's GPUs its size counts too.
-_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and HAS_TRITON
-_MOST_REMEMBERED = 1 << 10
-# A compiled variant as Triton's launch uses it: the function that runs it, its handle, its launch options, and the
-# function that returns a device's current stream.
+# AMD's variants depend on a tensor's size too.
+_REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
+_MOST_REMEMBERED = REMEMBERED
+# Run, handle, launch options, and the function that returns a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
-def _load_triton() -> None:
-    global hooks, driver
-    hooks = hooks or import_module("triton.knobs").runtime
-    driver = driver or import_module("triton.runtime").driver
-
-
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Return whether a kernel finds the elements of `x`.
-
-    If `strided`, its last dimension must be contiguous. Otherwise `x` must have no gaps or repetitions, in any order.
-    """
+    """Return whether `Kernel` supports the layout of `x`."""
     if x.is_contiguous():
         return True
     if strided:
@@ -54,7 +41,7 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether a call received the expected arguments. Tensors compare by identity, numbers by type and value."""
+    """Return whether tensors are identical, and numbers equal with their types."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -62,39 +49,29 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that caches its compiled variants, and runs on the device of its tensors.
+    """A Triton kernel that caches compiled variants, and runs on its tensors' device.
 
-        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      like any Triton kernel, all arguments by name
-        kernel(grid, (x,), (n, 128), num_warps=4)               with less overhead: the tensors, then the numbers,
-                                                                each in the order of the signature
+        kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
+        kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    At every launch, Triton determines the compiled variant: from the dtypes of the tensors, the alignment of their
-    addresses to 16 bytes, and properties of the numbers (equal to 1, a multiple of 16, width). That takes the host
-    longer than a small kernel runs. A launch with the numbers of an earlier one, and with aligned tensors of the same
-    dtypes, reuses its variant. It passes addresses: given a tensor, Triton asks the driver whether a kernel can access
-    it.
+    A launch with the numbers of an earlier one, and 16-byte aligned tensors of its dtypes, reuses its variant.
 
-    `*_desc` parameters are tensor descriptors or None. Triton compiles for the dtype and the block of each.
+    - `*_ptr` parameters are tensors or None, the first never None, on one device or in pinned memory. With a
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Otherwise a
+      tensor must have no gaps or repetitions.
+    - `*_desc` parameters are tensor descriptors or None.
+    - Numbers include compile-time constants. Each must keep one Python type, because 1 equals 1.0 and True.
 
-    `*_ptr` parameters are tensors or None. The first is never None. All are on its device, or in pinned host memory.
-    With a parameter `<name>_stride` or `<name>_<dimension>_stride`, a tensor may have any strides except in its last
-    dimension. Without, it must have no gaps or repetitions. Other layouts raise, for users' tensors and for gradients
-    from autograd: the kernel would read wrong elements.
-
-    Numbers include compile-time constants. Each must always have the same Python type, because 1 equals 1.0 and True.
-
-    A cached launch uses Triton's private interface, so each kernel verifies it first. Its second equal launch goes
-    through Triton, which must call the compiled kernel exactly as a cached launch will. If it does not, or if part of
-    that interface is missing, all launches of the kernel go through Triton. They also do while a launch hook (of a
-    profiler), `triton.knobs.runtime.debug` or a compilation hook is set.
+    A cached launch uses Triton's private interface. A kernel's second equal launch verifies that Triton makes the same
+    call. If not, or while a launch hook, a compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.kernel = jit(function)
         self.variants: dict[Any, _Variant] = {}
-        self._unproven: dict[Any, tuple[_Variant, Any]] = {}  # each with the kernel that Triton compiled
+        self._unproven: dict[Any, tuple[_Variant, Any]] = {}
         self._remembers = _REMEMBERS
         names = list(inspect.signature(function).parameters)
         self._tensors = [name for name in names if name.endswith("_ptr")]
@@ -106,10 +83,6 @@ class Kernel:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
             tuple if given == names else operator.itemgetter(*map(given.index, names))
         )
-
-    @functools.cached_property
-    def kernel(self) -> Any:
-        return jitted(self._function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         x, y, z, *_ = (*grid, 1, 1)
@@ -137,15 +110,13 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """Launch like `triton.jit(function)[grid](*arguments, ...)`. `num_stages` is passed unless it is None."""
+        """Launch like `triton.jit(function)[grid](...)`."""
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(*call)
             return
-        if hooks is None:
-            _load_triton()
         try:
             by_triton = (
                 not self._remembers
@@ -154,7 +125,7 @@ class Kernel:
                 or hooks.debug
                 or getattr(hooks, "add_stages_inspection_hook", None)
             )
-        except AttributeError:  # another version of Triton, or a hook that is not a chain of hooks
+        except AttributeError:
             by_triton = True
         if by_triton:
             self._launch(*call)
@@ -191,9 +162,8 @@ class Kernel:
         run(*grid, stream(device), function, options, None, None, None, *arguments)
 
     def _launch_and_remember(self, key: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and cache the variant for equal launches."""
         for remembered in (self.variants, self._unproven):
-            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads add to it too
+            if len(remembered) >= _MOST_REMEMBERED:  # autograd's threads may add more than one
                 remembered.clear()
         unproven = self._unproven.pop(key, None)
         if unproven is not None:
@@ -202,7 +172,7 @@ class Kernel:
                 self.variants[key] = unproven[0]
             return
         compiled = self._launch(*call)
-        if compiled is None:  # a compilation hook took over the launch
+        if compiled is None:  # a compilation hook launched
             return
         try:
             variant = compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
@@ -216,7 +186,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and check that it calls the compiled kernel as a cached launch will."""
+        """Launch through Triton, and compare with a cached launch."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -224,14 +194,13 @@ class Kernel:
         by_address = self._in_order((*addresses, *numbers, *descriptors))
 
         def observe(*received: Any, **named: Any) -> Any:
-            # Three arguments follow `start`: the metadata for the hooks, and the two hooks.
             start = (*grid, stream(device), function, options)
             end = (hooks.launch_enter_hook, hooks.launch_exit_hook, *by_tensor)
             if named or not (_same(received[:6], start) and _same(received[7:], end)):
                 return run(*received, **named)
             try:
                 result = run(*start, None, None, None, *by_address)
-            except TypeError:  # wrong arguments, before anything is enqueued
+            except TypeError:
                 return run(*received, **named)
             self._is_proven = True
             return result
@@ -257,7 +226,7 @@ class Kernel:
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
-        """Launch through Triton, and return the kernel that it compiled."""
+        """Launch through Triton, and return the compiled kernel."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is None:
                 continue

@@ -1,10 +1,4 @@
-"""LayerNorm.
-
-    y = (x - mean(x)) / sqrt(var(x) + eps) * w + b
-
-over the last dimension, in float32, with the variance of the centred row. Bytes, in units of `x`: forward 2 (read x,
-write y), backward 3 (read dy and x, write dx). docs/tuning.md lists the resulting bounds on the time.
-"""
+"""LayerNorm over the last dimension, in float32. Bytes, in units of `x`: forward 2, backward 3."""
 
 from __future__ import annotations
 
@@ -13,20 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import (
-    MAX_ROW,
-    contiguous_like,
-    first_derivative,
-    operator,
-    row_sweep,
-    row_tile,
-    strided_rows,
-    tl,
-    use_triton,
-)
-from liger_chunked.kernels.checks import check_floating, check_row, plain
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.partial_sums import sum_partials
+from liger_chunked.kernels.norm_rows import row_sweep, row_tile, sum_partials
+from liger_chunked.kernels.operands import check_floating, check_row, plain
+from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype
 
 
@@ -36,7 +21,6 @@ def _forward_kernel(
     x_stride, n_rows, n_cols, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Absent tensors are null pointers.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
@@ -60,7 +44,6 @@ def _backward_kernel(
     dy_stride, x_stride, n_rows, n_cols,
     NEEDS_DW: tl.constexpr, NEEDS_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Each program sweeps tiles of rows and accumulates its parts of dw and db in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
@@ -76,7 +59,7 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         rstd = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
-        # Beyond the row dy is 0, and so are its products.
+        # dy is 0 past the row.
         normal = (x - mean) * rstd
         if NEEDS_DW:
             dw += dy * normal
@@ -100,16 +83,16 @@ def _backward_kernel(
 def _forward_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile = row_tile(n_cols)
+    tile_rows, block, num_warps = row_tile(n_cols, x.device)
     rows, stride = strided_rows(x)
     y = contiguous_like(x)
     stats = x.new_empty((2, n_rows), dtype=torch.float32)
     if n_rows:
         _forward_kernel(
-            (-(-n_rows // tile.rows), 1, 1),
+            (-(-n_rows // tile_rows), 1, 1),
             (rows, weight, bias, y, stats),
-            (stride, n_rows, n_cols, eps, tile.rows, tile.block),
-            tile.num_warps,
+            (stride, n_rows, n_cols, eps, tile_rows, block),
+            num_warps,
         )
     return y, stats
 
@@ -129,7 +112,7 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @operator("layer_norm", fake=_forward_torch)
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `y`, and the mean and rstd of each row, stacked."""
+    """Return `y`, and (2, N) means and rstds."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, bias, eps)
 
@@ -185,7 +168,7 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `(dx, dw, db)`: dx is None unless needed, the others unless they have a dtype."""
+    """Return `(dx, dw, db)`, each None unless needed."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
 
@@ -205,22 +188,23 @@ class _LayerNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         dx, dw, db = _backward(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)
-        # A compiler returns empty tensors for those that are not needed.
+        # Compiled operators return empty tensors for None.
         return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
 
 
 def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return `F.layer_norm(x, x.shape[-1:], weight, bias, eps)` (Ba, Kiros and Hinton 2016), in the dtype of `x`.
 
+        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
     Args:
         x: (..., D), rows in any layout.
-        weight: (D,) or None.
-        bias: (D,) or None. The gradients of weight and bias accumulate in float32, deterministically.
+        weight, bias: (D,) or None; their gradients are deterministic float32 sums.
         eps: added to the variance.
 
     Raises:
-        TypeError: an argument is not a floating-point tensor.
-        ValueError: shapes or devices do not match.
+        TypeError: an argument is not floating-point.
+        ValueError: shapes or devices differ.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_layer_norm(x, torch.ones(64)), torch.nn.functional.layer_norm(x, (64,)), atol=1e-6)

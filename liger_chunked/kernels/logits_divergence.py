@@ -1,8 +1,6 @@
-"""Divergences of materialized logits, student against teacher, with the kernels of the fused losses.
+"""Divergences of materialized logits, from divergence.py and divergence_grad.py, without a softmax in memory.
 
-The forward sweeps pairs of rows (divergence_sums.py, divergence.py), the backward computes the student's gradient
-(divergence_grad.py). Neither stores a softmax. Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4),
-backward 3.
+Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4), backward 3.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import contiguous_like, first_derivative, has_own_memory, matrix, operator
-from liger_chunked.kernels.checks import check_floating, described, plain
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, matrix, may_overwrite, operator
 from liger_chunked.kernels.divergence import DivergenceStats, divergence_stats
 from liger_chunked.kernels.divergence_grad import divergence_grad_
+from liger_chunked.kernels.operands import check_floating, check_labels, described, plain
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# Statistics that the backward needs in addition to the divergence. KL needs no slope: it is the divergence or unused.
+# For the backward. The slope of reverse KL is the divergence.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -38,7 +36,7 @@ def _stats_fake(student: Tensor, teacher: Tensor, kind: str, *_: float) -> list[
 def _stats(
     student: Tensor, teacher: Tensor, kind: str, beta: float, on_student: float, on_teacher: float, temperature: float
 ) -> list[Tensor]:
-    """Return the divergence of each row, then the fields that `_SAVED` and `_SLOPES` name."""
+    """Return the divergence of each row, then its `_fields`."""
     divergence = Divergence(kind, beta, on_student, on_teacher)  # type: ignore[arg-type]
     options = LogitOptions(temperature=temperature)
     stats = divergence_stats(matrix(student), matrix(teacher), None, divergence, options, options)
@@ -71,8 +69,7 @@ class _LogitsDivergence(torch.autograd.Function):
         stats = _stats(student, teacher, *how)
         ctx.save_for_backward(student, teacher, *stats)
         ctx.how = how
-        # The operator declares that it mutates no input, so it must not write in place under torch.compile.
-        ctx.inplace = inplace and not torch.compiler.is_compiling() and has_own_memory(student)
+        ctx.inplace = inplace and may_overwrite(student)
         return stats[0]
 
     @staticmethod
@@ -95,13 +92,7 @@ def _check(student: Tensor, teacher: Tensor, labels: Tensor | None, reduction: s
         )
     if teacher.requires_grad:
         raise ValueError("teacher_logits get no gradient: detach them")
-    if labels is not None and (
-        not isinstance(labels, Tensor) or labels.shape != student.shape[:-1] or labels.device != student.device
-    ):
-        raise ValueError(
-            f"shift_labels must be {tuple(student.shape[:-1])} on {student.device}, one for each row of "
-            f"student_logits, got {described(labels)}"
-        )
+    check_labels(labels, student, "student_logits")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {shown(reduction)}")
 
@@ -132,32 +123,27 @@ def liger_kl_div_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `KL(teacher || student)` of the distributions of two logits tensors (Hinton et al. 2015), in nats per row.
+    """Return `KL(q || p)` of student `p` and teacher `q` (Hinton et al. 2015), in nats per row.
 
-    Equal to `F.kl_div(log_p, log_q, log_target=True, reduction=reduction)` with
-    `log_p, log_q = (student_logits / temperature).log_softmax(-1), (teacher_logits / temperature).log_softmax(-1)` in
-    float32, but stores neither of them. The result is not multiplied by `temperature ** 2`.
+    `p` and `q` are the softmax of the logits over `temperature`. The result is not multiplied by `temperature ** 2`.
 
     Args:
-        student_logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied first: pad the
-            labels instead of slicing the logits.
-        teacher_logits: (..., V), any floating dtype; gets no gradient.
-        shift_labels: (...) labels; rows with `ignore_index` are ignored. None uses all rows.
-        reverse: compute `KL(student || teacher)`.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that number times V; both are 0
-            without valid rows. "none" returns (...), one value per row (not per element), 0 in ignored rows.
+        student_logits, teacher_logits: (..., V) of floating dtypes. Rows without a uniform stride, such as
+            `logits[:, :-1]`, are copied: pad the labels instead.
+        shift_labels: (...) labels; None uses all rows.
+        reverse: return `KL(p || q)`.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
+            (...), 0 in ignored rows.
         temperature: divides both models' logits.
-        ignore_index: the label of ignored rows.
-        inplace: let the backward overwrite `student_logits` with the gradient, to save memory. A second backward then
-            raises. No effect under torch.compile or on expanded logits.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
     Returns:
-        The divergence in float32, or float64 for float64 student logits.
+        float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError: an input is not a floating tensor.
-        ValueError: shapes or devices that differ, an unknown reduction, a temperature that is not positive, a teacher
-            that requires a gradient.
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(
@@ -183,24 +169,27 @@ def liger_jsd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `liger_jsd` of the distributions of two logits tensors (Agarwal et al. 2024, equation 1), in nats per row.
-
-    With `p` the student's distribution and `q` the teacher's, both at the temperature,
+    """Return the Jensen-Shannon divergence of student `p` and teacher `q` (Agarwal et al. 2024), in nats per row.
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    At `beta` 0 and 1, where this formula is 0, the result is `KL(q || p)` and `KL(p || q)`.
+    This formula is 0 at `beta` 0 and 1: there the result is `KL(q || p)` and `KL(p || q)`.
 
     Args:
-        student_logits, teacher_logits, shift_labels, reduction, temperature, ignore_index, inplace: see
-            `liger_kl_div_with_logits`.
-        beta: in [0, 1].
+        student_logits, teacher_logits: (..., V) of floating dtypes.
+        shift_labels: (...) labels; None uses all rows.
+        beta: weight of the teacher, in [0, 1].
+        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
+        temperature: divides both models' logits.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`.
 
     Returns:
-        The divergence in float32, or float64 for float64 student logits.
+        float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError, ValueError: as in `liger_kl_div_with_logits`; ValueError also for a `beta` outside [0, 1].
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -223,17 +212,22 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the total variation distance of two logits tensors' distributions, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
 
     Args:
-        student_logits, teacher_logits, shift_labels, reduction, temperature, ignore_index, inplace: see
-            `liger_kl_div_with_logits`.
+        student_logits, teacher_logits: (..., V) of floating dtypes.
+        shift_labels: (...) labels; None uses all rows.
+        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
+        temperature: divides both models' logits.
+        ignore_index: label of ignored rows.
+        inplace: let the backward overwrite `student_logits`.
 
     Returns:
-        The distance in float32, or float64 for float64 student logits.
+        float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError, ValueError: as in `liger_kl_div_with_logits`.
+        TypeError: an input is not floating-point.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

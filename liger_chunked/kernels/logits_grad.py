@@ -1,8 +1,8 @@
-"""Turn logits into their gradient, in place or in a separate tensor.
+"""Gradients of the statistics by the logits.
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
-The gradient then passes back through the transform of `LogitOptions`. Bytes: the tile read once and written once.
+and back through the logit transform. Bytes: the tile read once and written once.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from liger_chunked.kernels.backend import (
     grid_row,
     reciprocal,
     row_blocks,
-    tanh,
     tl,
-    transform_arguments,
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import (
+    load_block,
+    transform_and_slope,
+    transform_and_tanh,
+    transform_arguments,
+    transform_gradient,
+)
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class LogitsCotangents(NamedTuple):
-    """Row statistics and upstream gradients that the logits gradient needs; each (N,), None for absent terms."""
+    """Statistics and upstream gradients of rows, (N,) each, None for absent terms."""
 
-    max: Tensor  # p = exp(z - max) / sum_exp rounds once; exp(z - lse) is inexact for large logits
+    max: Tensor  # p = exp(z - max) / sum_exp is exact for large logits, unlike exp(z - lse)
     sum_exp: Tensor
-    logps: Tensor | None = None  # upstream gradients dL/dlogps to dL/dmean_logits
+    logps: Tensor | None = None  # dL/dlogps, and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
-    entropy_value: Tensor | None = None  # the entropy, which its gradient needs
+    entropy_value: Tensor | None = None  # the entropy
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
-        """Return the fields of some of the rows."""
+        """Return the fields of some rows."""
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
@@ -57,14 +63,8 @@ def _logits_grad_kernel(
         return
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
-    z = tl.load(logits_ptr + row * logits_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:
-        z = z * scale
-    if softcap is not None:
-        t = tanh(z)
-        z = softcap * t
-    if inv_temperature is not None:
-        z = z * inv_temperature
+    z = load_block(logits_ptr + row * logits_stride, cols, n_cols, False)
+    z, tanh_z = transform_and_tanh(z, scale, softcap, inv_temperature)
     centred = z - tl.load(max_ptr + row)
     sum_exp = tl.load(sum_exp_ptr + row)
     p = exp(centred, PRECISE) * reciprocal(sum_exp)
@@ -76,7 +76,7 @@ def _logits_grad_kernel(
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
-        # Form p - 1 before any rounding. Two branches, because the compiler keeps 0 + x as an addition (signed zeros).
+        # p - 1 before rounding. Two branches, because the compiler keeps 0 + x as an addition.
         onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
         if lse_ptr is not None:
             grad += g * onehot_minus_p
@@ -92,12 +92,7 @@ def _logits_grad_kernel(
             grad += g * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
         else:
             grad += g
-    if inv_temperature is not None:
-        grad = grad * inv_temperature
-    if softcap is not None:
-        grad = grad * softcap * (1.0 - t * t)
-    if scale is not None:
-        grad = grad * scale
+    grad = transform_gradient(grad, tanh_z, scale, softcap, inv_temperature)
     tl.store(grad_ptr + row * grad_stride + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
@@ -106,14 +101,15 @@ def _logits_grad_triton_(
     vocab_start: int, class_weight: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
-    block = block_size(n_cols, 1024)
     if n and not logits.is_meta:
+        most, num_warps = TUNING[logits.device].logits_grad
+        block = block_size(n_cols, most)
         strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options).values()
         _logits_grad_kernel(
             grid_of_rows(n, -(-n_cols // block)),
             (logits, out, target, class_weight, *cotangents),
             (*strides, vocab_start, n, n_cols, 1.0 / vocab_size, *factors, block, logits.dtype == torch.float32),
-            num_warps=2,
+            num_warps,
         )
     return out
 
@@ -126,14 +122,8 @@ def _logits_grad_torch_(
     for rows in row_blocks(logits):
         z = logits[rows].to(accumulation_dtype(logits.dtype), copy=True)
         row = cotangents.at((rows, None))
-        if options.logit_scale != 1.0:
-            z = z.mul_(options.logit_scale)
-        slope = None
-        if options.softcap is not None:
-            tanh_z = z.div_(options.softcap).tanh_()
-            slope = 1.0 - tanh_z.square()
-            z = tanh_z.mul_(options.softcap)
-        centred = z.div_(options.temperature).sub_(row.max)
+        z, slope = transform_and_slope(z, options.logit_scale, options.softcap, options.temperature)
+        centred = z.sub_(row.max)
         p = centred.exp().div_(row.sum_exp)
 
         grad = torch.zeros_like(p)
@@ -141,11 +131,11 @@ def _logits_grad_torch_(
             grad.addcmul_(p, row.lse)
         if row.entropy is not None:
             assert row.entropy_value is not None
-            # 0 * -inf would be NaN.
+            # masked_fill_, because 0 * -inf is NaN
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
-            # Form 1[v = y] - p_v before any rounding.
+            # 1[v = y] - p_v before rounding
             local = target[rows] - vocab_start
             here = ((local >= 0) & (local < n_cols)).to(p.dtype)
             onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])
@@ -170,13 +160,12 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite a tile of logits with its gradient, and return it.
+    """Write the gradient of a tile of logits to `out`, or to `logits`; return it.
 
     Args:
-        logits, target, options, vocab_start, class_weight: the arguments of `logits_stats`.
-        cotangents: the rows' normalisers, and the upstream gradient of each statistic.
-        vocab_size: `V`, the number of columns in the whole vocabulary.
-        out: write the gradient here, and keep `logits`.
+        logits, target, options, vocab_start, class_weight: as in `logits_stats`.
+        cotangents: the rows' normalisers and upstream gradients.
+        vocab_size: `V` of the whole vocabulary.
     """
     compute = _logits_grad_triton_ if use_triton(logits) or logits.is_meta else _logits_grad_torch_
     out = logits if out is None else out

@@ -1,8 +1,7 @@
-"""Compute the statistics of logits in one pass, as partial results that merge across vocabulary slices.
+"""Reduce logits to statistics, tile by tile. Bytes: the tile read once.
 
-A tile of logits holds some columns of some rows. `logits_stats` reduces each row of a tile to a `PartialStats`, `merge`
-joins neighbouring slices (it is associative), and `finish` turns the whole into `TokenStats`. For tiles of whole rows,
-`row_stats` does all of this in one launch. Bytes: the tile read once.
+`logits_stats` reduces a tile to `PartialStats`, `merge` joins neighbouring tiles, and `finish` returns `TokenStats`.
+`row_stats` does all of this for whole rows, in one launch.
 """
 
 from __future__ import annotations
@@ -20,33 +19,42 @@ from liger_chunked.kernels.backend import (
     jit,
     row_blocks,
     tl,
-    transform,
-    transform_arguments,
-    transform_block,
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
 
 
 class PartialStats(NamedTuple):
-    """Statistics of rows of logits `z` over a slice of the vocabulary; each field (N,), None if not requested."""
+    """Statistics of rows `z` of a tile, (N,) each, None if not requested."""
 
-    max: Tensor  # max z
+    max: Tensor
     sum_exp: Tensor  # sum exp(z - max)
-    target_logit: Tensor | None = None  # z at the target, -inf if the target is outside the slice
-    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): relative to max, so that large logits do not cancel
-    sum_z: Tensor | None = None  # sum of z, or of class_weight * z
+    target_logit: Tensor | None = None  # z at the target, -inf if it is outside the tile
+    sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): large z would cancel
+    sum_z: Tensor | None = None  # or sum class_weight z
     sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
-    argmax: Tensor | None = None  # first index of max in the whole vocabulary, int64
+    argmax: Tensor | None = None  # first index of max, int64
 
 
 @jit
 def _add_block(
-    z, cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
-    PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
+    row_ptr, class_weight_ptr, cols, n_cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z,
+    scale, softcap, inv_temperature,
+    WHOLE: tl.constexpr, PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of logits to the sums of each lane; entries of -inf add nothing."""
+    """Add a block of logits to each lane's sums; -inf adds nothing."""
+    z = transform_block(load_block(row_ptr, cols, n_cols, WHOLE), scale, softcap, inv_temperature)
+    if MEAN:
+        if class_weight_ptr is not None:
+            sum_z += z * load_block(class_weight_ptr, cols, n_cols, WHOLE)
+        else:
+            sum_z += z
+    if not WHOLE:
+        z = tl.where(cols < n_cols, z, -float("inf"))
     if ARGMAX:
         argmax = tl.where(z > top, cols, argmax)
     top = tl.maximum(top, z)
@@ -58,7 +66,7 @@ def _add_block(
         sum_exp_z += tl.where(e == 0.0, 0.0, e * centred)
     if SQUARES:
         sum_exp_sq += e * e
-    return top, argmax, sum_exp, sum_exp_z, sum_exp_sq
+    return top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z
 
 
 @Kernel
@@ -66,18 +74,15 @@ def _logits_stats_kernel(
     logits_ptr, target_ptr, class_weight_ptr,
     max_ptr, sum_exp_ptr, target_logit_ptr, sum_exp_z_ptr, sum_z_ptr, sum_exp_sq_ptr, argmax_ptr, lse_ptr,
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
-    BLOCK: tl.constexpr, PRECISE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # With WHOLE rows, each buffer gets what `finish` makes of its sum: logps in place of the target's logit, the
-    # entropy in place of sum_exp_z. Sums are relative to the maximum of the row's first block, and stay per lane until
-    # the end of the row: a running maximum would cost a cross-lane reduction per block. A row that rises too far above
-    # this centre is swept again from its maximum.
+    # The centre is the maximum of the row's first block: a running maximum would need a reduction per block. A row that
+    # rises too far above it is swept again. FINISH stores the values of `finish`.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
     whole_blocks = n_cols // BLOCK * BLOCK
-    z = tl.load(row_ptr + lanes, mask=lanes < n_cols, other=0.0).to(tl.float32)
-    z = transform_block(z, scale, softcap, inv_temperature)
+    z = transform_block(load_block(row_ptr, lanes, n_cols, False), scale, softcap, inv_temperature)
     centre = tl.max(tl.where(lanes < n_cols, z, -float("inf")), axis=0)
     centre = tl.where(centre == -float("inf"), 0.0, centre)
 
@@ -95,33 +100,17 @@ def _logits_stats_kernel(
         sum_exp_z = tl.zeros([BLOCK], tl.float32)
         sum_exp_sq = tl.zeros([BLOCK], tl.float32)
         sum_z = tl.zeros([BLOCK], tl.float32)
-        for start in tl.range(0, whole_blocks, BLOCK, num_stages=4):
-            cols = start + lanes
-            z = tl.load(row_ptr + cols).to(tl.float32)
-            z = transform_block(z, scale, softcap, inv_temperature)
-            if sum_z_ptr is not None:
-                if class_weight_ptr is not None:
-                    sum_z += z * tl.load(class_weight_ptr + cols)
-                else:
-                    sum_z += z
-            top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
-                z, cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
-                PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
+        for start in tl.range(0, whole_blocks, BLOCK, num_stages=STAGES):
+            top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z = _add_block(
+                row_ptr, class_weight_ptr, start + lanes, n_cols, centre,
+                top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z, scale, softcap, inv_temperature, True, PRECISE,
+                argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None, sum_z_ptr is not None,
             )  # fmt: skip
         if whole_blocks < n_cols:
-            cols = whole_blocks + lanes
-            inside = cols < n_cols
-            # The transform keeps the zeros past the row's end.
-            z = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-            z = transform_block(z, scale, softcap, inv_temperature)
-            if sum_z_ptr is not None:
-                if class_weight_ptr is not None:
-                    sum_z += z * tl.load(class_weight_ptr + cols, mask=inside, other=0.0)
-                else:
-                    sum_z += z
-            top, argmax, sum_exp, sum_exp_z, sum_exp_sq = _add_block(
-                tl.where(inside, z, -float("inf")), cols, centre, top, argmax, sum_exp, sum_exp_z, sum_exp_sq,
-                PRECISE, argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None,
+            top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z = _add_block(
+                row_ptr, class_weight_ptr, whole_blocks + lanes, n_cols, centre,
+                top, argmax, sum_exp, sum_exp_z, sum_exp_sq, sum_z, scale, softcap, inv_temperature, False, PRECISE,
+                argmax_ptr is not None, sum_exp_z_ptr is not None, sum_exp_sq_ptr is not None, sum_z_ptr is not None,
             )  # fmt: skip
         row_max = tl.max(top, axis=0)
         row_sum_exp = tl.sum(sum_exp, axis=0)
@@ -131,14 +120,13 @@ def _logits_stats_kernel(
             row_sum_exp_sq = tl.sum(sum_exp_sq, axis=0)
         if argmax_ptr is not None:
             row_argmax = tl.min(tl.where(top == row_max, argmax, n_cols), axis=0)
-        # abs: after a first block of -inf only, the row may also be far below the centre.
+        # abs: after a first block of -inf, the centre is 0.
         sweep = (row_max > -float("inf")) & (tl.abs(row_max - centre) > REACH)
         centre = tl.where(sweep, row_max, centre)
 
-    # Move the sums from the centre to the maximum, which is the convention of all slices.
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # In float64: one factor scales the whole row, so its error would not average out as errors in a sum do.
+        # In float64, because the error of a row's factor does not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -151,9 +139,9 @@ def _logits_stats_kernel(
     squares = (rescale * rescale * row_sum_exp_sq).to(tl.float32)
     normaliser = (rescale * row_sum_exp).to(tl.float32)
     mean = tl.sum(sum_z, axis=0)
-    if WHOLE:
+    if FINISH:
         log_sum = tl.log(normaliser)
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         of_target = (of_target - row_max) - log_sum
         moment = log_sum - moment / normaliser
         squares = tl.log(squares) - 2 * log_sum
@@ -187,7 +175,7 @@ def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, whole: bool,
 ) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
-    """Return the kernel's outputs: sums, or `finish`ed values for `whole` rows, and their lse if requested."""
+    """Return the sums; for `whole` rows, finished values and the lse."""
     n, n_cols = logits.shape
 
     def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -205,14 +193,16 @@ def _logits_stats_triton(
     )
     lse = buffer(whole and "lse" in outputs)
     if n and not logits.is_meta:
-        # Each lane also keeps an index with its maximum: halve the block to keep the same number of resident programs.
-        block = block_size(n_cols, 1024 if wanted["argmax"] else 2048)
+        tuned = TUNING[logits.device]
+        most, num_warps = tuned.logits_stats
+        block = block_size(n_cols, tuned.logits_stats_argmax_block if wanted["argmax"] else most)
         factors = transform_arguments(options).values()
+        flags = block, tuned.loads_in_flight, logits.dtype == torch.float32, whole
         _logits_stats_kernel(
             (n, 1, 1),
             (logits, target, class_weight, *stats, lse),
-            (logits.stride(0), vocab_start, n_cols, *factors, block, logits.dtype == torch.float32, whole),
-            num_warps=4,
+            (logits.stride(0), vocab_start, n_cols, *factors, *flags),
+            num_warps,
         )
     return stats, lse
 
@@ -232,7 +222,7 @@ def _logits_stats_torch(
         target_logit = target_logit.masked_fill((local < 0) | (local >= n_cols), -math.inf)
         sum_z = None
         if wanted["sum_z"]:
-            # Not a matrix product: autocast would round it.
+            # Autocast would round a matrix product.
             sum_z = z.sum(1) if class_weight is None else (z * class_weight).sum(1)
         if wanted["argmax"]:
             maximum, argmax = z.max(1)
@@ -245,7 +235,6 @@ def _logits_stats_torch(
                 max=maximum,
                 sum_exp=e.sum(1),
                 target_logit=target_logit,
-                # 0 * -inf would be NaN.
                 sum_exp_z=(e * centred).masked_fill_(e == 0, 0.0).sum(1) if wanted["sum_exp_z"] else None,
                 sum_z=sum_z,
                 sum_exp_sq=e.square().sum(1) if wanted["sum_exp_sq"] else None,
@@ -269,14 +258,12 @@ def logits_stats(
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
 ) -> PartialStats:
-    """Reduce a tile of logits to the partial statistics that `outputs` needs.
+    """Return the partial statistics of a tile of logits that `outputs`, fields of `TokenStats`, need.
 
     Args:
-        logits: (N, C) columns `vocab_start : vocab_start + C` of the rows, before the transform; each row contiguous.
+        logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; each row contiguous.
         target: (N,) int64 index into the whole vocabulary.
-        options: the logit transform.
-        outputs: names of `TokenStats` fields.
-        class_weight: (C,) weights of the columns in `mean_logits`, in the accumulation dtype; None for ones.
+        class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
     if use_triton(logits) or logits.is_meta:
         return _logits_stats_triton(logits, target, options, outputs, vocab_start, class_weight, whole=False)[0]
@@ -286,10 +273,7 @@ def logits_stats(
 def row_stats(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
 ) -> tuple[PartialStats, TokenStats]:
-    """Return the `PartialStats` and `TokenStats` of (N, V) logits that cover the whole vocabulary.
-
-    Only `max` and `sum_exp` of the `PartialStats` are guaranteed to be set. The arguments are those of `logits_stats`.
-    """
+    """Return the `PartialStats`, at least `max` and `sum_exp`, and `TokenStats` of whole rows."""
     if not (use_triton(logits) or logits.is_meta):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
         return partial, finish(partial, target, logits.shape[1], outputs)
@@ -307,7 +291,6 @@ def row_stats(
 
 
 def concatenate(parts: list[PartialStats]) -> PartialStats:
-    """Concatenate the statistics of blocks of rows, in order."""
     if len(parts) == 1:
         return parts[0]
     fields = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))
@@ -315,14 +298,14 @@ def concatenate(parts: list[PartialStats]) -> PartialStats:
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:
-    """Merge the statistics of two vocabulary slices of the same rows, `a` before `b`."""
+    """Return the statistics of two tiles, `a` before `b`; associative."""
     maximum = torch.maximum(a.max, b.max)
     shift = torch.where(maximum == -math.inf, 0.0, maximum)
     scale_a, scale_b = torch.exp(a.max - shift), torch.exp(b.max - shift)
 
     def moved(part: PartialStats, scale: Tensor) -> Tensor:
         assert part.sum_exp_z is not None
-        # Move the centre from part.max to the joint maximum; a slice of -inf only has nothing to move.
+        # From part.max to the joint maximum; a tile of -inf has no moment.
         return scale * (part.sum_exp_z + torch.where(part.sum_exp == 0, 0.0, part.sum_exp * (part.max - shift)))
 
     def both(x: Tensor | None, y: Tensor | None) -> bool:
@@ -344,11 +327,11 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
 
 
 def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[str, ...]) -> TokenStats:
-    """Return the `TokenStats` of rows whose `PartialStats` cover the whole vocabulary; other fields are None."""
+    """Return the `TokenStats` of rows from statistics of the whole vocabulary."""
     log_sum = stats.sum_exp.log()
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         fields["logps"] = (stats.target_logit - stats.max) - log_sum  # type: ignore[operator]
     if "lse" in outputs:
         fields["lse"] = stats.max + log_sum

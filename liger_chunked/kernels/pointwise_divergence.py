@@ -1,16 +1,6 @@
-"""Divergences of given probabilities or log-probabilities, without normalisation.
+"""Divergences of probabilities or log-probabilities: sums of `f(x, t)` over rows of input `x` and target `t`.
 
-Each row is `sum_v f(x_v, t_v)` of input `x` and target `t`. The gradient with respect to `x` is `f'`.
-
-    kl          t (log t - x)                                  t: probabilities
-    kl_log      exp(t) (t - x)
-    reverse_kl  exp(x) (x - t)
-    jsd         beta p (log p - log m) + (1 - beta) q (log q - log m)
-                with p = exp(t), q = exp(x), m = beta p + (1 - beta) q
-    tvd         |x - t| / 2                                    x and t: probabilities
-
-A term with zero probability is 0. Bytes, in units of the input: forward 2 (read both), backward 3 (read both, write the
-gradient).
+`_terms_torch` has the formulas; zero probabilities give 0. Bytes, in units of the input: forward 2, backward 3.
 """
 
 from __future__ import annotations
@@ -21,13 +11,15 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import block_size, exp, first_derivative, jit, operator, row_blocks, strided_rows, tl
-from liger_chunked.kernels.checks import check_floating, check_like, described, plain
-from liger_chunked.kernels.divergence import LOG_ZERO, both_on_triton, log_ratios, log_ratios_torch, mixture_arguments
+from liger_chunked.kernels.divergence import LOG_ZERO, log_ratios, log_ratios_torch, mixture_arguments
+from liger_chunked.kernels.divergence_sums import both_on_triton, weighted
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import check_floating, check_labels, check_like, described, plain
+from liger_chunked.kernels.transform import load_block
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, accumulation_dtype, check_number, shown
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
-_BLOCK = 2048
 
 
 @jit
@@ -35,7 +27,7 @@ def _term(
     x, t, beta, one_minus_beta, even, GRADIENT: tl.constexpr, KIND: tl.constexpr, PRECISE: tl.constexpr,
     CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Return `f(x, t)`, or with GRADIENT `df/dx`."""
+    """Return `f(x, t)`, or `df/dx`."""
     if KIND == "kl":
         term = -t if GRADIENT else tl.where(t > 0.0, t * (tl.log(t) - x), 0.0)
     elif KIND == "kl_log":
@@ -63,13 +55,12 @@ def _sum_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.float32)  # per lane until the end of the row
+    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        inside = cols < n_cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + row * t_stride + cols, mask=inside, other=0.0).to(tl.float32)
-        # Past the row's end both inputs are 0, and every kind of term is 0 there.
+        # Zeros past the row's end give terms of 0.
+        x = load_block(x_ptr + row * x_stride, cols, n_cols, False)
+        t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
         total += _term(x, t, beta, one_minus_beta, even, False, KIND, PRECISE, CENTRAL)
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
 
@@ -79,69 +70,53 @@ def _grad_kernel(
     x_ptr, x_stride, t_ptr, t_stride, g_ptr, dx_ptr, n_cols, beta, one_minus_beta, even,
     KIND: tl.constexpr, BLOCK: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    # Rows are on grid axis x: axes y and z are limited to 65,535.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < n_cols
-    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    t = tl.load(t_ptr + row * t_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    x = load_block(x_ptr + row * x_stride, cols, n_cols, False)
+    t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
     dx = tl.load(g_ptr + row) * _term(x, t, beta, one_minus_beta, even, True, KIND, PRECISE, CENTRAL)
-    tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _constants(kind: str, beta: float, x: Tensor) -> dict[str, Any]:
+def _arguments(x: Tensor, t: Tensor, kind: str, beta: float) -> dict[str, Any]:
     mixture = mixture_arguments(Divergence("mixture", beta), x.dtype)
-    names = ("beta", "one_minus_beta", "even", "CENTRAL")
-    block = block_size(x.shape[1], _BLOCK)
-    constants = {name: mixture[name] for name in names}
-    return constants | {"KIND": kind, "BLOCK": block, "PRECISE": x.dtype == torch.float32, "num_warps": 4}
+    most, num_warps = TUNING[x.device].pointwise_divergence
+    return {
+        "x_ptr": x,
+        "x_stride": x.stride(0),
+        "t_ptr": t,
+        "t_stride": t.stride(0),
+        "n_cols": x.shape[1],
+        **{name: mixture[name] for name in ("beta", "one_minus_beta", "even", "CENTRAL")},
+        "KIND": kind,
+        "BLOCK": block_size(x.shape[1], most),
+        "PRECISE": x.dtype == torch.float32,
+        "num_warps": num_warps,
+    }
 
 
 def _sum_triton(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
     total = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if len(x):
-        _sum_kernel[(len(x),)](
-            x_ptr=x,
-            x_stride=x.stride(0),
-            t_ptr=t,
-            t_stride=t.stride(0),
-            sum_ptr=total,
-            n_cols=x.shape[1],
-            **_constants(kind, beta, x),
-        )
+        _sum_kernel[(len(x),)](sum_ptr=total, **_arguments(x, t, kind, beta))
     return total
 
 
 def _grad_triton(x: Tensor, t: Tensor, g: Tensor, kind: str, beta: float) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    constants = _constants(kind, beta, x)
     if len(x):
-        _grad_kernel[(len(x), -(-x.shape[1] // constants["BLOCK"]))](
-            x_ptr=x,
-            x_stride=x.stride(0),
-            t_ptr=t,
-            t_stride=t.stride(0),
-            g_ptr=g,
-            dx_ptr=dx,
-            n_cols=x.shape[1],
-            **constants,
-        )
+        arguments = _arguments(x, t, kind, beta)
+        _grad_kernel[(len(x), -(-x.shape[1] // arguments["BLOCK"]))](g_ptr=g, dx_ptr=dx, **arguments)
     return dx
 
 
-def _weighted(p: Tensor, x: Tensor) -> Tensor:
-    """Return `p * x`, and 0 where `p` is 0, for any `x`."""
-    return torch.where(p == 0, 0.0, p * x)
-
-
 def _terms_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
-    """Return `f(x, t)`, in operations that autograd can differentiate with respect to `x`."""
     if kind == "kl":
-        return _weighted(t, t.log() - x)
+        return weighted(t, t.log() - x)
     if kind == "kl_log":
-        return _weighted(t.exp(), t - x)
+        return weighted(t.exp(), t - x)
     if kind == "reverse_kl":
-        return _weighted(x.exp(), x - t)
+        return weighted(x.exp(), x - t)
     if kind == "tvd":
         return 0.5 * (x - t).abs()
     x, t = x.clamp(min=LOG_ZERO), t.clamp(min=LOG_ZERO)
@@ -150,13 +125,12 @@ def _terms_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def _slopes_torch(x: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
-    """Return `df/dx`."""
     if kind == "kl":
         return -t
     if kind == "kl_log":
         return -t.exp()
     if kind == "reverse_kl":
-        return _weighted(x.exp(), x - t + 1.0)
+        return weighted(x.exp(), x - t + 1.0)
     if kind == "tvd":
         return 0.5 * (x - t).sign()
     x, t = x.clamp(min=LOG_ZERO), t.clamp(min=LOG_ZERO)
@@ -210,12 +184,7 @@ def _check(x: Tensor, x_name: str, t: Tensor, t_name: str, labels: Tensor | None
     check_like(t, t_name, x, x_name)
     if t.requires_grad:
         raise ValueError(f"{t_name} gets no gradient: detach it")
-    if labels is not None and (
-        not isinstance(labels, Tensor) or labels.shape != x.shape[:1] or labels.device != x.device
-    ):
-        raise ValueError(
-            f"shift_labels must be ({x.shape[0]},) on {x.device}, one for each row of {x_name}, got {described(labels)}"
-        )
+    check_labels(labels, x, x_name)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {shown(reduction)}")
 
@@ -232,7 +201,6 @@ def _reduced(
 
 
 def reduced_rows(rows: Tensor, valid: Tensor | None, n_cols: int, reduction: str) -> Tensor:
-    """Sum the valid rows; "batchmean" divides by their count, "mean" by the count of their elements."""
     if valid is not None:
         rows = rows.where(valid, 0.0)
     total = rows.sum()
@@ -249,19 +217,22 @@ def liger_kl_div(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """Return `F.kl_div(input, target, reduction=reduction, log_target=log_target)`: `KL(target || exp(input))` in nats.
+    """Return `F.kl_div`: `KL(target || exp(input))`, in nats.
+
+        sum_v t_v (log t_v - x_v)        t: target, x: input
 
     Args:
         input: (N, V) log-probabilities.
-        target: (N, V) probabilities (`log_target`: log-probabilities), in the dtype of `input`; gets no gradient.
-        reduction: "batchmean" divides the sum by N, "mean" by N * V.
+        target: (N, V) probabilities, in the dtype of `input`.
+        reduction: "batchmean" divides the sum by N, "mean" by N * V; "none" returns the (N, V) terms.
+        log_target: whether `target` holds log-probabilities.
 
     Returns:
-        The loss in float32, or float64 for float64 inputs.
+        float32, or float64 for float64 inputs.
 
     Raises:
-        TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices that differ, an unknown reduction, a target that requires a gradient.
+        TypeError: an input is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, the reduction is unknown, or the target requires a gradient.
     """
     input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
@@ -276,25 +247,24 @@ def liger_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence of teacher `p` and student `q`, in nats per row.
+    """Return the mean Jensen-Shannon divergence of teacher `p` and student `q` over the valid rows, in nats.
 
         beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q        (Agarwal et al. 2024)
 
-    At `beta` 0 and 1, where this formula is 0, the result is `KL(p || q)` and `KL(q || p)`.
+    This formula is 0 at `beta` 0 and 1: there the result is `KL(p || q)` and `KL(q || p)`.
 
     Args:
-        log_q: (N, V) log-probabilities of the student.
-        log_p: (N, V) log-probabilities of the teacher, in the same dtype; gets no gradient.
-        shift_labels: (N,) labels; rows with `ignore_index` are ignored. None uses all rows.
-        beta: in [0, 1].
-        ignore_index: the label of ignored rows.
+        log_q, log_p: (N, V) log-probabilities of student and teacher, in one dtype.
+        shift_labels: (N,) labels; None uses all rows.
+        beta: weight of the teacher, in [0, 1].
+        ignore_index: label of ignored rows.
 
     Returns:
-        The mean over the valid rows, or 0 without any, in float32 (float64 for float64 inputs).
+        float32, or float64 for float64 inputs; 0 without valid rows.
 
     Raises:
-        TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices that differ, a `beta` outside [0, 1], a teacher that requires a gradient.
+        TypeError: an input is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, `beta` is out of range, or the teacher requires a gradient.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -313,22 +283,21 @@ def liger_tvd(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the total variation distance of probabilities, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
 
     Args:
-        p: (N, V) probabilities of the student.
-        q: (N, V) probabilities of the teacher, in the same dtype; gets no gradient.
-        shift_labels: (N,) labels; rows with `ignore_index` are ignored. None uses all rows.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that number times V; "none"
-            returns the (N, V) terms, 0 in ignored rows.
-        ignore_index: the label of ignored rows.
+        p, q: (N, V) probabilities, in one dtype.
+        shift_labels: (N,) labels; None uses all rows.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; "none" returns the
+            (N, V) terms, 0 in ignored rows.
+        ignore_index: label of ignored rows.
 
     Returns:
-        The distance in float32, or float64 for float64 inputs.
+        float32, or float64 for float64 inputs.
 
     Raises:
-        TypeError: an input is not a floating tensor, or the dtypes differ.
-        ValueError: shapes or devices that differ, an unknown reduction, a teacher that requires a gradient.
+        TypeError: an input is not floating-point, or dtypes differ.
+        ValueError: shapes or devices differ, the reduction is unknown, or the teacher requires a gradient.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

@@ -1,19 +1,13 @@
-"""The head's product with the softmax fused in its epilogue: writes the exponentials, never the logits.
+"""The head's product with a fused epilogue that writes exponentials, never logits.
 
-    z = scale x W^T                                       in registers, float32
+    z = scale x W^T                                       float32, in registers
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
-    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, before E is rounded
+    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, from unrounded terms
 
-The centre `c` is the target's logit. It need not be the row's maximum, because bfloat16 has float32's exponent range.
-If a row rises 44 nats above its centre, two more launches find the row's maximum and write the tiles of its 128-row
-block again, at the cost of two products of those rows; otherwise they return at once. The entropy's error is up to 5e-6
-if the centre is far from the maximum.
-
-`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The mean of a row's logits is the dot
-product of x with the sum of all weights: a sum in the epilogue would slow the product down.
-
-FLOPs: 2 N V H. Bytes: E written once if requested, x and W as in a GEMM, and 4 (V / 128) N of partial sums per
-statistic (half of that at H > 1536). Measurements: docs/tuning.md, "Fused epilogue".
+`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit. If a
+row rises 44 nats above it, two launches find the maximum and recompute the row's block. Far from the maximum, the
+entropy has errors of up to 5e-6. FLOPs: 2 N V H. Bytes: E, x, W, and 4 (V / 128) N of partial sums per statistic, half
+of that at H > 1536.
 """
 
 from __future__ import annotations
@@ -23,59 +17,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import block_size, factor, jit, processors, tl
-from liger_chunked.kernels.later import constant
+from liger_chunked.kernels.backend import TensorDescriptor, block_size, factor, jit, processors, tl
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import load_block
+from liger_chunked.kernels.tuning import TUNING
+from liger_chunked.kernels.tuning.hopper import REDUCE_WARPS, REDUCED, Tiling
 from liger_chunked.types import TokenStats
 
-LOG2_E = constant(1.4426950408889634)
-LOG_2 = constant(0.6931471805599453)
-# Bound on a sum of exponentials: its products with weights, and a gradient times its inverse, still fit in float32.
-LARGEST_SUM = constant(2.0**64)
-_REDUCED_ROWS, _REDUCED_PARTS = 16, 256  # tile of partial sums per program
-
-
-class Tiling(NamedTuple):
-    """Tile sizes and launch parameters of the fused product.
-
-    - `rows`, `cols`, `inner`: size of a tile
-    - `group`: row blocks that share a column block of weights while it is in the L2 cache
-    - `programs`: resident programs per multiprocessor
-    """
-
-    rows: int = 128
-    cols: int = 256
-    inner: int = 64
-    stages: int = 4
-    num_warps: int = 8
-    group: int = 16
-    programs: int = 1
-
-    @classmethod
-    def of(cls, hidden: int) -> Tiling:
-        """Return the tiling for a hidden size (H200; docs/tuning.md, "Fused epilogue").
-
-        Up to H = 1536, one program multiplies during the epilogue of the other on its multiprocessor. Beyond that,
-        larger tiles are faster, because they are read less often from the L2 cache.
-        """
-        if hidden > 1536:
-            return cls()
-        return cls(cols=128, stages=3, num_warps=4, group=32 if hidden <= 1024 else 8, programs=2)
+LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
+LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
+# Largest sum: its products with weights, and gradients over it, fit in float32.
+LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
 class Exponentials(NamedTuple):
-    """A chunk's softmax before normalisation; `values` is (N, V) bfloat16, the other fields are (N,) float32."""
+    """A chunk's softmax before normalisation; (N,) float32, except `values`."""
 
-    values: Tensor | None  # exp(z - centre), 0 at the target; None if not written
+    values: Tensor | None  # E, (N, V) bfloat16
     centre: Tensor
-    rest: Tensor  # sum of exp(z - centre) without the target
-    target_exp: Tensor  # exp(z - centre) at the target
+    rest: Tensor
+    target_exp: Tensor  # at the target
     sum_exp: Tensor  # rest + target_exp
 
 
 @jit
 def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr):
-    """Compute a tile of x W^T; zeros outside the matrix."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for k in range(tl.cdiv(hidden, INNER)):
         x = x_desc.load([row_block * ROWS, k * INNER])
@@ -88,9 +54,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the exponentials of some columns of a tile, if requested; return their row sums and those of
-    `e log2 e`.
-    """
+    """Write the exponentials of a tile's columns; return the row sums of `e` and `e log2 e`."""
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
     if MASKED:
@@ -109,7 +73,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply `_write_part` to both halves of a tile: storing a whole tile would take shared memory from the loads."""
+    """Apply `_write_part` to halves of a tile, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -127,16 +91,16 @@ def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Run a tile's epilogue: write its exponentials and its partial row sums. Exponents are base 2."""
+    """Write a tile's exponentials and partial row sums, in base 2."""
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < n_rows
-    part = col_block * n_rows + rows  # 32 bits suffice: 128 times fewer than logits
+    part = col_block * n_rows + rows  # 128 times fewer than logits: fits 32 bits
     target = tl.load(target_ptr + rows, mask=inside, other=-1).to(tl.int32)
     centre = tl.load(centre_ptr + rows, mask=inside, other=0.0) * LOG2_E
     scale = scale * LOG2_E
-    # Only tiles with a target or the right edge need the mask, so the others skip the comparisons.
+    # Other tiles need no mask.
     targets = tl.max(((target >= first_col) & (target < first_col + COLS)).to(tl.int32), axis=0)
     if (targets != 0) | (first_col + COLS > n_cols):
         rest, moment = _write_halves(
@@ -159,8 +123,7 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of a row group run along the vocabulary. Flattening merges the tile loop with the loop over H, so that a
-    # tile's first loads overlap the previous tile's epilogue.
+    # Flattened: a tile's first loads overlap the last tile's epilogue.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -178,7 +141,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Return 1 for rows that rose too far above their centre; infinity and NaN count."""
+    """Return 1 for rows too far above their centre, or NaN."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -189,7 +152,7 @@ def _rescue_kernel(
     sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE: raise the centres of a row block to their rows' maxima. Otherwise: write the row block again.
+    # RAISE a row block's centres to the maxima, or write the block again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
@@ -200,7 +163,7 @@ def _rescue_kernel(
         if RAISE:
             cols = col_block * COLS + tl.arange(0, COLS)
             top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
-            # A maximum does not depend on the order of the atomics, so the result is deterministic.
+            # Deterministic: maxima have no order.
             tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
         else:
             _write_block(
@@ -214,18 +177,17 @@ def _centre_kernel(
     x_ptr, x_stride, w_ptr, w_stride, weight_sum_ptr, target_ptr, target_logit_ptr, centre_ptr, mean_ptr,
     n_cols, hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per row: dot products give the target's logit, which is the row's centre, and the mean of all logits.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     dot = tl.zeros([BLOCK], tl.float32)
     sum_dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + target * w_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+        x = load_block(x_ptr + row * x_stride, cols, hidden, False)
+        w = load_block(w_ptr + target * w_stride, cols, hidden, False)
         dot += x * w
         if weight_sum_ptr is not None:
-            sum_dot += x * tl.load(weight_sum_ptr + cols, mask=cols < hidden, other=0.0)
+            sum_dot += x * load_block(weight_sum_ptr, cols, hidden, False)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, tl.sum(sum_dot, axis=0) * scale / n_cols)
     target_logit = tl.sum(dot, axis=0) * scale
@@ -235,7 +197,6 @@ def _centre_kernel(
 
 @jit
 def _sum_parts(part_ptr, rows, n_rows, n_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Sum over the column blocks, always in the same order."""
     total = tl.zeros((PARTS, ROWS), tl.float32)
     for start in range(0, n_parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -250,7 +211,6 @@ def _reduce_kernel(
     rest_ptr, target_exp_ptr, sum_exp_ptr, logps_ptr, lse_ptr, entropy_ptr, n_rows, n_parts,
     ROWS: tl.constexpr, PARTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    # AGAIN: after `_rescue_kernel`.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     if AGAIN:
@@ -266,7 +226,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # In this order: the first difference is exact for large logits.
+        # This order is exact for large logits.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
@@ -286,17 +246,16 @@ def project_exp(
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
 ) -> tuple[Exponentials, TokenStats]:
-    """Return the exponentials of a chunk's logits `scale * x @ weight.T`, and the statistics `outputs` of each row.
+    """Return the exponentials of a chunk's logits, and its statistics `outputs`.
 
     Args:
-        x: (N, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
-        weight: (V, H) bfloat16, contiguous and 16-byte aligned.
+        x, weight: (N, H) and (V, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
         target: (N,) int64 index into the vocabulary.
-        weight_sum: (H,) float32 `weight.sum(0)`, only for "mean_logits" in `outputs`; otherwise None.
-        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8; None computes the statistics only.
-        scale: multiplies the logits; not zero.
+        weight_sum: (H,) float32 sum of all weights; its dot product with `x` is "mean_logits".
+        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8, or None.
+        scale: factor of the logits; not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
-        tiling: None selects the tiling for H.
+        tiling: None selects it for H.
     """
     n, hidden = x.shape
     vocab_size = weight.shape[0]
@@ -308,18 +267,19 @@ def project_exp(
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # One allocation for all five: the first product waits for the host. Padding keeps each aligned.
+    # One padded allocation of aligned tensors, because the GPU waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)
     moments = None if stats.entropy is None else buffer(n_parts, n)
     if x.is_meta:
         return exponentials, stats
+    most, num_warps = TUNING[x.device].hidden
     _centre_kernel(
         (n, 1, 1),
         (x, weight, weight_sum, target, target_logit, centre, stats.mean_logits),
-        (x.stride(0), weight.stride(0), vocab_size, hidden, scale, block_size(hidden, 1024)),
-        num_warps=4,
+        (x.stride(0), weight.stride(0), vocab_size, hidden, scale, block_size(hidden, most)),
+        num_warps,
     )
     row_blocks = -(-n // tiling.rows)
     programs = min(tiling.programs * processors(x.device), row_blocks * n_parts)
@@ -327,8 +287,6 @@ def project_exp(
     sizes = n, vocab_size, hidden, scale
     blocks = tiling.rows, tiling.cols, tiling.inner
     launch = tiling.num_warps, tiling.stages
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     descriptors = (
         TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
         TensorDescriptor.from_tensor(weight, [tiling.cols, tiling.inner]),
@@ -338,14 +296,13 @@ def project_exp(
 
     def reduce(again: bool) -> None:
         _reduce_kernel(
-            (-(-n // _REDUCED_ROWS), 1, 1),
+            (-(-n // REDUCED[0]), 1, 1),
             (parts, moments, centre, target_logit, rest, target_exp, sum_exp, stats.logps, stats.lse, stats.entropy),
-            (n, n_parts, _REDUCED_ROWS, _REDUCED_PARTS, again),
-            num_warps=8,
+            (n, n_parts, *REDUCED, again),
+            REDUCE_WARPS,
         )
 
     reduce(again=False)
-    # One wave is enough: few row blocks are recomputed.
     rescuers = max(1, min(processors(x.device) // row_blocks, n_parts))
     for raise_centres in (True, False):
         grid = row_blocks, rescuers, 1

@@ -1,10 +1,6 @@
-"""RMSNorm, of a tensor or of a sum with a residual.
+"""RMSNorm over the last dimension, in float32.
 
-    y = cast(x / rms(x)) * (offset + w)         rms(x) = sqrt(mean(x ** 2) + eps)
-
-over the last dimension, in float32 except for the cast. Bytes, in units of `x`: forward 2 (read x, write y), backward 3
-(read dy and x, write dx). With a residual: forward 4 (read x and residual, write y and their sum), backward 4 (read dy,
-the sum and its gradient, write dx). docs/tuning.md lists the resulting bounds on the time.
+Bytes, in units of `x`: forward 2, backward 3; both 4 with a residual.
 """
 
 from __future__ import annotations
@@ -14,24 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_chunked.kernels.backend import (
-    MAX_ROW,
-    contiguous_like,
-    first_derivative,
-    operator,
-    row_sweep,
-    row_tile,
-    strided_rows,
-    tl,
-    use_triton,
-)
-from liger_chunked.kernels.checks import check_floating, check_like, check_row, plain
+from liger_chunked.kernels.backend import contiguous_like, first_derivative, operator, strided_rows, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-from liger_chunked.kernels.partial_sums import sum_partials
+from liger_chunked.kernels.norm_rows import row_sweep, row_tile, sum_partials
+from liger_chunked.kernels.operands import check_floating, check_like, check_row, plain
+from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether the normalised row is cast to the dtype of x before or after the product with the weight.
+# Whether the cast precedes the product with the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
@@ -41,14 +28,13 @@ def _forward_kernel(
     x_stride, residual_stride, n_rows, n_cols, eps, offset,
     CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Absent tensors are null pointers.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0)
-        # Normalise the sum as stored, after rounding.
+        # Normalise the rounded sum.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(total_ptr + rows[:, None] * n_cols + cols[None, :], x, mask=inside)
     x = x.to(tl.float32)
@@ -69,7 +55,6 @@ def _backward_kernel(
     dy_stride, dtotal_stride, x_stride, n_rows, n_cols, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Each program sweeps tiles of rows and accumulates its part of dw in registers.
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     if weight_ptr is not None:
@@ -99,7 +84,7 @@ def _backward_kernel(
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the dtype of the models' own code: types are promoted in a product after the cast, not before."""
+    """Return the dtype of the models' code, which promotes after the cast."""
     if weight is None or weight.dtype == x.dtype or not cast_first:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
@@ -110,7 +95,7 @@ def _forward_triton(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile = row_tile(n_cols)
+    tile_rows, block, num_warps = row_tile(n_cols, x.device)
     rows, stride = strided_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     y = contiguous_like(x, _output_dtype(x, weight, cast_first))
@@ -118,10 +103,10 @@ def _forward_triton(
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     if n_rows:
         _forward_kernel(
-            (-(-n_rows // tile.rows), 1, 1),
+            (-(-n_rows // tile_rows), 1, 1),
             (rows, residual_rows, weight, y, total, rstd),
-            (stride, residual_stride, n_rows, n_cols, eps, offset, cast_first, tile.rows, tile.block),
-            tile.num_warps,
+            (stride, residual_stride, n_rows, n_cols, eps, offset, cast_first, tile_rows, block),
+            num_warps,
         )
     return y, rstd, total
 
@@ -146,7 +131,7 @@ def _forward_torch(
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `(y, rstd, x + residual)`, with one rstd per row; the last is None without a residual."""
+    """Return `y`, the rstds, and `x + residual`."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
 
@@ -215,7 +200,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        # Inputs before results, in the order of a compiled graph: a checkpoint may run eagerly, then compiled.
+        # The order of a compiled graph, because a checkpoint may run eagerly, then compiled.
         ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 
@@ -240,28 +225,22 @@ def liger_rms_norm(
     casting: Casting = "llama",
     residual: Tensor | None = None,
 ) -> Any:
-    """RMSNorm over the last dimension, of `x` or of `x + residual` (Zhang and Sennrich 2019, equation 4).
+    """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4).
 
-    `casting` says where the float32 normalised row is cast to the dtype of `x`:
-
-    - "llama": `cast(x / rms(x)) * (offset + weight)`, in the wider dtype of `x` and `weight` (Llama, Mistral, Qwen,
-      Phi-3, Granite, GLM-4)
-    - "gemma", "olmo2": `cast(x / rms(x) * (offset + weight))`; Gemma's weights need `offset=1.0`
+        x / rms(x) * (offset + weight),    rms(x) = sqrt(mean(x ** 2) + eps)
 
     Args:
         x: (..., D), rows in any layout.
-        weight: (D,) or None. Its gradient accumulates in float32, deterministically.
+        weight: (D,) or None; its gradient is a deterministic float32 sum.
         eps: added to the mean square.
-        offset: added to the weight in float32.
-        casting: see above.
+        offset: added to the weight in float32; 1.0 for Gemma.
+        casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight` (Llama,
+            Mistral, Qwen, Phi-3, Granite, GLM-4); "gemma" and "olmo2" cast the result to the dtype of `x`.
         residual: same shape and dtype as `x`.
 
-    Returns:
-        The norm (..., D); with a residual, `(norm, x + residual)`, the sum in the dtype of `x`.
-
     Raises:
-        TypeError: an argument is not a floating-point tensor, or the residual has another dtype.
-        ValueError: shapes or devices do not match, or the casting is unknown.
+        TypeError: an argument is not floating-point, or the residual has another dtype.
+        ValueError: shapes or devices differ, or the casting is unknown.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)

@@ -1,21 +1,7 @@
-"""Rotary position embedding of queries and keys, in one launch.
+"""Rotary position embedding of queries and keys in one launch, computed in float32 and rounded once.
 
-In the first `R` columns of a head, pair `i` is rotated by its frequency's angle at the token's position:
-
-    y_1 = x_1 cos_i - x_2 sin_i
-    y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
-
-in float32, rounded once. Columns beyond R are copied. The backward is the same launch with the negative angle. Only
-cos and sin are saved.
-
-By default the inputs are not overwritten. Working in place saves the memory of q and k until the model drops its last
-reference to the projections, and the copy of columns beyond R. With autograd it has a cost: the queries and keys of
-attention are views, and autograd copies the gradient twice behind a view that was overwritten.
-
-Results and gradients have the memory layout of q, which the operations that follow would otherwise copy them to.
-
-Bytes: q and k are read and written once in either direction; all heads but one read cos and sin from the cache.
-docs/tuning.md lists the resulting bounds on the time.
+The backward rotates by the negative angle. Results and gradients have the memory layout of q. Bytes: q and k read and
+written once in either direction. In place, autograd copies the gradient of an overwritten view twice.
 """
 
 from __future__ import annotations
@@ -27,11 +13,10 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import first_derivative, has_own_memory, jit, operator, power_of_two, tl, use_triton
-from liger_chunked.kernels.checks import check_floating, described, plain
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.operands import check_floating, described, plain
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype, shown
-
-_PAIRS = 2048  # pairs per tile
 
 
 @jit
@@ -41,7 +26,7 @@ def _rotate(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one tile of the heads of all tokens, token after token. Overwrite x if there is no y."""
+    """Rotate a tile of heads, in the order of tokens; in place without y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -50,7 +35,7 @@ def _rotate(
     valid = rows < n_rows
     x_ptrs = x_ptr + batch * x_batch_stride + head * x_head_stride + token * x_token_stride
     if y_ptr is None:
-        y_ptrs = x_ptrs  # each program reads both halves of a pair before it writes either
+        y_ptrs = x_ptrs  # pairs are read before they are written
     elif BY_TOKEN:
         y_ptrs = y_ptr + rows.to(tl.int64) * head_dim
     else:
@@ -90,7 +75,6 @@ def _rope_kernel(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of q, then those of k.
     tile = tl.program_id(0)
     q_tiles = tl.cdiv(q_rows, ROWS)
     if tile < q_tiles:
@@ -108,16 +92,16 @@ def _rope_kernel(
 
 
 @functools.cache
-def _tiling(head_dim: int, rotary_dim: int) -> tuple[int, int, int]:
-    """Return the heads per tile, and the block sizes for pairs and for copied columns (0 if none)."""
+def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return the heads per tile, blocks of pairs and copied columns, and warps."""
+    pairs, num_warps = TUNING[device].rope
     half = power_of_two(rotary_dim // 2)
     rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
-    # Copied columns need registers too, and may be most of a head.
-    return max(1, _PAIRS // max(half, rest // 2)), half, rest
+    return max(1, pairs // max(half, rest // 2)), half, rest, num_warps
 
 
 def _empty(x: Tensor, by_token: bool) -> Tensor:
-    """Allocate a tensor of the shape of `x` (B, heads, T, D), token by token or head by head."""
+    """Return an empty tensor like `x` (B, heads, T, D), by token or by head."""
     _, n_heads, n_tokens, head_dim = x.shape
     head, token = (1, n_heads) if by_token else (n_tokens, 1)
     strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
@@ -133,7 +117,7 @@ def _rope_triton(
     q, k, cos, sin = [x if x.stride()[-1] == 1 else x.contiguous() for x in (q, k, cos, sin)]
     q_out, k_out = (None, None) if inplace else (_empty(q, by_token), _empty(k, by_token))
     q_rows, k_rows = n_batch * n_tokens * q_heads, n_batch * n_tokens * k_heads
-    tile, half, rest = _tiling(head_dim, rotary_dim)
+    tile, half, rest, num_warps = _tiling(head_dim, rotary_dim, q.device)
     if q_rows or k_rows:
         shared = cos.shape[0] == 1
         cos_strides, sin_strides = [(0 if shared else batch, token) for batch, token, _ in (cos.stride(), sin.stride())]
@@ -145,7 +129,7 @@ def _rope_triton(
                 *(n_tokens, q_rows, k_rows, q_heads, k_heads, head_dim, rotary_dim // 2),
                 *(tile, half, rest, by_token, interleaved, inverse),
             ),
-            num_warps=4,
+            num_warps,
         )
     return q if q_out is None else q_out, k if k_out is None else k_out
 
@@ -185,7 +169,7 @@ def _rope(
 
 
 def _is_by_token(q: Tensor) -> bool:
-    """Return whether q is stored token by token. Results and gradients keep this layout."""
+    """Return whether q is stored token by token."""
     return q.stride(1) <= q.stride(2)
 
 
@@ -205,15 +189,14 @@ class _RotaryPosEmb(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """Marks `x` as overwritten, before it is rotated in place, and rotates its gradient out of place.
+    """Marks `x` as overwritten before its rotation, because autograd may raise.
 
-    One tensor per call, because autograd allows no second output next to a view that is overwritten. Called before the
-    rotation, so that `x` is unchanged if autograd raises.
+    Autograd allows no other output next to an overwritten view.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.options = interleaved, True, x.stride(1) <= x.stride(2)
+        ctx.options = interleaved, True, _is_by_token(x)
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(x)
         return x
@@ -226,16 +209,14 @@ class _WrittenOver(torch.autograd.Function):
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated."""
     if not torch.is_grad_enabled():
         return _rope(q, k, cos, sin, interleaved, False, _is_by_token(q))
     return _RotaryPosEmb.apply(q, k, cos, sin, interleaved)
 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k in place."""
     if torch.compiler.is_compiling():
-        # A compiler makes these writes functional, and removes the copies if it owns q and k.
+        # A compiler that owns q and k removes these copies.
         rotated = _rotated(q, k, cos, sin, interleaved)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
@@ -261,7 +242,6 @@ def _check_inplace(x: Tensor, name: str) -> None:
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Check the arguments, with q and k as (B, heads, T, D)."""
     q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
     if (
         len(q_shape) != 4
@@ -304,32 +284,27 @@ def liger_rotary_pos_emb(
     interleaved: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions (Su et al. 2021, equation 34), as `apply_rotary_pos_emb` does.
+    """Return queries and keys rotated by their positions (Su et al. 2021, equation 34).
+
+        y_1 = x_1 cos_i - x_2 sin_i
+        y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
+
+    Columns from R on are unchanged.
 
     Args:
-        q: (B, heads, T, D); with `unsqueeze_dim=2`, (B, T, heads, D). Any layout. Results and gradients are stored
-            token by token if the heads of a token are closer in `q` than the tokens of a head.
-        k: the same, with its own number of heads, in the dtype of `q`.
-        cos, sin: (B or 1, T, R) of any floating dtype, R at most D; only the first R columns of a head are rotated. The
-            second half of `cos` and `sin` is not read: it repeats the first in every rotary embedding of transformers.
-        position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R). Ignored if they have
-            three dimensions.
-        unsqueeze_dim: the dimension of the heads in `q` and `k`: 1 or 2.
-        interleaved: whether pairs are neighbouring columns (GLM-4), rather than R / 2 apart.
-        inplace: rotate `q` and `k` in their own memory. They must not share elements. They must not be inputs of a
-            checkpointed region, which would rotate them again. Views are allowed if autograd allows writing into them:
-            views of a projection or slices of a packed one, but not the results of `split`, `chunk` or `unbind` while a
-            gradient is recorded (autograd raises a RuntimeError before anything is written). The backward does not
-            overwrite the upstream gradients, and copies those of views once or twice more than out of place. `q` and
-            `k` hold the results under torch.compile too, but the compiler decides about memory.
-
-    Returns:
-        `q` and `k` rotated, in their dtype.
+        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype, in any layout.
+        cos, sin: (B or 1, T, R) of any floating dtype, R <= D. The second half is not read: it repeats the first.
+        position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
+        unsqueeze_dim: dimension of the heads in `q` and `k`, 1 or 2.
+        interleaved: whether pairs are neighbouring columns (GLM-4).
+        inplace: overwrite `q` and `k`, which must not share elements. A checkpointed region must not overwrite its
+            inputs: its recompute would rotate them again.
 
     Raises:
-        TypeError: an argument is not a floating-point tensor.
-        ValueError: shapes do not match, or `cos` or `sin` requires a gradient; in place, a leaf requires a gradient, or
-            memory cannot be overwritten.
+        TypeError: an argument is not floating-point.
+        ValueError: shapes, dtypes or devices do not match, `cos` or `sin` requires a gradient, or `q` or `k` cannot be
+            overwritten.
+        RuntimeError: `inplace` for a result of `split`, `chunk` or `unbind`.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
     >>> q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 1, 5, 4)

@@ -1,7 +1,6 @@
-"""Multiply gradients in place by the upstream scalar, at no cost if that scalar is 1.
+"""Multiply gradients by the upstream scalar, read on the device.
 
-One launch for all tensors. The kernel reads the scalar on the device, so the host does not wait. Bytes: none for a
-scalar of 1, otherwise each tensor read and written once.
+Bytes: none for a scalar of 1, otherwise each tensor read and written once.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.tuning import TUNING
 
-_PROGRAMS = 2048  # a few waves on any GPU: enough to saturate memory, few enough to return at once
-_BLOCK = 4096
-_MOST = 3  # gradients of hidden states, weight and bias
+_MOST = 3  # dX, dW, db
 
 
 @jit
@@ -44,19 +42,18 @@ def _scale_kernel(
 
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
-    """Compute `x *= scalar` for up to three contiguous tensors and a scalar tensor on their device, in float32.
-
-    float64 tensors are scaled in float64.
-    """
+    """Compute `x *= scalar` in the accumulation dtype, for up to three contiguous tensors on the scalar's device."""
     served = [x for x in tensors if use_triton(x) and x.numel()]
     if served:
+        tuned = TUNING[served[0].device]
+        block, num_warps = tuned.scale
         sizes = [x.numel() for x in served]
         absent = _MOST - len(served)
         _scale_kernel(
-            (min(_PROGRAMS, -(-max(sizes) // _BLOCK)), 1, 1),
+            (min(tuned.scale_programs, -(-max(sizes) // block)), 1, 1),
             (scalar, *served, *[None] * absent),
-            (*sizes, *[0] * absent, _BLOCK),
-            num_warps=8,
+            (*sizes, *[0] * absent, block),
+            num_warps,
         )
     others = [x for x in tensors if not use_triton(x)]
     if others and not (scalar.device.type == "cpu" and scalar.item() == 1.0):

@@ -1,7 +1,6 @@
-"""Check a target and a teacher's top-k on the device, with one or two launches and one wait of the host.
+"""Count and check targets, to cut chunks, and check a teacher's top-k, on the device.
 
-The host needs the counts of valid tokens to cut a batch into chunks, and must check top-k ids before it indexes with
-them. Bytes: the int64 target and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
+Bytes: the target, and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from torch import Tensor
 
 from liger_chunked.kernels.backend import block_size, jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
-
-_BLOCK = 4096
+from liger_chunked.kernels.tuning import TUNING
 
 
 class Survey(NamedTuple):
-    """The mask of tokens with a target, and a summary of each block of a row."""
+    """The valid tokens, and a summary of each block of a row."""
 
     mask: Tensor  # (R, C) bool
-    summary: Tensor  # (3, R, P) int64, P blocks per row: number of valid tokens, lowest and highest target
-    on_host: Tensor | None = None  # `summary` in pinned host memory, written by the GPU
+    summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest and highest target
+    on_host: Tensor | None = None  # in pinned memory
 
     def read(self) -> list[list[list[int]]]:
-        """Return the summary; the host waits here for the device."""
+        """Return the summary; waits for the device."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
@@ -41,7 +39,6 @@ def _store_summary(summary_ptr, n_blocks, count, lowest, highest):
 
 @Kernel
 def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignore_index, BLOCK: tl.constexpr):
-    # One program per block of a row.
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
@@ -49,7 +46,6 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignor
     valid = target != ignore_index
     tl.store(mask_ptr + row * n_cols + cols, valid, mask=inside)
     target = tl.where(valid, target, 0)
-    # Lanes past the row's end count as ignored tokens.
     n_blocks = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     block = row * tl.num_programs(1) + part
     count, lowest, highest = tl.sum(valid.to(tl.int64), axis=0), tl.min(target, axis=0), tl.max(target, axis=0)
@@ -61,12 +57,14 @@ def _survey_kernel(target_ptr, mask_ptr, summary_ptr, on_host_ptr, n_cols, ignor
 def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     n_rows, n_cols = target.shape
     mask = torch.empty_like(target, dtype=torch.bool)
-    block = block_size(n_cols, _BLOCK)
+    most, num_warps = TUNING[target.device].survey
+    block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # The kernel writes to pinned host memory, which saves a copy and about half of the latency: docs/tuning.md.
+    # Pinned memory saves a copy: docs/tuning.md.
     on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
-    _survey_kernel((n_rows, shape[2], 1), (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps=4)
+    grid = n_rows, shape[2], 1
+    _survey_kernel(grid, (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
     return Survey(mask, summary, on_host)
 
 
@@ -77,19 +75,10 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
 
 
 def survey(target: Tensor, ignore_index: int) -> Survey:
-    """Find the tokens with a target; per block of a row, count them and find the lowest and highest target.
-
-    Args:
-        target: (R, C) int64, contiguous.
-        ignore_index: marks ignored tokens, which count as target 0.
-    """
+    """Return the survey of a target, (R, C) int64 contiguous, with ignored tokens as 0."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
-
-
-_TOP_K_BLOCK = 64
-_MOST_COMPARED = 1024  # entries per row; longer rows are sorted
 
 
 @Kernel
@@ -137,7 +126,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
         summary_ptr=summary,
         n_rows=n,
         k=k,
-        BLOCK=block_size(k, _TOP_K_BLOCK),
+        BLOCK=block_size(k, TUNING[ids.device].survey_top_k_block),
     )
     return summary.amax(1)
 
@@ -145,7 +134,7 @@ def _survey_top_k_triton(logps: Tensor, ids: Tensor) -> Tensor:
 def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
     present = logps > -torch.inf
     ids = ids.long()
-    # Give absent entries unique ids, so that they are not reported as duplicates.
+    # Absent entries get unique ids.
     distinct = torch.where(present, ids, -1 - torch.arange(ids.shape[1], device=ids.device)).sort(1).values
     lowest, highest = torch.where(present, ids, 0).aminmax()
     twice = (distinct[:, 1:] == distinct[:, :-1]).any()
@@ -155,15 +144,11 @@ def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
 
 
 def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
-    """Check a teacher's top-k for errors. Entries of -inf are absent.
-
-    Args:
-        logps: (N, k), floating, not empty.
-        ids: (N, k), integers.
+    """Check a teacher's top-k, (N, k) `logps` and integer `ids`, not empty. Entries of -inf are absent.
 
     Returns:
-        (5,) int64: `~min(0, ids)`, the highest id, and three flags: a row has a duplicate id, an entry is positive or
-        NaN, a row has no entry.
+        (5,) int64: `~min(0, ids)`, the highest id, and whether an id is twice in a row, an entry is positive or NaN, a
+        row has no entry.
     """
-    by_kernel = use_triton(logps) and ids.shape[1] <= _MOST_COMPARED
+    by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

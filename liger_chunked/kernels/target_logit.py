@@ -1,19 +1,10 @@
-"""Correct the target's log-probability for the rounding of its logit, and scale the row's gradient to match.
+"""Correct the target's log-probability for the rounding of its logit.
 
-    z  = transform(x . W[y] + b[y])                               float32
-    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]              p: from the rounded logits, p': corrected
-    gradient of log p' by the row's logits:                       (1 - p') / (1 - p) times that of log p
+    z  = transform(x . W[y] + b[y])                       float32
+    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]      p: from the rounded logits, p': corrected
+    d log p' / dz_v = (1 - p') / (1 - p) d log p / dz_v
 
-16-bit logits have a relative error of up to 2^-9. In a sum over the vocabulary these errors average out, unless one
-logit dominates. The error of the target's logit enters its log-probability in full, and adds up over a sequence: 0.2
-nats for 16384 tokens with logits of variance 1. Preference losses scale their whole gradient by such a sum. The other
-logits keep their rounded values. The gradient gives the target `1 - p'`, and takes that from token j in proportion to
-`p[j] / (1 - p)`.
-
-A logit that would move by more than 2 is not corrected. Logits in the thousands round that coarsely, with correlated
-errors in a row, which cancel only if no logit is corrected.
-
-Bytes: x and as many rows of W, 4 N H.
+Other logits' rounding errors average out, but the target's add up over a sequence (docs/tuning.md). Bytes: 4 N H.
 """
 
 from __future__ import annotations
@@ -27,28 +18,27 @@ from liger_chunked.kernels.backend import (
     jit,
     row_blocks,
     tl,
-    transform,
-    transform_arguments,
-    transform_block,
     use_triton,
 )
 from liger_chunked.kernels.launch import Kernel
+from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
+from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
-# Largest correction of a logit. Beyond it the rounding is so coarse that neighbouring logits coincide.
+# Largest correction. Larger errors are correlated in a row, and cancel if no logit is corrected.
 _FARTHEST = 2.0
 
 
 @jit
 def _one_minus_exp(x):
-    # 1 - exp(x) for x <= 0; near 0 by its series, with a relative error of 1e-8.
+    # For x <= 0. The series has a relative error of 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 
 
 @jit
 def _log1p(x):
-    # Correct for the rounding of 1 + x to first order; exactly x if 1 + x == 1.
+    # Corrects the rounding of 1 + x.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -63,8 +53,8 @@ def _move_kernel(
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
-        dot += x * tl.load(w_ptr + target * w_stride + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+        x = load_block(x_ptr + row * x_stride, cols, hidden, False)
+        dot += x * load_block(w_ptr + target * w_stride, cols, hidden, False)
     z = tl.sum(dot, axis=0)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + target).to(tl.float32)
@@ -77,7 +67,7 @@ def _move_kernel(
     small = tl.exp(-tl.abs(odds))
     exact = tl.minimum(odds, 0.0) - _log1p(small)
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
-    # Skip infinite and NaN corrections, and rows whose other tokens have no probability left.
+    # Skip infinite and NaN corrections, and rows where p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
     tl.store(logps_ptr + row, tl.where(moves, exact, logp))
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
@@ -91,18 +81,13 @@ def _move_triton(
     if n == 0 or logps.is_meta:
         return grad_scale
     bias = None if head.bias is None else head.bias.contiguous()
+    most, num_warps = TUNING[x.device].hidden
+    sizes = x.stride(0), head.weight.stride(0), hidden
     _move_kernel(
         (n, 1, 1),
         (logps, grad_scale, x, head.weight, bias, target, maximum, sum_exp),
-        (
-            x.stride(0),
-            head.weight.stride(0),
-            hidden,
-            *transform_arguments(options).values(),
-            _FARTHEST,
-            block_size(hidden, 1024),
-        ),
-        num_warps=4,
+        (*sizes, *transform_arguments(options).values(), _FARTHEST, block_size(hidden, most)),
+        num_warps,
     )
     return grad_scale
 
@@ -131,20 +116,14 @@ def _move_torch(
 def unround_logps_(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Overwrite log-probabilities that come from rounded logits with those of the exact target logits.
+    """Overwrite `logps` of rounded logits, (N,) in the accumulation dtype, with those of exact target logits.
 
-    Args:
-        logps: (N,) in the accumulation dtype.
-        x: (N, H) hidden states.
-        head: weight (V, H) and bias (V,) or None, in the dtype of `x`.
-        target: (N,) int64 index into the vocabulary.
-        maximum, sum_exp: (N,) `PartialStats` of the rounded logits.
-        options: the logit transform.
+    `x` is (N, H) in the head's dtype, `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
 
     Returns:
-        (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps` in the backward of the rounded logits.
+        (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps`.
     """
-    # The kernel takes one stride per matrix.
+    # The kernel takes only row strides.
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if logps.is_meta or (use_triton(logps) and side_by_side) else _move_torch
     return compute(logps, x, head, target, maximum, sum_exp, options)

@@ -1,14 +1,12 @@
-"""Add the target's terms to the head's gradients, next to the products with the exponentials of `project_exp`.
+"""Add the target's terms to the head's gradients, after the products with `E` of `project_exp`.
 
-`E` is zero at the target. If only `logps` and `lse` have upstream gradients,
+`E` is zero at the target. For upstream gradients of only `logps` and `lse`,
 
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
     s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
     dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
 
-Bytes: `scale_rows` reads x and writes s x, 4 N H; `add_target_rows_of_weight` reads E W and W[y] and writes dX, 8 N H;
-`add_target_rows_` reads x, and reads and writes the target rows of dW, at most 10 N H. All are small compared with the
-products. `occurrences` sorts N targets with 3 N N comparisons.
+Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H.
 """
 
 from __future__ import annotations
@@ -21,19 +19,14 @@ from torch import Tensor
 from liger_chunked.kernels.backend import block_size, grid_of_rows, grid_row, tl
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.projection import Exponentials
-
-_RANKED, _COMPARED = 16, 256  # tokens that a program sorts, and tokens that it compares them with at a time
-_MOST_COMPARED = 1 << 15  # tokens of a chunk; torch sorts longer ones
-_RUN = 8  # tokens of one target that are added at a time
-_COLS = 512
-_WARPS = 4
+from liger_chunked.kernels.tuning import TUNING, hopper
 
 
 class RowScales(NamedTuple):
-    """Factors of the gradient of a row of logits, relative to its exponentials; (N,) float32."""
+    """Factors of rows' gradients, (N,) float32 each."""
 
-    others: Tensor  # s, multiplies E
-    target: Tensor  # a, added at the target
+    others: Tensor  # `s`
+    target: Tensor  # `a`
 
 
 @Kernel
@@ -41,7 +34,6 @@ def _scale_rows_kernel(
     x_ptr, x_stride, scaled_ptr, logps_ptr, lse_ptr, rest_ptr, target_exp_ptr, sum_exp_ptr, others_ptr, target_ptr,
     hidden, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # `scaled_ptr` is None for a frozen head.
     row = tl.program_id(0).to(tl.int64)
     unit = scale / tl.load(sum_exp_ptr + row)
     others = 0.0
@@ -66,19 +58,15 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """Return the factors `s` and `a` of each row; write `s x`, rounded once, to `scaled` if it is given.
+    """Return the factors `s` and `a` of rows; write `s x`, rounded once, to `scaled` if given.
 
-    Args:
-        x: (N, H), each row contiguous.
-        exponentials: of the same rows.
-        logps, lse: (N,) float32 upstream gradients of these statistics, None for zeros.
-        scale: multiplies the logits.
-        scaled: (N, H), contiguous; None if the weight needs no gradient.
+    `x` is (N, H) with contiguous rows, `scaled` (N, H) contiguous; `logps` and `lse` are (N,) upstream gradients.
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
     if x.is_meta:
         return scales
+    most, num_warps = TUNING[x.device].hidden
     _scale_rows_kernel[(n,)](
         x_ptr=x,
         x_stride=x.stride(0),
@@ -92,7 +80,8 @@ def scale_rows(
         target_ptr=scales.target,
         hidden=hidden,
         scale=scale,
-        BLOCK=block_size(hidden, 1024),
+        BLOCK=block_size(hidden, most),
+        num_warps=num_warps,
     )
     return scales
 
@@ -118,16 +107,12 @@ def _input_kernel(
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
     """Write `s * product + a * weight[target]` to `out`, rounded once.
 
-    Args:
-        product: (N, H) float32, E W, contiguous.
-        weight: (V, H), each row contiguous.
-        target: (N,) int64.
-        scales: of the same rows.
-        out: (N, H), each row contiguous.
+    `product` is E W, (N, H) float32 contiguous; `weight` (V, H) and `out` (N, H) have contiguous rows.
     """
     if product.is_meta:
         return
     n, hidden = product.shape
+    most, num_warps = TUNING[product.device].hidden
     _input_kernel[(n,)](
         product_ptr=product,
         w_ptr=weight,
@@ -138,7 +123,8 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
         out_ptr=out,
         out_stride=out.stride(0),
         hidden=hidden,
-        BLOCK=block_size(hidden, 1024),
+        BLOCK=block_size(hidden, most),
+        num_warps=num_warps,
     )
 
 
@@ -146,7 +132,6 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 def _order_kernel(
     target_ptr, order_ptr, start_ptr, length_ptr, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    # One program per ROWS tokens. Each token counts the lower targets, equal targets before it, and all equal targets.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     target = tl.load(target_ptr + row, mask=inside, other=-1).to(tl.int32)[:, None]
@@ -155,7 +140,6 @@ def _order_kernel(
     equal = tl.zeros([ROWS, COLS], tl.int32)
     for start in range(0, n_rows, COLS):
         other = start + tl.arange(0, COLS)
-        # Lanes past the last token compare as higher.
         others = tl.load(target_ptr + other, mask=other < n_rows, other=2147483647).to(tl.int32)[None, :]
         lower += (others < target).to(tl.int32)
         same = others == target
@@ -173,7 +157,7 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One program per token and block of columns. The program of a target's first token adds all of its tokens.
+    # A target's first token adds all of its tokens.
     row = grid_row()
     if row >= n_rows:
         return
@@ -202,17 +186,17 @@ def _target_rows_kernel(
 
 
 class Occurrences(NamedTuple):
-    """Positions of each target; (N,) int32."""
+    """Where targets occur, (N,) int32 each."""
 
     order: Tensor  # tokens sorted by target, stable
-    start: Tensor  # where the tokens of this token's target start in `order`
-    length: Tensor  # number of tokens with this target; 0 except for the first of them
+    start: Tensor  # first place of this target in `order`
+    length: Tensor  # tokens of this target; 0 after its first token
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Return the occurrences of each target of `target`, (N,) int64."""
+    """Return where each target of (N,) int64 occurs, with 3 N N comparisons."""
     n = target.shape[0]
-    if n > _MOST_COMPARED:
+    if n > hopper.MOST_SORTED:
         by_target, order = torch.sort(target, stable=True)
         start = torch.searchsorted(by_target, target, out_int32=True)
         length = torch.searchsorted(by_target, target, right=True, out_int32=True) - start
@@ -220,25 +204,20 @@ def occurrences(target: Tensor) -> Occurrences:
         return Occurrences(order.int(), start, torch.where(is_first, length, 0))
     found = Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in Occurrences._fields))
     if not target.is_meta:
-        grid = (-(-n // _RANKED), 1, 1)
-        _order_kernel(grid, (target, *found), (n, _RANKED, _COMPARED), num_warps=_WARPS)
+        grid = (-(-n // hopper.SORTED[0]), 1, 1)
+        _order_kernel(grid, (target, *found), (n, *hopper.SORTED), hopper.TARGET_WARPS)
     return found
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
     """Add `scale[n] * x[n]` to `grad[target[n]]` for every n, in a fixed order; return `grad`.
 
-    Args:
-        grad: (V, H) float32, each row contiguous.
-        target: (N,) int64.
-        found: the occurrences of `target`.
-        scale: (N,) float32.
-        x: (N, H), each row contiguous.
+    `grad` (V, H) float32 and `x` (N, H) have contiguous rows; `scale` is (N,) float32.
     """
     if x.is_meta:
         return grad
     n, hidden = x.shape
-    block = block_size(hidden, _COLS)
+    block = block_size(hidden, hopper.TARGET_COLS)
     _target_rows_kernel[grid_of_rows(n, -(-hidden // block))](
         grad_ptr=grad,
         grad_stride=grad.stride(0),
@@ -251,8 +230,8 @@ def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Te
         length_ptr=found.length,
         n_rows=n,
         hidden=hidden,
-        RUN=_RUN,
+        RUN=hopper.TARGET_RUN,
         BLOCK=block,
-        num_warps=_WARPS,
+        num_warps=hopper.TARGET_WARPS,
     )
     return grad

@@ -1,14 +1,12 @@
 """Losses on an `lm_head`: formulas on token statistics, which never see weights or chunks.
 
-Each loss is a module: `Loss(beta=0.2)(weight, input, target)`. Calling the class with tensors builds and evaluates the
-loss in one step: `Loss(weight, input, target, beta=0.2)`. Type checkers that do not read metaclasses, such as mypy,
-accept only the first form; `liger_chunked.functional` has a typed function for each loss.
+`Loss(beta=0.2)(weight, input, target)`, or in one step, which mypy does not understand:
+`Loss(weight, input, target, beta=0.2)`.
 
 losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
            cosine.py
 bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
-formulas   margin.py, probability.py, f_divergence.py, distributions.py, surrogates.py, importance.py, reductions.py
-inputs     sequences.py, rollouts.py, reference.py (the reference model), reference_point.py (of KTO and BCO), checks.py
+helpers    formulas.py, settings.py (checks), rollouts.py, reference_model.py, reference_point.py (of KTO and BCO)
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss

@@ -1,4 +1,4 @@
-"""BCO: a binary classifier separates desirable from undesirable sequences by their rewards."""
+"""Binary classifier optimisation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,16 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    The loss is the mean over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means
-    of the two sides instead.
+    averaged over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means of both
+    sides.
 
-    The reward shift `delta` is an argument of every call, in units of rewards. It is a running mean of earlier rewards,
-    which the caller keeps. The paper uses the midpoint of the mean rewards of the two sides,
-    `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`. TRL uses the mean of all rewards so far on all ranks,
-    including the current batch. Here gradients are computed before the last reward is known, so a batch enters the mean
-    only from the next step on.
+    Every call gets the reward shift `delta`, a running mean of earlier rewards. The paper uses the midpoint of both
+    sides, `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`, TRL the mean of all rewards, including this
+    call's.
 
-    `example_weights` implement the paper's underlying distribution matching. Let `p` be a classifier's probability that
-    a prompt belongs to a desirable sequence. An undesirable sequence gets the weight `p / (1 - p)` (TRL clamps it to
-    [0.5, 10]), a desirable one the weight 1.
-
-    Args:
-        beta: scale of the rewards.
-        average_log_prob: log-ratios per token instead of per sequence.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
-            plain log-probabilities, and None warns once.
-        **options: see `LogitOptions`.
+    `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)` (TRL
+    clamps it to [0.5, 10]), with `p` the probability that its prompt belongs to a desirable sequence. Constructor: see
+    `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -1,4 +1,4 @@
-"""Cosine distance of the student's and the teacher's logits."""
+"""Cosine distance of logits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
     """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, with both projections fused in.
 
-    The distance is one of logits, not of distributions: a constant offset of the logits changes it and a temperature
-    does not. It needs the teacher's hidden states. Liger-Kernel multiplies it by `beta`, 0.5 by default; use
-    `weight_soft_loss` for that.
-
-    Args:
-        weight_hard_loss, weight_soft_loss, teacher_options, **options: see `LigerFusedLinearDistillationBase`.
-
-    Raises:
-        ValueError: if an option is invalid.
+    A constant offset of the logits changes the distance, a temperature does not, and a teacher's top-k is refused.
+    Liger-Kernel's `beta`, 0.5, is `weight_soft_loss` here. Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation, and AlphaPO, which TRL implements in its CPO trainer."""
+"""Contrastive preference optimisation, and AlphaPO."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.checks import check_finite, refuse_unread
-from liger_chunked.losses.margin import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The settings that loss types read in addition to `beta`. `LOSS_TYPES` lists the readers of each.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
+    """The settings that loss types read in addition to `beta`."""
 
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
@@ -62,8 +58,8 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
-    Notation: `l` is the log-probability of a sequence in nats, `l'` the same per token, and `d` the reward of the
-    chosen sequence minus that of the rejected one. No reference is used. The loss of a pair is
+    With `l` the log-probability of a sequence in nats, `l'` the same per token, and `d` the chosen reward minus the
+    rejected one:
 
     | loss_type | loss | reward |
     |---|---|---|
@@ -72,25 +68,16 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to
-    `r = beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, for any loss type. The losses are TRL's; its `alphapo` is
-    `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. `label_smoothing` raises an error with the loss types
-    for which TRL ignores it.
-
-    In the metrics, `logps` are `l` or `l'`, and rewards include AlphaPO's change.
+    AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
+    for any loss type. TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. In the metrics,
+    `logps` are `l` or `l'`.
 
     Args:
-        beta: scale of the rewards. For IPO it is the divisor tau, and must be positive.
-        cpo_alpha: weight of the NLL of the chosen tokens, named as in TRL; 0 disables the term.
-        label_smoothing: `eps` above; refused if the loss type does not read it.
-        loss_type: a name from the table.
-        simpo_gamma: the margin of `simpo`; refused if the loss type does not read it.
-        alphapo_alpha: AlphaPO's alpha, TRL's `alpha`; 0 leaves the reward unchanged.
+        beta: scale of the rewards; IPO divides by it.
+        cpo_alpha: weight of the NLL of the chosen tokens.
+        alphapo_alpha: TRL's `alpha`; 0 leaves the reward unchanged.
+        label_smoothing, simpo_gamma: `eps` and the margin of `simpo`; refused with loss types that do not read them.
         **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if the loss type is unknown, does not read a setting, or a number is out of range; in forward, if a
-            reference is given.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -133,7 +120,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     @property
     def cpo_alpha(self) -> float:
-        """The weight of the NLL term; the base class calls it `alpha`."""
+        """The weight of the NLL term, the base's `alpha`."""
         return self.alpha
 
     @cpo_alpha.setter

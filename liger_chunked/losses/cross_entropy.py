@@ -1,7 +1,8 @@
-"""Cross entropy on an `lm_head` for supervised fine-tuning, without the full logits."""
+"""Cross entropy on an `lm_head`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -25,8 +26,8 @@ from liger_chunked.engine import (
     plain,
     token_stats,
 )
-from liger_chunked.losses.checks import check_finite, checked_items
-from liger_chunked.losses.probability import complement
+from liger_chunked.losses.formulas import complement
+from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
     Head,
@@ -43,10 +44,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """Computes the loss of each token from its statistics.
-
-    `cross_entropy` and `regularizer` are separate because their means may have different denominators.
-    """
+    """The loss of each token. `cross_entropy` and `regularizer` may have different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -80,7 +78,6 @@ class _CrossEntropy:
         return self.lse_square_scale * stats.lse.square()
 
     def regularizer(self, stats: TokenStats) -> Tensor | None:
-        """Return the terms that are added to the cross entropy, or None if there are none."""
         z_loss = self.z_loss(stats) if self.lse_square_scale else None
         if not self.entropy_weight:
             return z_loss
@@ -90,7 +87,7 @@ class _CrossEntropy:
 
 
 def _check_class_weight(ce_weight: Tensor) -> Tensor:
-    """Return class weights as a plain tensor."""
+    """Return class weights (V,) as a plain tensor."""
     (ce_weight,) = plain(("ce_weight",), (ce_weight,))
     if not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point():
         raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
@@ -98,7 +95,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
 
 
 def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return class weights in the form that the objective reads, (V,), or None."""
+    """Return class weights (V,) on the device and in the precision of the objective, or None."""
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -114,7 +111,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """The objective's inputs other than the statistics."""
+    """The objective's inputs except statistics."""
 
     definition: _CrossEntropy
     target: Tensor  # (N,)
@@ -123,7 +120,7 @@ class _Batch(NamedTuple):
     per_class: float | Tensor  # divides the cross entropy
 
 
-def _objective(_: Any, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
     weights = None if batch.weights is None else batch.weights[index]
     of_tokens = batch.definition.cross_entropy(stats, batch.target[index])
     loss = _weighed(of_tokens, weights).sum(dtype=torch.float64) / batch.per_class
@@ -136,38 +133,32 @@ def _objective(_: Any, batch: _Batch, stats: TokenStats, index: slice | Tensor) 
 class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
 
-    Equal to
+    Equal, in nats, to
 
         z = transform(input @ weight.T + bias).float()
         loss = F.cross_entropy(z, target, ce_weight, ignore_index=..., label_smoothing=..., reduction=...)
         loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
         loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
 
-    Tokens are flattened, and values are in nats. The mean over a batch without any target is 0 instead of NaN, and
-    still connected to the graph. `forward` also computes the gradients; with `reduction="none"`, backward computes them
-    from the upstream gradient of each token.
+    but 0 for a batch without any target.
 
     Args:
-        reduction: "mean" over the valid tokens (weighted by `ce_weight`, as in `F.cross_entropy`; the z-loss is not
-            weighted), "sum", or "none" for one value per token in the shape of `target`.
-        label_smoothing: share of the target that is spread evenly over the vocabulary, in [0, 1] (Szegedy et al. 2016,
-            https://arxiv.org/abs/1512.00567).
+        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token, whose gradients backward
+            computes instead of forward.
+        label_smoothing: share of the target that is spread evenly over the vocabulary
+            (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) a weight for each class.
-        focal_gamma: multiplies the cross entropy of a token by `(1 - p_y) ** focal_gamma` (focal loss, Lin et al. 2017,
-            https://arxiv.org/abs/1708.02002, equation 4). Denominators do not change.
-        dft: multiplies the cross entropy of a token by `p_y`, without its gradient (Dynamic Fine-Tuning,
-            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`). Denominators do not change.
-        entropy_weight: weight of the entropy bonus, which is subtracted from the loss
-            (https://arxiv.org/abs/1701.06548). The bonus keeps distributions wide; a negative weight narrows them. It
-            is averaged like the z-loss.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: return `(loss, CrossEntropyMetrics)` with these
-            fields filled.
+        focal_gamma: multiplies the cross entropy by `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002,
+            equation 4), not its denominator.
+        dft: multiplies the cross entropy by the constant `p_y`, not its denominator (Dynamic Fine-Tuning,
+            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`).
+        entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
+        return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if an option is out of range, `ce_weight` has a wrong shape, or more than one of smoothing, focal
-            loss and DFT is set.
+        ValueError: if more than one of smoothing, focal loss and DFT is set, or an option is out of range.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -246,22 +237,17 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """Compute the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (B, T, H) or (N, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) or (N,) token ids. Unshifted labels silently train to a loss near 0, see `shifted`.
-            bias: (V,) or None.
-            num_items: with "mean", divide by this number instead of by this batch's number of tokens. For gradient
-                accumulation, pass the tokens of all steps (`num_items_in_batch` of transformers). A tensor below 1
-                counts as 1.
-            token_weights: in the shape of `target`; multiplies everything that a token adds to the loss. Unless
-                `num_items` is given, "mean" divides by the sum of these weights over the valid tokens (times
-                `ce_weight` for the cross entropy). A sum of 0 counts as 1.
-            ce_weight: (V,) class weights for this call, instead of the constructor's.
+            weight, bias: (V, H) and (V,) or None, the `lm_head`.
+            input: (B, T, H) or (N, H) hidden states.
+            target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
+            num_items: with "mean", divides instead of the number of valid tokens: those of all steps that accumulate
+                gradients (`num_items_in_batch` of transformers). A tensor below 1 counts as 1.
+            token_weights: in the shape of `target`; multiplies all terms of a token. Without `num_items`, "mean"
+                divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
+            ce_weight: (V,) replaces the constructor's.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, `num_items` is 0 or given without
-                "mean", or `token_weights` requires grad.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or `num_items` is given without "mean".
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -289,7 +275,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         return loss, self._metrics(stats, target, layout, z_loss)
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
-        """Return checked weights (N,), or None."""
+        """Return weights (N,), or None; raise ValueError if they do not fit."""
         if token_weights is None:
             return None
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
@@ -303,14 +289,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         top1 = ("is_top1",) if self.return_token_accuracy else ()
         argmax = ("argmax",) if self.return_predicted_tokens else ()
         return (*self._differentiates, *argmax, *top1)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches."""
         wanted = {
             "lse": self.label_smoothing or self.lse_square_scale,
             "mean_logits": self.label_smoothing,
@@ -358,8 +342,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             head,
             input,
             layout,
-            NegativeLogLikelihood(per_class) if plain else _objective,
-            _Batch(definition, target.reshape(-1), weights, per_token, per_class),
+            NegativeLogLikelihood(per_class)
+            if plain
+            else functools.partial(_objective, _Batch(definition, target.reshape(-1), weights, per_token, per_class)),
             self._smoothing_weight(definition),
         )
         z_loss = None
@@ -370,7 +355,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return the denominators of the regularizer and of the cross entropy; class weights change only the second."""
+        """Return the denominators of the regularizer and of the cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

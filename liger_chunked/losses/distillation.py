@@ -1,10 +1,10 @@
-"""Base class of the losses that pull a student's `lm_head` distribution to a teacher's."""
+"""Base class of the distillation losses."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, checked_items
+from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
@@ -43,48 +43,40 @@ from liger_chunked.types import (
 
 
 class DistillationOptionsDict(LogitOptionsDict, total=False):
-    """The keywords of every distillation loss; see `LigerFusedLinearDistillationBase`."""
+    """The keywords of every distillation loss."""
 
     weight_hard_loss: float
     weight_soft_loss: float
     teacher_options: LogitOptions | None
 
 
+class _Given(NamedTuple):
+    """The caller's teacher: a head and hidden states, or a top-k."""
+
+    teacher_weight: Tensor | None
+    teacher_input: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logps: Tensor | None
+    teacher_ids: Tensor | None
+
+
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
-    """`weight_soft_loss` times the divergence of teacher and student, plus `weight_hard_loss` times the NLL.
+    """A divergence from a teacher, which a subclass defines, plus the NLL of the targets; see `docs/writing-a-loss.md`.
 
     With `n` the number of tokens that count, equal to
 
         z, t = transform(input @ weight.T + bias), transform(teacher_input @ teacher_weight.T + teacher_bias)
         soft_loss = divergence(z.float(), t.float()[:, :V]).sum() / n
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
+        loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    A subclass defines the divergence of a token. Autograd differentiates it, chunk by chunk:
-
-        class Logits(LigerFusedLinearDistillationBase):     # https://arxiv.org/abs/1312.6184
-            def divergence(self, student_logits, teacher_logits):
-                return (student_logits - teacher_logits).square().mean(-1)
-
-    The temperature applies to the divergence, for both distributions. The hard loss is taken at temperature 1. The soft
-    loss is not multiplied by `temperature ** 2`, which Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) propose
-    and neither TRL nor Liger-Kernel does; include that factor in `weight_soft_loss` if you want it. For 16-bit inputs,
-    both losses use logits that are rounded to 16 bits, as eager code does.
+    As in TRL and Liger-Kernel, without a factor `temperature ** 2` (Hinton et al. 2015,
+    https://arxiv.org/abs/1503.02531).
 
     Args:
-        weight_hard_loss: weight of the NLL of the targets; without a target there is no hard loss.
-        weight_soft_loss: weight of the divergence.
-        teacher_options: the teacher's transform, if it differs from the student's. Only `softcap`, `logit_scale` and
-            `temperature` may be set.
-        **options: see `LogitOptions`. The budget covers the logits of both models, with at least one token of each. If
-            autograd differentiates the divergence, the budget also covers the float32 copies, and two more copies for
-            the tensors that `divergence` saves.
-
-    Raises:
-        ValueError: if an option is invalid or a weight is negative.
-
-    Class attributes of a subclass:
-        of_distributions: True if the divergence depends only on the softmax of its arguments. Then it may also be taken
-            over the bins of a teacher's top-k.
+        weight_hard_loss, weight_soft_loss: not negative.
+        teacher_options: the teacher's transform, if it differs: `softcap`, `logit_scale` and `temperature` only.
+        **options: see `LogitOptions`. The budget covers the logits of both models, and the copies that autograd needs.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -113,10 +105,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the divergence of each token, (n,), from transformed logits (n, V) in float32 (float64 for float64).
+        """Return the divergence of each token, (n,), from transformed logits (n, V) of a part of the batch.
 
-        Called on one block of the batch's tokens at a time. With a teacher's top-k, V is k + 1: the arguments are the
-        log-probabilities of the k tokens and of all other tokens together, -inf for missing entries.
+        With a teacher's top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
@@ -144,36 +135,26 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
 
-        The teacher is given as hidden states and a head, which costs one GEMM, or as its largest log-probabilities,
-        which costs none. If the teacher's vocabulary is padded beyond the student's, the extra rows are ignored, also
-        in the teacher's softmax.
-
         Args:
-            weight: (V, H), `lm_head.weight` of the student.
-            input: (B, T, H) or (N, H) hidden states of the student.
-            teacher_weight: (V or more, H_teacher).
-            teacher_input: (B, T, H_teacher) or (N, H_teacher).
-            target: (B, T) or (N,) token ids; `input[t]` predicts `target[t]`. Tokens with `ignore_index` count in
-                neither loss. None: no hard loss. Unshifted labels silently train to a hard loss near 0, see `shifted`.
-            bias, teacher_bias: (V,), (V or more,), or None.
-            teacher_logps: (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the loss;
-                -inf for a missing entry. The divergence then has k + 1 bins: these tokens, and all others together.
+            weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Tokens with
+                `ignore_index` count in neither loss; without a target there is no hard loss.
+            teacher_weight, teacher_input, teacher_bias: the same of the teacher. Its hidden size may differ; rows
+                beyond V are ignored, also in its softmax.
+            teacher_logps: instead of `teacher_input`, at no GEMM: (B, T, k) or (N, k) log-probabilities of k tokens in
+                nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1 bins:
+                these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
-            mask: (B, T) or (N,) bool, True at the tokens that count. With a target, tokens with `ignore_index` still do
-                not count.
-            num_items: divide by this number instead of by this batch's number of tokens. For gradient accumulation,
-                pass the tokens of all steps. A tensor below 1 counts as 1.
+            mask: (B, T) or (N,) bool, True at the tokens that count, except those with `ignore_index`.
 
         Raises:
-            ValueError: if the teacher is missing, incomplete or given twice, its vocabulary is smaller than the
-                student's, shapes or devices do not fit, or a token id is out of range or repeated in `teacher_ids`.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or the teacher is missing or given twice.
         """
         head = Head(weight, bias)
         check_projection(head, input)
         layout = self._layout(weight, input, target, mask)
-        teacher = self._teacher(head, input, teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
-        route = self._route(head, layout, teacher, teacher_logps, teacher_ids)
+        given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
+        teacher = self._teacher(head, input, given)
+        route = self._route_of_top_k(head, layout, given) if teacher is None else self._route_of_logits()
         n_items: float | Tensor = max(1, layout.n_valid)
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
@@ -187,7 +168,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """Return the layout of the tokens that count; without a target, it has placeholder targets."""
+        """Return the layout of the tokens that count."""
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -208,21 +189,11 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             target = target.where(mask, self.options.ignore_index)
         return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
 
-    def _teacher(
-        self,
-        head: Head,
-        input: Tensor,
-        weight: Tensor | None,
-        teacher_input: Tensor | None,
-        bias: Tensor | None,
-        teacher_logps: Tensor | None,
-        teacher_ids: Tensor | None,
-    ) -> Teacher | None:
+    def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher cut to the student's vocabulary, or None if its top-k is given."""
-        states = {"teacher_weight": weight, "teacher_input": teacher_input, "teacher_bias": bias}
-        top_k = {"teacher_logps": teacher_logps, "teacher_ids": teacher_ids}
-        given_states = [name for name, value in states.items() if value is not None]
-        given_top_k = [name for name, value in top_k.items() if value is not None]
+        weight, teacher_input, bias, _, _ = given
+        given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
+        given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]
         if given_states and given_top_k:
             raise ValueError(
                 f"the teacher is given twice: as {', '.join(given_states)} and as {', '.join(given_top_k)}"
@@ -251,29 +222,22 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         cut = Head(along(weight.detach(), shared), None if bias is None else along(bias.detach(), shared))
         return Teacher(cut, teacher_input.detach(), self.teacher_options)
 
-    def _route(
-        self,
-        head: Head,
-        layout: Layout,
-        teacher: Teacher | None,
-        teacher_logps: Tensor | None,
-        teacher_ids: Tensor | None,
-    ) -> ClosedForm | ByAutograd | TopK:
-        if teacher is None:
-            assert teacher_logps is not None and teacher_ids is not None
-            if not self.of_distributions:
-                raise ValueError(
-                    f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
-                    "if the divergence depends only on the softmax of its arguments"
-                )
-            if self.teacher_options is not self.options:
-                raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
-            logps, ids = _top_k(head, layout, teacher_logps, teacher_ids)
-            return TopK(self.divergence, self.options, logps, ids)
+    def _route_of_logits(self) -> ClosedForm | ByAutograd:
         closed_form = self.closed_form()
         if closed_form is not None:
             return ClosedForm(closed_form, self.options, self.teacher_options)
         return ByAutograd(self.divergence, self.options, self.teacher_options)
+
+    def _route_of_top_k(self, head: Head, layout: Layout, given: _Given) -> TopK:
+        if not self.of_distributions:
+            raise ValueError(
+                f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
+                "if the divergence depends only on the softmax of its arguments"
+            )
+        if self.teacher_options is not self.options:
+            raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
+        logps, ids = _top_k(head, layout, given)
+        return TopK(self.divergence, self.options, logps, ids)
 
     def extra_repr(self) -> str:
         weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
@@ -281,8 +245,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: Head, layout: Layout, logps: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Check the teacher's top-k and return it for the tokens that count, (n_valid, k) each."""
+def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
+    """Return the teacher's top-k for the tokens that count, (n_valid, k) each, checked."""
+    logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.weight.shape[0]
     if not isinstance(logps, Tensor) or not logps.is_floating_point():
         got = logps.dtype if isinstance(logps, Tensor) else type(logps).__name__

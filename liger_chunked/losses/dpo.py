@@ -15,23 +15,50 @@ from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.engine import check_values
-from liger_chunked.losses.checks import check_finite, check_positive, refuse_unread
-from liger_chunked.losses.f_divergence import F_DIVERGENCES, scores
-from liger_chunked.losses.margin import hinge, ipo, logistic
+from liger_chunked.losses.formulas import hinge, ipo, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
+
+# The largest exponent: float32 overflows at 88.7.
+_MAX_EXPONENT = 80.0
+
+
+def _reverse_kl(logratios: Tensor, alpha: float) -> Tensor:
+    return logratios
+
+
+def _alpha(logratios: Tensor, alpha: float) -> Tensor:
+    power = alpha - 1
+    if abs(power) < 1e-6:
+        return logratios  # the limit as alpha goes to 1
+    return torch.expm1((power * logratios).clamp(max=_MAX_EXPONENT)) / power
+
+
+def _forward_kl(logratios: Tensor, alpha: float) -> Tensor:
+    return _alpha(logratios, 0.0)
+
+
+def _js(logratios: Tensor, alpha: float) -> Tensor:
+    return math.log(2) + F.logsigmoid(logratios)
+
+
+class _FDivergence(NamedTuple):
+    score: Callable[[Tensor, float], Tensor]  # `f'(pi / pi_ref)` from log-ratios and alpha, up to a constant
+    reads: tuple[str, ...] = ()  # fields of DPOSettings
+
+
+F_DIVERGENCES: Mapping[str, _FDivergence] = {
+    "reverse_kl": _FDivergence(_reverse_kl),
+    "forward_kl": _FDivergence(_forward_kl),
+    "js_divergence": _FDivergence(_js),
+    "alpha_divergence": _FDivergence(_alpha, reads=("f_alpha_divergence_coef",)),
+}
 
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """Settings that loss types read in addition to `beta`: `label_smoothing` (eps below), `discopop_tau` (tau below).
-
-    `LOSS_TYPES` lists the readers of each. `f_divergence_type` and `f_alpha_divergence_coef` turn log-ratios into
-    scores, see `losses.f_divergence.scores`.
-
-    Raises:
-        ValueError: if the divergence is unknown or a number is out of range.
-    """
+    """The settings that loss types read in addition to `beta`."""
 
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
@@ -48,8 +75,8 @@ class DPOSettings:
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return the scores (n, 2), which are the log-ratios for the reverse KL."""
-        return scores(pairs.logratios, self.f_divergence_type, self.f_alpha_divergence_coef)
+        """Return the scores (n, 2): log-ratios for the reverse KL."""
+        return F_DIVERGENCES[self.f_divergence_type].score(pairs.logratios, self.f_alpha_divergence_coef)
 
 
 def _margin(pairs: Pairs, s: DPOSettings) -> Tensor:
@@ -79,7 +106,6 @@ def _ipo(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _exo_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # KL of softmax(beta (log pi - log pi_ref)) over the pair against (1 - epsilon, epsilon).
     logits = beta * _margin(pairs, s)
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-s.label_smoothing))
     rejected = torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(s.label_smoothing))
@@ -92,7 +118,7 @@ def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Unbiased if labels are flipped with probability epsilon: the flipped term is subtracted, not added.
+    # The flipped term is subtracted: unbiased if labels are flipped with probability epsilon.
     logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
@@ -136,13 +162,13 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The base divides by batch_size: multiply by it here, so that the loss is a mean over the batch's tokens.
+    # The base divides by batch_size; this loss is a mean over the batch's tokens.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
 
 def _wpo_weights(pairs: Pairs) -> Tensor:
-    """Return WPO's weights (n,): how likely the policy is to generate both sequences, per token, without gradient."""
+    """Return WPO's weights (n,), without gradient."""
     stats = pairs.token_stats
     assert stats.log_sum_sq_probs is not None
     aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)
@@ -153,9 +179,9 @@ class _LossType(NamedTuple):
     loss: Callable[[Pairs, float, DPOSettings], Tensor]  # from the pairs and beta
     reads: tuple[str, ...] = ()  # fields of DPOSettings
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by the lengths, so average_log_prob is refused
+    averages: bool = False  # divides by the lengths: average_log_prob is refused
     any_divergence: bool = False  # reads scores, or no reference at all
-    weighable: bool = True  # each loss belongs to one pair, which can be weighted
+    weighable: bool = True  # each loss belongs to one pair
 
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
@@ -184,9 +210,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    Notation: `c` and `r` are the log-ratios `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in
-    nats, `d = c - r`, and `c'`, `r'`, `d'` are the same per token. `L = -log sigmoid` and `S = sigmoid`. The loss of a
-    pair is
+    With the log-ratios `c` and `r`, `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in nats,
+    `d = c - r`, the same per token `c'`, `r'`, `d'`, `L = -log sigmoid` and `S = sigmoid`, the loss of a pair is
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -206,44 +231,34 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`.
+    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change their inputs:
 
-    Three options change the inputs of these formulas, as in TRL:
+    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
+      `t = pi / pi_ref`, with exponents of at most 80. Losses that use `c` or `r` alone are refused: the normaliser
+      cancels only in `d`. Rewards in the metrics do not change.
+    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) scales log-probabilities, also those of the reference, of
+      the tokens beyond the length of the pair's shorter sequence.
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of a pair by the constant
+      `w(chosen) w(rejected)`, where `log w` is the mean over a sequence's tokens of `log p_y - log(sum of p ** 2)`.
+      `aot`, `aot_unpaired` and `sft` refuse it.
 
-    - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240) replaces `c` and `r` in `d` by `f'(pi / pi_ref)` of
-      another divergence: "forward_kl", "js_divergence" or "alpha_divergence", see `losses.f_divergence.scores`. The
-      normaliser cancels only in the difference `d`, so losses that use `c` or `r` alone are refused. Rewards in the
-      metrics stay `beta c` and `beta r`. TRL lets the forward KL overflow to infinity; here it is bounded.
-    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) multiplies the log-probabilities of some tokens by
-      `ld_alpha`, in `pi` and in `pi_ref`: those that come later than the end of the pair's shorter sequence. A
-      reference must be given as hidden states or per token.
-    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of each pair by
-      `w(chosen) w(rejected)`, without gradient. `log w` is the mean over the tokens of a sequence of
-      `log p_y - log(sum of p ** 2)`. The option is refused with `aot`, `aot_unpaired` and `sft`, which have no loss per
-      pair.
+    | f_divergence_type | score |
+    |---|---|
+    | `reverse_kl` | `log(t)` |
+    | `forward_kl` | `1 - 1 / t` |
+    | `js_divergence` | `log(2 t / (1 + t))` |
+    | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
+
+    Other arguments: see `LigerFusedLinearPreferenceBase`. An option that no loss type reads is refused.
 
     Args:
-        beta: strength of the KL constraint to the reference; IPO's tau. "ipo" and "sppo_hard" divide by it, so it must
-            be positive there.
+        beta: strength of the KL constraint; IPO's tau. `ipo` and `sppo_hard` divide by it.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: a weight for each entry of a list of loss types; None for ones.
-        label_smoothing: `eps` above; refused if no loss type reads it.
-        discopop_tau: `tau` above; refused if no loss type reads it.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733);
-            an `alpha` without `compute_nll_loss` is refused.
-        average_log_prob: log-ratios per token instead of per sequence.
-        f_divergence_type: "reverse_kl", or see above.
-        f_alpha_divergence_coef: alpha of "alpha_divergence"; refused with another divergence.
-        ld_alpha: see above, in [0, 1]; None and 1 change nothing.
-        use_weighting: see above.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
-            plain log-probabilities, and None warns once.
-        **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if a loss type or divergence is unknown, weights do not match, a number is out of range, or an
-            option is not usable with a loss type or read by none; in forward, if `ref_logps` are per sequence with
-            `ld_alpha`.
+        loss_weights: one per entry of a list of loss types; None for ones.
+        label_smoothing, discopop_tau: `eps` and `tau`.
+        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
+        f_alpha_divergence_coef: `alpha` of `alpha_divergence`.
+        use_ref_model: None warns once without a reference.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -3,18 +3,133 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.checks import refuse_unread
-from liger_chunked.losses.importance import IMPORTANCE_LEVELS
-from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
-from liger_chunked.losses.surrogates import SURROGATES, SurrogateSettings
-from liger_chunked.types import LogitOptionsDict, Rollouts, shown
+from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
+from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
+from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
+
+
+@dataclass(frozen=True)
+class SurrogateSettings:
+    """The settings of the surrogates."""
+
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon_low", "epsilon_high"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if not value >= 0:  # infinity is no bound
+                raise ValueError(f"{name} must not be negative, got {value}")
+        for name in ("vespo_k_pos", "vespo_k_neg"):
+            check_finite(name, getattr(self, name), minimum=0)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            check_positive(name, getattr(self, name))
+        check_positive("delta", self.delta, optional=True)
+
+
+def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -r.ratio * r.advantages
+
+
+def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
+    """Select one of two numbers in the dtype of `like`; `torch.where` would return float32."""
+    return torch.full_like(like, value).where(condition, otherwise)
+
+
+def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    # min(r A, clamp(r) A) is clamp(r) A with one bound: the upper one if A > 0, the lower one if A < 0.
+    delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
+    low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
+    high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
+    return -r.ratio.clamp(low, high) * r.advantages
+
+
+def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    ratio = r.ratio if s.delta is None else r.ratio.clamp(max=s.delta)
+    return Clipped(
+        low=(ratio < 1 - s.epsilon_low) & (r.advantages < 0),
+        high=(ratio > 1 + s.epsilon_high) & (r.advantages > 0),
+    )
+
+
+def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -r.ratio.detach().clamp(max=s.epsilon_high) * r.advantages * r.logps
+
+
+def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    return Clipped(low=None, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
+
+
+def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    temperature = _where(r.advantages > 0, r.advantages, s.sapo_temperature_pos, s.sapo_temperature_neg)
+    gate = 4 / temperature * torch.sigmoid(temperature * (r.ratio - 1))
+    return -gate * r.advantages
+
+
+# VESPO's bounds of log-ratios, which keep the weights from overflowing.
+_LOWEST, _HIGHEST = math.log(1e-8), 20.0
+
+
+@torch.no_grad()
+def _vespo_weights(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    """Return `phi(w)` in the shape of the advantages."""
+    log_w = (r.logps - r.old_logps).clamp(-_HIGHEST, _HIGHEST).sum(-1, keepdim=True, dtype=torch.float64)
+    if r.importance_weights is not None:
+        log_w = log_w + r.importance_weights.log().clamp(_LOWEST, _HIGHEST).sum(-1, keepdim=True)
+    log_w = log_w.clamp(_LOWEST, _HIGHEST)
+    k = _where(r.advantages >= 0, r.advantages, s.vespo_k_pos, s.vespo_k_neg)
+    rate = _where(r.advantages >= 0, r.advantages, s.vespo_lambda_pos, s.vespo_lambda_neg)
+    return torch.exp(rate + k * log_w - rate * log_w.exp())
+
+
+def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    return -_vespo_weights(r, s) * r.advantages * r.logps
+
+
+class _ClippedBy(Protocol):
+    def __call__(self, r: Rollouts, s: SurrogateSettings) -> Clipped: ...
+
+
+class _Surrogate(NamedTuple):
+    loss: Callable[[Rollouts, SurrogateSettings], Tensor]  # (n, T), or (n, 1)
+    reads: tuple[str, ...] = ()  # fields of SurrogateSettings
+    clipped: _ClippedBy | None = None
+    clips_low: bool = False  # `clipped` fills Clipped.low
+    mixes_tokens: bool = False  # needs whole sequences
+    weighs: bool = False  # applies the importance weights itself
+
+
+SURROGATES: Mapping[str, _Surrogate] = {
+    "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip, clips_low=True),
+    "reinforce": _Surrogate(_reinforce),
+    "cispo": _Surrogate(_cispo, reads=("epsilon_high",), clipped=_clipped_by_cispo),
+    "sapo": _Surrogate(_sapo, reads=("sapo_temperature_pos", "sapo_temperature_neg")),
+    "vespo": _Surrogate(
+        _vespo,
+        reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        mixes_tokens=True,
+        weighs=True,
+    ),
+}
 
 # TRL's names, and the arguments that each name sets.
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
@@ -32,9 +147,8 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its variants, fused.
 
-    A variant is a surrogate, a reduction and an importance level, in any combination. Notation: `A` is the advantage,
-    `r = pi / pi_old` the importance ratio (of the token or of its sequence, see `importance_level`), and `sg` stops the
-    gradient. The cost of a token is
+    A variant is a surrogate, a reduction and an importance level, in any combination. With the advantage `A`, the
+    importance ratio `r = pi / pi_old` and the stopped gradient `sg`, the cost of a token is
 
     | surrogate | cost | paper |
     |---|---|---|
@@ -44,16 +158,12 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
-    Here `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence. `vespo`
-    therefore does not multiply its cost by the importance weights, at any level. With `delta=None` there is no bound
-    `delta`. `LigerFusedLinearPolicyBase` describes the reductions, the KL and the entropy bonus.
+    `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence, so `vespo` does
+    not multiply its cost by the weights. Without `old_logps`, `r` is 1 and has the gradient of `log pi`. Everything
+    else: see `LigerFusedLinearPolicyBase`.
 
-    The default reduction is "grpo", the paper's mean over sequences. TRL's `GRPOConfig` and Liger-Kernel default to
-    `loss_type="dapo"`, a mean over tokens that gives long completions more weight. For their default, write
-    `LigerFusedLinearGRPOLoss(reduction="dapo")`; `liger_chunked.compat` keeps Liger-Kernel's.
-
-    On-policy, without `old_logps`, `r` is exactly 1 and its gradient is that of `log pi`. Everything matches TRL 1.16,
-    and `from_loss_type` accepts its names. Named variants:
+    The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, a mean over tokens that
+    gives long completions more weight. `from_loss_type` accepts TRL's names. Named variants:
 
     | name | arguments |
     |---|---|
@@ -69,29 +179,16 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Token level treats each token independently. Sequence and trajectory level, and `vespo`, need whole sequences; a
-    sequence that is larger than the logits budget then takes one GEMM more.
+    Sequence and trajectory level, and `vespo`, need whole sequences: one that is larger than the logits budget takes
+    one GEMM more.
 
     Args:
-        beta: weight of the KL to the reference, in nats.
-        surrogate: a name from the first table.
-        reduction: "grpo", "bnpo", "dapo", "dr_grpo" or "luspo", see `LigerFusedLinearPolicyBase`.
-        importance_level: "token", "sequence" or "trajectory", see `LigerFusedLinearPolicyBase`.
-        epsilon_low, epsilon_high: for `clip`, how far the ratio may be from 1; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio itself, as in TRL: the papers use about 5.
-        delta: for `clip`, an upper bound of the ratio, above `1 + epsilon_high`, for negative advantages, where the
-            clip has none.
-        max_completion_length: in tokens, for the reduction `dr_grpo`.
-        use_bias_correction_kl: multiply the KL by `r`, see `LigerFusedLinearPolicyBase`.
-        entropy_coef, top_entropy_quantile: see `LigerFusedLinearPolicyBase`.
+        epsilon_low, epsilon_high: how far the ratio may be from 1 with `clip`; infinity is no bound. With `cispo`,
+            `epsilon_high` is the largest ratio, as in TRL: the papers use about 5.
+        delta: upper bound of the ratio for negative advantages with `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive, and for all other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` of `phi`, for negative advantages
-            (`neg`) and for all others (`pos`).
-        **options: see `LogitOptions`; `temperature` is the sampling temperature.
-
-    Raises:
-        ValueError: if a surrogate, reduction or level is unknown, a number is out of range, or a setting is not read by
-            the surrogate or the reduction.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` for negative advantages (`neg`)
+            and for all others (`pos`).
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -161,12 +258,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
-        """Build the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
+        """Return the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
 
-        `luspo` is set to sequence level, as its paper requires; TRL leaves the level to the caller.
-
-        Raises:
-            ValueError: if the name is unknown.
+        `luspo` has sequence level, as its paper requires; TRL leaves the level to the caller.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

@@ -1,4 +1,4 @@
-"""Generalised Jensen-Shannon divergence of teacher and student."""
+"""Generalised Jensen-Shannon divergence."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
-from liger_chunked.losses.distributions import jensen_shannon, kl
+from liger_chunked.losses.formulas import kl, log_mixture
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import Divergence
 
 
 class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
-    """Generalised Jensen-Shannon divergence, with both projections fused in.
+    """Generalised Jensen-Shannon divergence (GKD, https://arxiv.org/abs/2306.13649, equation 1), fused.
 
     With `p` the student's distribution and `q` the teacher's, in nats per token:
 
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-    (GKD, https://arxiv.org/abs/2306.13649, equation 1). This formula is 0 at both ends of beta. There the loss is the
-    limit of `divergence / (beta * (1 - beta))` instead, as in TRL: `KL(q || p)`, teacher first, for beta 0, and
-    `KL(p || q)` for beta 1.
+    At the ends of beta, where this formula is 0, the loss is the limit of `divergence / (beta * (1 - beta))`, as in
+    TRL: `KL(q || p)`, teacher first, for beta 0, and `KL(p || q)` for beta 1.
 
     Args:
         beta: in [0, 1].
-        **options: weights, the teacher's options and `LogitOptions`, see `LigerFusedLinearDistillationBase`.
-
-    Raises:
-        ValueError: if an option is invalid or beta is outside [0, 1].
+        **options: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -55,7 +51,8 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
             return kl(log_q, log_p)
         if self.beta == 1.0:
             return kl(log_p, log_q)
-        return jensen_shannon(log_p, log_q, self.beta)
+        log_m = log_mixture(log_p, log_q, self.beta)
+        return self.beta * kl(log_q, log_m) + (1.0 - self.beta) * kl(log_p, log_m)
 
     def closed_form(self) -> Divergence:
         return Divergence.jensen_shannon(self.beta)

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence of teacher and student: forward or reverse, plain or skewed."""
+"""Kullback-Leibler divergence: forward or reverse, plain or skewed."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.losses.distillation import DistillationOptionsDict, LigerFusedLinearDistillationBase
-from liger_chunked.losses.distributions import kl, log_mixture
+from liger_chunked.losses.formulas import kl, log_mixture
 from liger_chunked.types import Divergence, check_number
 
 
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
     """`KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, with both projections fused in.
 
-    With `p` the student's distribution, `q` the teacher's, and `KL(a || b) = sum(a * log(a / b))` in nats per token:
+    With `p` the student's distribution, `q` the teacher's, in nats per token:
 
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
         reverse    KL(p || skew * p + (1 - skew) * q)    seeks the teacher's modes
 
-    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): the cross entropy against the teacher's
-    distribution, minus the teacher's entropy. Reverse is MiniLLM (https://arxiv.org/abs/2306.08543), on given tokens.
+    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) without the teacher's constant entropy, reverse
+    MiniLLM (https://arxiv.org/abs/2306.08543) on given tokens.
 
     Args:
-        reverse: which direction, see above.
-        skew: share of the first distribution that is mixed into the second, in [0, 1). It keeps the ratio bounded
-            (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
-        **options: weights, the teacher's options and `LogitOptions`, see `LigerFusedLinearDistillationBase`.
-
-    Raises:
-        ValueError: if an option is invalid or the skew is outside [0, 1).
+        reverse: which direction.
+        skew: in [0, 1), bounds the ratio (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
+        **options: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)

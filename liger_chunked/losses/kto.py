@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation, and the unpaired APO loss of TRL's KTO trainer."""
+"""Kahneman-Tversky optimisation, and unpaired APO."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.losses.checks import check_finite
 from liger_chunked.losses.reference_point import ReferencePoint
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 from liger_chunked.types import Examples, LogitOptionsDict, shown
 
@@ -21,30 +21,21 @@ LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpair
 class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), fused.
 
-    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`, the loss of the sequence is
+    With `r = log pi(y|x) - log pi_ref(y|x)` of a sequence in nats and `z = max(0, kl)`:
 
     | loss_type | desirable | undesirable | paper |
     |---|---|---|---|
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    The losses are TRL's, and the paper's `lambda_y - v(x, y)`. `kl` estimates `KL(pi || pi_ref)`, also as in TRL: the
-    mean, without gradient, of `log pi(y'|x) - log pi_ref(y'|x)` over completions `y'` that answer other prompts of the
-    batch. Pass `kl`, or pass `kl_input`, `kl_target` and their reference. `kto` requires one of them; with `kl=0` it
-    equals `apo_zero_unpaired`, which refuses both. TRL averages the estimate over all ranks before it clamps it. To do
-    so, compute the average yourself and pass it as `kl`.
+    `kl` estimates `KL(pi || pi_ref)` by the mean, without gradient, of `r` over completions that answer other prompts
+    of the batch. `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both.
+    TRL averages the estimate over all ranks before it clamps it: average that of `linear_token_stats`, and pass it as
+    `kl`.
 
     Args:
-        beta: how fast a gain or a loss saturates.
-        loss_type: a name from the table.
-        desirable_weight, undesirable_weight: `w_d` and `w_u` above.
-        average_log_prob: log-ratios per token instead of per sequence, also for `kl`.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given. Without one, log-ratios are
-            plain log-probabilities, and None warns once. An estimate of `kl` always needs a reference.
-        **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if the loss type is unknown, or a weight is negative or not finite.
+        desirable_weight, undesirable_weight: `w_d` and `w_u`, not negative.
+        beta, average_log_prob, use_ref_model, **options: see `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])
@@ -52,6 +43,8 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     >>> metrics.chosen_tokens.item(), metrics.rejected_tokens.item(), metrics.reference_point.item()
     (3, 2, 0.5)
     """
+
+    _expects_reference: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -73,8 +66,6 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
         self.reference_point = LOSS_TYPES[loss_type]
-
-    _expects_reference: ClassVar[bool] = True
 
     def preference_loss(self, examples: Examples) -> Tensor:
         gain = self.beta * examples.signs * (examples.logratios - examples.reference_point)

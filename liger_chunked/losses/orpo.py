@@ -6,31 +6,24 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.margin import logistic
+from liger_chunked.losses.formulas import log_odds, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
-from liger_chunked.losses.probability import log_odds
 from liger_chunked.types import LogitOptionsDict, Pairs
 
 
 class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
     """ORPO (Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 4, 6 and 7), fused.
 
-    With `P = exp(mean of log p over the tokens of a sequence)` and `odds = P / (1 - P)`,
+    With `P = exp(mean of log p over the tokens of a sequence)`, at most `1 - 1e-12`, and `odds = P / (1 - P)`, in nats,
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    in nats. There is no reference. The negative log-likelihood is a mean over the tokens of `nll_target` if it is
-    given, else of `target`. TRL's NLL includes the prompt; to match it, pass an `nll_target` that includes the prompt.
-    `P` is clamped to `1 - 1e-12`, where TRL's odds become infinite.
-
-    In the metrics, `logps` are means over tokens and rewards are `beta` times these, as in TRL.
+    The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes the prompt. In the
+    metrics, `logps` are means over tokens, as in TRL.
 
     Args:
         beta: weight of the odds ratio term, the paper's lambda.
         **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if an option is invalid; in forward, if a reference is given.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

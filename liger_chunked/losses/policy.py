@@ -1,4 +1,4 @@
-"""Base class of the losses on sampled completions and their advantages."""
+"""Base class of the losses on completions and their advantages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -22,12 +22,9 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_scope, checked_items
-from liger_chunked.losses.importance import IMPORTANCE_LEVELS
-from liger_chunked.losses.reductions import REDUCTIONS, ReductionSettings
-from liger_chunked.losses.reference import Reference, reference_logps
-from liger_chunked.losses.rollouts import Arrangement, LateBatch, RolloutBatch, check_side, rows
-from liger_chunked.losses.surrogates import Clipped
+from liger_chunked.losses.reference_model import Reference, reference_logps
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
     Head,
     LogitOptions,
@@ -41,8 +38,60 @@ from liger_chunked.types import (
 )
 
 
+class _Reduction(NamedTuple):
+    # Reads lengths (B, 1), num_items and max_completion_length; returns a number or (B, 1).
+    denominator: Callable[[Tensor, float | Tensor | None, int | None], float | Tensor]
+    counts_items: bool = False
+    needs_length: bool = False
+
+
+def _sequences(lengths: Tensor) -> int:
+    return max(1, lengths.shape[0])
+
+
+def _tokens(lengths: Tensor) -> Tensor:
+    return lengths.sum().clamp(min=1)
+
+
+def _grpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> Tensor:
+    return _sequences(lengths) * lengths.clamp(min=1)
+
+
+def _bnpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> Tensor:
+    return _tokens(lengths)
+
+
+def _dapo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> float | Tensor:
+    return _tokens(lengths) if num_items is None else num_items
+
+
+def _dr_grpo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> int:
+    assert longest is not None
+    return _sequences(lengths) * longest
+
+
+def _luspo(lengths: Tensor, num_items: float | Tensor | None, longest: int | None) -> int:
+    return _sequences(lengths)
+
+
+REDUCTIONS: Mapping[str, _Reduction] = {
+    "grpo": _Reduction(_grpo),
+    "bnpo": _Reduction(_bnpo),
+    "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
+    "dapo": _Reduction(_dapo, counts_items=True),
+    "luspo": _Reduction(_luspo),
+}
+
+
+class Clipped(NamedTuple):
+    """Where the ratio is out of bounds in the direction of its advantage, in the shape of the loss."""
+
+    low: Tensor | None
+    high: Tensor
+
+
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at the `share` of valid tokens with the highest entropy; at least one if any is valid."""
+    """Return (n, T), True at the `share` of valid tokens with the highest entropy, at least one."""
     entropy = rollouts.entropy.detach()
     valid = entropy[rollouts.mask]
     if valid.numel() == 0:
@@ -51,26 +100,16 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the valid tokens; values (n, 1) are averaged over the sequences that have valid tokens."""
+    """Return the mean over valid tokens; for values (n, 1), over sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-class _Given(NamedTuple):
-    """The objective's inputs other than the statistics."""
-
-    batch: LateBatch
-    num_items: float | Tensor | None
-
-
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
-    """A policy loss: a subclass defines the cost of a token, and this base computes the loss from the costs.
+    """A policy loss from the costs of its tokens, which a subclass defines; see `docs/writing-a-loss.md`.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
-
-    `cost` is the result of `policy_loss`, and `weight` is `importance_weights`, 1 by default. `reduction` selects the
-    denominator:
 
     | reduction | denominator | loss |
     |---|---|---|
@@ -80,48 +119,26 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    A sequence without a valid token adds 0, but counts in `B`. The KL to the reference is Schulman's estimate for each
-    token, in nats: `kl = exp(d) - d - 1` with `d = log pi_ref - log pi`. With `use_bias_correction_kl` it is multiplied
-    by the importance ratio, which gives it the gradient of the KL (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-
-    A subclass defines only the cost of a token:
-
-        class PPO(LigerFusedLinearPolicyBase):
-            scope = "token"
-
-            def policy_loss(self, rollouts):
-                clipped = rollouts.ratio.clamp(0.8, 1.2)
-                return -torch.min(rollouts.ratio * rollouts.advantages, clipped * rollouts.advantages)
+    `weight` is `importance_weights`, or 1. A sequence without a valid token adds 0, but counts in `B`. `kl` is
+    Schulman's estimate for each token in nats, `exp(d) - d - 1` with `d = log pi_ref - log pi`.
 
     Args:
-        beta: weight of the KL term. A positive value requires a reference. With 0, a reference is optional and only
-            adds `kl` to the metrics.
-        reduction: a name from the table.
-        importance_level: the level of `Rollouts.ratio`: "token"; "sequence", the geometric mean over the tokens of a
-            sequence (GSPO, https://arxiv.org/abs/2507.18071); "trajectory", their product.
-        max_completion_length: in tokens, for the reduction `dr_grpo` only.
-        use_bias_correction_kl: see above; as in TRL.
-        entropy_coef: weight of the entropy bonus. The bonus is a mean over the tokens of the batch, whatever the
-            reduction; with `num_items`, over the tokens of the accumulated batch.
-        top_entropy_quantile: share of the batch's tokens that keep their cost and bonus, those with the highest entropy
-            (https://arxiv.org/abs/2506.01939). The KL of all tokens stays. In [0, 1]; 0 keeps one token. The loss needs
-            all entropies of the batch first, so a batch larger than the logits budget takes one GEMM more. The quantile
-            is over the batch of this call; TRL takes it over all ranks.
+        beta: weight of the KL. A positive value requires a reference.
+        importance_level: of `Rollouts.ratio`: "token"; "sequence", the geometric mean over a sequence's tokens (GSPO,
+            https://arxiv.org/abs/2507.18071); "trajectory", their product.
+        max_completion_length: in tokens, for `dr_grpo` only.
+        use_bias_correction_kl: multiply the KL by the importance ratio, which gives it the gradient of the KL
+            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+        entropy_coef: weight of the entropy bonus, a mean over the same tokens as `dapo`, for every reduction.
+        top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: those with the highest
+            entropy (https://arxiv.org/abs/2506.01939), at least one. A batch larger than the logits budget takes one
+            GEMM more.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: see `LogitOptions`. The transform applies to policy and reference; `temperature` is the sampling
-            temperature.
-
-    Raises:
-        ValueError: if a reduction or level is unknown, a number is out of range, or a length is missing or not read.
-
-    Attributes that a subclass, or its constructor, may set:
-        scope: "token" promises that `policy_loss` treats each token independently, see `Rollouts`. A sequence larger
-            than the logits budget then costs nothing extra. "sequence": `policy_loss` gets whole sequences.
-        weighs: True if `policy_loss` reads `Rollouts.importance_weights`; the base then does not multiply by them.
-        clips_low: whether `clipped` fills `Clipped.low`. torch.compile needs to know it before the call.
+        **options: see `LogitOptions`; `temperature` is the sampling temperature, also of the reference.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
+    token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
     _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence")
@@ -173,10 +190,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        """Return the cost of each token, (n, T), or (n, 1) if all tokens of a sequence cost the same.
-
-        Called on some of the batch's sequences, or tokens, at a time.
-        """
+        """Return the cost of each token for a part of the batch, (n, T), or (n, 1) if those of a sequence are equal."""
 
     @property
     def _group(self) -> Group:
@@ -190,16 +204,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         return ("logps", "entropy")
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches."""
-        return ("logps", "entropy") if self.entropy_coef else ("logps",)
+        return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
-        """Return an estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
+        """Return the estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
         difference = rollouts.ref_logps - rollouts.logps
         estimate = torch.expm1(difference) - difference
@@ -236,26 +248,19 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (B, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (B, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
+            weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
-            bias: (V,) or None.
-            attention_mask: (B, T) of 0 and 1; tokens with 0 are ignored, in addition to those that `target` ignores.
-            old_logps: (B, T) log-probabilities in nats under the policy that sampled; None on-policy.
-            ref_logps: (B, T) log-probabilities in nats under the reference.
+            attention_mask: (B, T), 0 at tokens to ignore, else 1.
+            old_logps, ref_logps: (B, T) log-probabilities in nats of the policy that sampled (None on-policy), and of
+                the reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
-            importance_weights: (B, T), or (B,) or (B, 1), one per sequence: multiply the cost, but not the KL.
-            num_items: divisor of the reduction `dapo` instead of this batch's valid tokens. For gradient accumulation,
-                pass the tokens of all steps. If ranks average their gradients, pass the number of all ranks' tokens
-                divided by the number of ranks. A tensor below 1 counts as 1. With the other reductions, divide the loss
-                by the number of steps instead.
+            importance_weights: (B, T), (B,) or (B, 1): multiply the cost, but not the KL.
+            num_items: divisor of `dapo`: the tokens of all steps that accumulate gradients, and if ranks average
+                gradients of all ranks, divided by their number. A tensor below 1 counts as 1. With other reductions,
+                divide the loss by the number of steps.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, the reduction does not read
-                `num_items`, or a reference is missing, incomplete or given twice.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or a reference is missing or given twice.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -277,24 +282,17 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
-        reference = reference_logps(
-            Reference(ref_input, ref_weight, ref_bias, ref_logps),
-            weight,
-            target,
-            layout,
-            self.options,
-            loss=type(self).__name__,
-            required=True if self.beta else None,
-        )
-        batch = LateBatch(
-            functools.partial(self._batch, arrange, advantages, old_logps, reference, importance_weights, items)
-        )
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+        dense_ref_logps = reference_logps(reference, self, head, target, layout, required=True if self.beta else None)
 
-        def objective(self: Self, given: _Given, stats: TokenStats, index: slice | Tensor) -> Tensor:
-            batch = given.batch()
-            return self._objective(batch, batch.rollouts(stats, index), index, given.num_items)
+        @functools.cache  # called first when the device has its first product to compute
+        def batch() -> RolloutBatch:
+            return self._batch(arrange, advantages, old_logps, dense_ref_logps, importance_weights, items)
 
-        loss, stats = self._fuse(head, input, layout, objective, _Given(batch, items))
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
+            return self._objective(batch(), batch().rollouts(stats, index), index, items)
+
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch().rollouts(stats, slice(None)))
 
     def _objective(
@@ -340,15 +338,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Build the batch; `ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
+        """`ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
-        settings = ReductionSettings(num_items, self.max_completion_length)
-        per_token = torch.ones_like(lengths) / REDUCTIONS[self.reduction].denominator(lengths, settings)
+        denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)
         return RolloutBatch(
             mask=arrange(mask),
             lengths=arrange(lengths.clamp(min=1)),
-            weights=arrange(per_token),
+            weights=arrange(torch.ones_like(lengths) / denominator),
             advantages=arrange.side(advantages, 0.0),
             old_logps=None if old_logps is None else arrange.side(old_logps, 0.0),
             ref_logps=None if ref_logps is None else rows(ref_logps),

@@ -1,4 +1,4 @@
-"""Base class of the losses on pairs of a chosen and a rejected sequence."""
+"""Base class of the losses on pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -25,9 +25,9 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite, check_scope
-from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
-from liger_chunked.losses.sequences import sequence_logps, share_of_mean
+from liger_chunked.losses.formulas import sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
+from liger_chunked.losses.settings import check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
     Head,
@@ -42,25 +42,24 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The tokens that form each sequence, for the policy and the reference; axis 0 runs over the pairs."""
+    """The tokens of each sequence; axis 0 runs over the pairs."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T) weight of each token in the sums; None for ones
-    nll_only: Tensor | None  # (n, 2, T) True at tokens whose statistics only the NLL reads; None if there are none
+    token_weights: Tensor | None  # (n, 2, T); None for ones
+    nll_only: Tensor | None  # (n, 2, T) tokens that only the NLL reads; None if there are none
 
     @property
     def every(self) -> slice:
-        """The index of the whole batch."""
         return slice(0, self.mask.shape[0])
 
     def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the statistics with zeros at tokens outside `mask`."""
+        """Return values (n, 2, T) with zeros at tokens outside `mask`."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the log-probability of each sequence, (n, 2), from those of its tokens."""
+        """Return the log-probability of each sequence, (n, 2)."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
@@ -69,16 +68,15 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs that are known before any logits exist; axis 0 runs over all pairs of the batch."""
+    """The objective's inputs except statistics."""
 
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
     has_tokens: Tensor | None  # (n,); None if every pair has some
-    nll_mask: Tensor | None  # (n, T) for the chosen sequences; None if equal to their part of `mask`
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for those in `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
-        """Build `Pairs` from the log-probabilities (n, 2) of the sequences and the statistics of their tokens."""
         sequences = self.sequences
         return Pairs(
             logps=logps,
@@ -91,7 +89,7 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """Return these pairs' share of the mean negative log-likelihood of the batch's chosen tokens."""
+        """Return these pairs' share of the mean NLL of the batch's chosen tokens."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -100,45 +98,26 @@ class _Batch:
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
-    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, and `tail` beyond it."""
+    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, `tail` beyond it."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
-    """Mean over the pairs of `preference_loss`, plus `alpha` times the NLL of the chosen tokens if requested.
+    """Mean over the pairs of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
-    A subclass defines only the loss of a pair:
-
-        class SimPO(LigerFusedLinearPreferenceBase):
-            def preference_loss(self, pairs):
-                chosen, rejected = (pairs.logps / pairs.lengths).unbind(-1)
-                return -F.logsigmoid(self.beta * (chosen - rejected) - 0.5)
-
-    The batch stacks all chosen sequences, then all rejected ones, on dim 0. A pair without a valid token adds 0 to the
-    loss, but counts in the mean. A pair with one empty sequence is a normal pair, as in TRL: the empty sequence has
-    log-probability 0, that is probability 1, so the pair trains only its other sequence. Remove such pairs, which
-    result from truncation or missing answers, from the data.
+    A pair without a valid token adds 0, but counts in the mean. An empty sequence has probability 1, as in TRL.
 
     Args:
-        beta: scale of the rewards, `beta * (logps - ref_logps)`; finite and not negative.
-        alpha: weight of the NLL term, finite. Without that term, only the default and 0 are accepted.
-        compute_nll_loss: add `alpha` times the mean NLL, in nats per token, of the chosen tokens of the batch. None: if
-            `alpha` is not 0.
+        beta: scale of the rewards, not negative.
+        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the chosen tokens of the batch. None: if
+            `alpha` is not 0. With False, an `alpha` other than 0 and 1 is refused.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: weight, in [0, 1], of the tokens of the pair's longer sequence that come after the length of the
-            shorter one (LD-DPO); None for 1. Lengths do not change.
+        ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence; lengths do not
+            change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
         use_ref_model: True requires a reference, False refuses one, None uses it if given.
         **options: see `LogitOptions`. The transform applies to policy and reference.
-
-    Raises:
-        ValueError: if an option is invalid.
-
-    Attributes that a subclass, or its constructor, may set:
-        scope: "pair", or "batch" if `preference_loss` compares pairs with one another (a mean, a sort). With "batch" it
-            gets all pairs at once; with "pair" such a loss would depend on how the budget cuts the batch.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -176,10 +155,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term.
-
-        It may be set to None: then there is one if `alpha` is not 0 when the loss is called.
-        """
+        """Whether the loss has an NLL term. Set it to None to decide by `alpha` in each call."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -193,21 +169,19 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         return ("logps", "mean_logits", *self.token_outputs)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the implicit rewards for these log-ratios, in the same shape; the metrics report them."""
+        """Return the rewards for these log-ratios, in the same shape."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (n,); called on some of the batch's pairs at a time."""
+        """Return the loss of each pair, (n,), for a part of the batch."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
@@ -231,20 +205,17 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (2 n, T, H) hidden states, chosen sequences then rejected ones; `input[t]` predicts `target[t]`.
-            target: (2 n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
-            bias: (V,) or None.
+            weight, bias: (V, H) and (V,) or None, the `lm_head`.
+            input: (2 n, T, H) hidden states, all chosen sequences, then all rejected ones.
+            target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
+                must be shifted, see `shifted`.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of these, the reference's log-probabilities in nats: (2 n, T), one per token, or (2 n,),
-                one per sequence in the units of `Pairs.logps`. With `ld_alpha` they must be per token.
-            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`: ORPO's include the prompt.
+            ref_logps: instead of these, its log-probabilities in nats: (2 n, T), one per token, or (2 n,), one per
+                sequence in the units of `Pairs.logps`; per token with `ld_alpha`.
+            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
 
         Raises:
-            ValueError: if the batch is odd, shapes or devices do not fit, a target is out of range, or a reference is
-                missing, incomplete, given twice, or refused.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: if inputs do not fit together, or a reference is missing, given twice, or refused.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -260,11 +231,11 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         union = target if nll_target is None else self._union(target, nll_target, input)
         layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        batch = self._batch(weight, target, nll_target, layout, reference)
+        batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by the first pair of each chunk
 
-        def objective(self: Self, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
             logps = batch.sequences.logps(stats.logps, index)
             summed[index.start] = logps.detach()
@@ -281,7 +252,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             loss = share_of_mean(losses, n_pairs)
             return loss if nll is None else loss + nll
 
-        loss, stats = self._fuse(head, input, layout, objective, batch)
+        loss, stats = self._fuse(head, input, layout, objective)
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 
@@ -298,22 +269,24 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        weight: Tensor,
+        head: Head,
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
         reference: Reference,
     ) -> _Batch:
         mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
-        assert lengths is not None and layout.group_lengths is not None
+        batch_lengths = layout.side_lengths
+        assert lengths is not None and batch_lengths is not None and layout.group_lengths is not None
         if nll_target is not None:
             ignore_index = self.options.ignore_index
             mask = layout.arrange(target != ignore_index)
             lengths = mask.sum(-1)
+            batch_lengths = lengths.sum(0)
             at_least_1 = lengths.clamp(min=1)
             nll_mask = layout.arrange(nll_target != ignore_index)[:, 0]
             nll_only = layout.mask & ~mask
-        dtype = accumulation_dtype(weight.dtype)
+        dtype = accumulation_dtype(head.weight.dtype)
         sequences = _Sequences(
             mask=mask,
             lengths=at_least_1,
@@ -321,38 +294,22 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             token_weights=None if self.ld_alpha is None else _tail_weights(mask, lengths, self.ld_alpha, dtype),
             nll_only=nll_only,
         )
-        batch_lengths = lengths.sum(0)
         may_be_empty = nll_target is not None or not layout.shortest
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(weight, target, layout, sequences, reference),
+            ref_logps=self._ref_logps(head, target, layout, sequences, reference),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,
         )
 
     def _ref_logps(
-        self,
-        weight: Tensor,
-        target: Tensor,
-        layout: Layout,
-        sequences: _Sequences,
-        reference: Reference,
+        self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
-        """Return the reference's log-probability of each sequence, (n, 2), in float64; zeros without a reference."""
-        ref_logps = reference_logps(
-            reference,
-            weight,
-            target,
-            layout,
-            self.options,
-            loss=type(self).__name__,
-            required=self.use_ref_model,
-        )
+        """Return log-probabilities (n, 2) in float64; zeros without a reference."""
+        ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
-            if self._expects_reference:
-                warn_reference_free(self)
-            return torch.zeros((), dtype=torch.float64, device=target.device).expand(sequences.lengths.shape)
+            return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 3:
             return sequences.logps(ref_logps, sequences.every)
         if self.ld_alpha is not None:
@@ -378,8 +335,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             nll_loss=nll,
             chosen_rewards=chosen[2],
             rejected_rewards=rejected[2],
-            reward_accuracies=(chosen[2] > rejected[2]).to(rewards.dtype),
-            reward_margins=chosen[2] - rejected[2],
         )
 
     def extra_repr(self) -> str:

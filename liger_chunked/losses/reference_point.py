@@ -1,4 +1,4 @@
-"""The reference point of unpaired losses: a given number, or KTO's estimate of a KL."""
+"""The reference point of unpaired losses, and KTO's estimate of it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import Reference, reference_logps
-from liger_chunked.losses.sequences import sequence_logps
-from liger_chunked.types import Head, LogitOptions
+from liger_chunked.engine import StatsLoss, check_projection, check_target, lay_out, token_stats
+from liger_chunked.losses.formulas import sequence_logps
+from liger_chunked.losses.reference_model import Reference, reference_logps
+from liger_chunked.losses.settings import check_finite
+from liger_chunked.types import Head
 
 ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """Completions that answer other prompts, from which a KL is estimated.
-
-    - `kl_input` (m, T', H): hidden states of the policy
-    - `kl_target` (m, T'): token ids
-    - `ref_kl_input` (m, T', H_ref): hidden states of the reference, or
-    - `ref_kl_logps` (m, T') or (m,): its log-probabilities
-    """
+    """The caller's completions that answer other prompts, from which a KL is estimated."""
 
     kl_input: Tensor | None
     kl_target: Tensor | None
@@ -32,12 +26,7 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Convert a float, or a floating tensor with one element, to a detached float64 tensor () on `device`.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if a tensor has another number of elements, or a float is not finite.
-    """
+    """Return a number, or a floating tensor with one element, as a detached float64 tensor ()."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
@@ -51,98 +40,75 @@ def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def mismatched_kl(
-    loss: str,
-    head: Head,
-    ref_head: tuple[Tensor | None, Tensor | None],
-    mismatched: Mismatched,
-    options: LogitOptions,
-    average_log_prob: bool,
+    loss: StatsLoss, head: Head, reference: Reference, mismatched: Mismatched, average_log_prob: bool
 ) -> Tensor:
-    """Compute KTO's estimate of `KL(pi || pi_ref)`, a float64 tensor () without gradient; zero without completions.
+    """Return KTO's estimate of `KL(pi || pi_ref)`, a float64 tensor () without gradient; zero without completions.
 
-        max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
-
-    It costs one GEMM, and one of the reference's size if the reference is given as hidden states.
-
-    Args:
-        loss: name of the loss, for messages.
-        head: head of the policy.
-        ref_head: weight and bias of the reference, for `ref_kl_input`.
-        mismatched: the completions `y'`.
-        options: transform, budget, and `ignore_index`.
-        average_log_prob: log-probabilities are means over tokens instead of sums.
-
-    Raises:
-        ValueError: if something is missing, given twice, or does not fit.
-        TypeError: if dtypes do not fit.
+    max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
     """
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
         given = [name for name, value in mismatched._asdict().items() if value is not None]
         raise ValueError(
-            f"{loss} needs a reference point: pass kl, or kl_input and kl_target, got {', '.join(given) or 'neither'}"
+            f"{type(loss).__name__} needs a reference point: pass kl, or kl_input and kl_target, "
+            f"got {', '.join(given) or 'neither'}"
         )
     check_projection(head, kl_input, input_name="kl_input")
     check_target(kl_target, kl_input, "kl_target", "kl_input")
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
-    layout = lay_out(target, "sequence", options.ignore_index, head.weight.shape[0], "kl_target")
+    layout = lay_out(target, "sequence", loss.options.ignore_index, head.weight.shape[0], "kl_target")
     lengths = layout.divisors[:, 0]
-    ref_weight, ref_bias = (None, None) if ref_kl_input is None else ref_head
-    reference = reference_logps(
+    ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
+    ref_logps = reference_logps(
         Reference(ref_kl_input, ref_weight, ref_bias, ref_kl_logps),
-        head.weight,
+        loss,
+        head,
         target,
         layout,
-        options,
-        loss=loss,
         required=True,
         infix="kl_",
     )
-    assert reference is not None
-    reference = reference.squeeze(1)
-    if reference.ndim == 2:
-        reference = sequence_logps(reference, lengths, average_log_prob)
-    token_logps = token_stats(head, kl_input, layout, ("logps",), options).logps
+    assert ref_logps is not None
+    ref_logps = ref_logps.squeeze(1)
+    if ref_logps.ndim == 2:
+        ref_logps = sequence_logps(ref_logps, lengths, average_log_prob)
+    token_logps = token_stats(head, kl_input, layout, ("logps",), loss.options).logps
     assert token_logps is not None
-    logratios = sequence_logps(token_logps[:, 0], lengths, average_log_prob) - reference
+    logratios = sequence_logps(token_logps[:, 0], lengths, average_log_prob) - ref_logps
     return (logratios.sum() / max(1, logratios.shape[0])).clamp(min=0)
 
 
 def reference_point(
     kind: ReferencePoint | None,
-    *,
-    loss: str,
+    loss: StatsLoss,
     head: Head,
-    ref_head: tuple[Tensor | None, Tensor | None],
+    reference: Reference,
+    *,
     kl: float | Tensor | None,
     delta: float | Tensor | None,
     mismatched: Mismatched,
-    options: LogitOptions,
     average_log_prob: bool,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient; see `mismatched_kl`.
-
-    Raises:
-        ValueError: if a reference point is missing, given twice, not read by the loss, or not a scalar.
-        TypeError: if dtypes do not fit.
-    """
+    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
     refused = [name for other, names in given.items() if other != kind for name in names]
     if refused:
         asked = "none" if kind is None else kind
-        raise ValueError(f"{loss} takes no {', '.join(refused)}: the reference point that it asks for is {asked}")
+        raise ValueError(
+            f"{type(loss).__name__} takes no {', '.join(refused)}: the reference point that it asks for is {asked}"
+        )
     device = head.weight.device
     if kind is None:
         return torch.zeros((), dtype=torch.float64, device=device)
     if kind == "delta":
         if delta is None:
-            raise ValueError(f"{loss} needs a reference point: pass delta")
+            raise ValueError(f"{type(loss).__name__} needs a reference point: pass delta")
         return as_scalar("delta", delta, device)
     if kl is None:
-        return mismatched_kl(loss, head, ref_head, mismatched, options, average_log_prob)
+        return mismatched_kl(loss, head, reference, mismatched, average_log_prob)
     if estimate:
         raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
     return as_scalar("kl", kl, device).clamp(min=0)

@@ -1,28 +1,42 @@
-"""A batch of completions for a policy loss: masked, and indexable by any chunk of the engine."""
+"""A batch of completions for a policy loss, and its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine import Layout
-from liger_chunked.losses.importance import IMPORTANCE_LEVELS
 from liger_chunked.types import Rollouts, TokenStats
 
 
+def _sum(log_ratio: Tensor) -> Tensor:
+    """Sum in float64: exp() turns its error into a relative error."""
+    return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+class _Level(NamedTuple):
+    log_ratio: Callable[[Tensor, Tensor], Tensor]  # reads tokens (n, T) and lengths (n, 1)
+    mixes_tokens: bool
+
+
+IMPORTANCE_LEVELS: Mapping[str, _Level] = {
+    "token": _Level(lambda log_ratio, lengths: log_ratio, mixes_tokens=False),
+    "sequence": _Level(lambda log_ratio, lengths: _sum(log_ratio) / lengths, mixes_tokens=True),
+    "trajectory": _Level(lambda log_ratio, lengths: _sum(log_ratio), mixes_tokens=True),
+}
+
+
 def rows(values: Tensor) -> Tensor:
-    """Reshape the engine's dense layout of tokens (m,) or of sequences (n, 1, T) to the (n, T) of `Rollouts`."""
+    """Return (m,) or (n, 1, T) of the dense layout as the (n, T) of `Rollouts`."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """Check that `x` has one value per token, or per sequence where `per_sequence` allows it, on the target's device.
-
-    Raises ValueError if it does not.
-    """
+    """Raise ValueError unless `x` has one value per token, or `per_sequence`, on the target's device."""
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
     if not isinstance(x, Tensor) or x.shape not in shapes:
@@ -37,10 +51,7 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Moves tensors with one value per token, or per sequence, into the layout of the engine.
-
-    Axis 0 of the layout runs over sequences, or over tokens if the loss treats each token independently.
-    """
+    """Moves tensors (B, T) and (B, 1) to the layout of `Rollouts`."""
 
     layout: Layout
     target: Tensor  # (B, T)
@@ -52,13 +63,13 @@ class Arrangement:
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Reshape (B, T) or (B, 1) to (n, T) or (n, 1)."""
+        """Return (B, T) as (n, T), (B, 1) as (n, 1)."""
         if self.layout.group_lengths is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """Detach, cast and reshape the caller's tensor, with `fill` at ignored tokens: padding may hold any value."""
+        """Return the caller's tensor in the layout, detached; `fill` replaces padding."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)
@@ -66,11 +77,11 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The objective's inputs other than the statistics, for the whole batch; axis 0 runs over sequences, or tokens."""
+    """The objective's inputs except statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
-    weights: Tensor  # (n, 1) weight of each token's loss
+    weights: Tensor  # (n, 1) one over the reduction's denominator
     advantages: Tensor  # (n, T) or (n, 1)
     old_logps: Tensor | None  # (n, T)
     ref_logps: Tensor | None  # (n, T)
@@ -80,7 +91,7 @@ class RolloutBatch:
     batch_tokens: int
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
-        """Return the part of the batch at `index`, with its statistics."""
+        """Return the part of the batch at `index`."""
         assert stats.logps is not None and stats.entropy is not None
         logps, lengths = rows(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]
@@ -97,20 +108,3 @@ class RolloutBatch:
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
         )
-
-
-@dataclass
-class LateBatch:
-    """A batch that is built on first use, so that the device can start its first product before.
-
-    `make` is dropped after that, and with it the caller's tensors and their graphs.
-    """
-
-    make: Callable[[], RolloutBatch] | None
-    made: RolloutBatch | None = None
-
-    def __call__(self) -> RolloutBatch:
-        if self.make is not None:
-            self.made, self.make = self.make(), None
-        assert self.made is not None
-        return self.made

@@ -6,9 +6,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.arguments import own_options
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.margin import hinge, logistic
+from liger_chunked.losses.formulas import hinge, logistic
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 _LOSS_TYPES = ("sigmoid", "hinge")
@@ -17,29 +17,21 @@ _LOSS_TYPES = ("sigmoid", "hinge")
 class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
 
-    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats and without
-    a reference, the loss of a pair is
+    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats:
 
     | loss_type | loss |
     |---|---|
     | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
     | `hinge` | `max(0, 1 - m)` |
 
-    This is the authors' code and, for `sigmoid`, TRL's `CPOTrainer` with `loss_type="simpo"`. `gamma` is the margin
-    itself, TRL's `simpo_gamma`, not its ratio to beta. In the metrics, `logps` are means over tokens and rewards are
-    `beta` times these.
+    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. In the metrics, `logps` are means over tokens.
 
     Args:
         beta: scale of the rewards.
-        gamma: the margin by which the chosen reward should exceed the rejected one.
-        alpha: weight of the NLL term; refused without that term.
-        compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
-        label_smoothing: `eps` above; refused with "hinge".
-        loss_type: a name from the table.
+        gamma: the margin itself, TRL's `simpo_gamma`, not its ratio to beta.
+        alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
+        label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.
-
-    Raises:
-        ValueError: if an option is invalid; in forward, if a reference is given.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

@@ -1,4 +1,4 @@
-"""Base class of the losses on sequences that are labelled individually, desirable or not."""
+"""Base class of the losses on labelled sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
@@ -25,10 +25,10 @@ from liger_chunked.engine import (
     loss_and,
     one_operation,
 )
-from liger_chunked.losses.checks import check_finite
-from liger_chunked.losses.reference import Reference, reference_logps, warn_reference_free
+from liger_chunked.losses.formulas import sequence_logps, share_of_mean
+from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point
-from liger_chunked.losses.sequences import sequence_logps, share_of_mean
+from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
@@ -42,21 +42,21 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs that are known before any logits exist; axis 0 runs over all sequences of the batch."""
+    """The objective's inputs except statistics."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,) number of valid tokens, may be 0
+    tokens: Tensor  # (n,) valid tokens, may be 0
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
-    weights: Tensor | None  # (n,) weight of each sequence in the mean; None for ones
+    weights: Tensor | None  # (n,); None for ones
     reference_point: Tensor  # ()
     average_log_prob: bool
-    sides: Tensor  # (2, n): which sequences are desirable, and which are not
+    sides: Tensor  # (2, n) `desirable`, and its opposite
     counts: Tensor  # (2,) number of each
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1 of the dense layout runs over the sequences of a group; here a group is one sequence.
+        # Axis 1 of the dense layout runs over the sequences of a group, here one.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -74,29 +74,14 @@ class _Batch:
 
 
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
-    """Mean over the sequences of `preference_loss`.
-
-    A subclass defines only the loss of a sequence:
-
-        class Hinge(LigerFusedLinearUnpairedPreferenceBase):
-            def preference_loss(self, examples):
-                return torch.relu(1 - self.beta * examples.signs * examples.logratios)
+    """Mean over the sequences of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
     A sequence without a valid token adds 0 to the loss, but counts in the mean.
 
     Args:
-        beta: scale of the rewards `beta * (logps - ref_logps)`; finite and not negative.
+        beta: scale of the rewards, not negative.
         average_log_prob: `Examples.logps` are means over tokens instead of sums.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given.
-        **options: see `LogitOptions`. The transform applies to policy and reference.
-
-    Raises:
-        ValueError: if an option is invalid.
-
-    Attributes that a subclass, or its constructor, may set:
-        reference_point: the meaning of `Examples.reference_point`: "kl" (KTO's, in nats), "delta" (BCO's, in rewards),
-            or None for a loss that reads none. The caller must pass the named one, and no other.
-        token_outputs: fields of `TokenStats` that it reads, other than `logps` and `mean_logits`.
+        use_ref_model, **options: see `LigerFusedLinearPreferenceBase`.
     """
 
     reference_point: ReferencePoint | None = None
@@ -121,17 +106,15 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
         return ("logps", "mean_logits", *self.token_outputs)
 
     @property
     def _differentiates(self) -> tuple[str, ...]:
-        """The statistics that the gradient reaches, as far as is known."""
         return ("logps", *self.token_outputs)
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
-        """Return the loss of each sequence, (n,); called on some of the batch's sequences at a time."""
+        """Return the loss of each sequence, (n,), for a part of the batch."""
 
     def _returns(self, given: Mapping[str, Any]) -> Returns:
         fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
@@ -162,31 +145,19 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
+        Other arguments are those of `LigerFusedLinearPreferenceBase.forward`, for n sequences.
+
         Args:
-            weight: (V, H), `lm_head.weight`.
-            input: (n, T, H) hidden states; `input[t]` predicts `target[t]`.
-            target: (n, T) token ids; `ignore_index` at prompts and padding. Unshifted labels silently give wrong
-                results, see `shifted`.
-            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence, in any order and
-                proportion.
-            bias: (V,) or None.
-            ref_input, ref_weight, ref_bias: (n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of these, the reference's log-probabilities in nats: (n, T), one per token, or (n,), one
-                per sequence in the units of `Examples.logps`.
-            kl: the reference point of a loss that reads "kl", a scalar in nats; a negative value counts as zero.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): hidden states and token ids of completions
-                that answer other prompts. The KL is estimated from them without a gradient, at one GEMM. They need a
-                reference, `ref_kl_input` or `ref_kl_logps`. On several ranks each would use its own estimate; to share
-                one, compute it with `linear_token_stats`, average it over the ranks, and pass `kl`.
-            ref_kl_input: (m, T', H_ref) their hidden states under the reference, for `ref_weight` and `ref_bias`.
-            ref_kl_logps: instead of these, the reference's log-probabilities, (m, T') or (m,), as `ref_logps`.
-            delta: the reference point of a loss that reads "delta", a scalar in units of rewards.
+            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence.
+            kl: the reference point of a loss that reads "kl", in nats; a negative value counts as zero.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions that answer other prompts. The KL
+                is estimated from them, on each rank alone, at one GEMM.
+            ref_kl_input, ref_kl_logps: their reference, as `ref_input` or `ref_logps`.
+            delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) multiply the losses of the sequences; the mean still divides by their number.
 
         Raises:
-            ValueError: if shapes or devices do not fit, a target is out of range, or a reference or a reference point
-                is missing, incomplete, given twice, or refused.
-            TypeError: if dtypes do not fit.
+            ValueError, TypeError: as above, also for the reference point.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -198,35 +169,23 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             _check_weights(example_weights, input)
         target = target.long()
         layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
-        batch = self._batch(
-            layout,
-            preference_labels,
-            example_weights,
-            reference_point(
-                self.reference_point,
-                loss=type(self).__name__,
-                head=head,
-                ref_head=(ref_weight, ref_bias),
-                kl=kl,
-                delta=delta,
-                mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
-                options=self.options,
-                average_log_prob=self.average_log_prob,
-            ),
-            reference_logps(
-                Reference(ref_input, ref_weight, ref_bias, ref_logps),
-                weight,
-                target,
-                layout,
-                self.options,
-                loss=type(self).__name__,
-                required=self.use_ref_model,
-            ),
+        reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
+        point = reference_point(
+            self.reference_point,
+            self,
+            head,
+            reference,
+            kl=kl,
+            delta=delta,
+            mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
+            average_log_prob=self.average_log_prob,
         )
+        logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
+        batch = self._batch(layout, preference_labels, example_weights, point, logps)
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
 
-        def objective(self: Self, batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tensor:
+        def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             examples = batch.examples(stats, index)
             losses = self.preference_loss(examples)
             check_values("preference_loss", losses, examples.logps.shape, "sequences")
@@ -236,7 +195,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
                 losses = losses * along(batch.weights, index)
             return share_of_mean(losses, n)
 
-        loss, stats = self._fuse(head, input, layout, objective, batch)
+        loss, stats = self._fuse(head, input, layout, objective)
         return loss, self._metrics(batch, stats)
 
     def _batch(
@@ -252,9 +211,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         sides = torch.stack([desirable, ~desirable])
         lengths = layout.divisors.squeeze(1)
         if ref_logps is None:
-            if self._expects_reference:
-                warn_reference_free(self)
-            ref_logps = torch.zeros((), dtype=torch.float64, device=tokens.device).expand(tokens.shape)
+            ref_logps = without_reference(self, lengths)
         else:
             ref_logps = ref_logps.squeeze(1)
             if ref_logps.ndim == 2:
@@ -305,7 +262,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """Convert labels (n,) to bool; raise TypeError for other dtypes, ValueError for numbers other than 0 and 1."""
+    """Return labels (n,) as bool, checked."""
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
@@ -331,7 +288,7 @@ def _check_weights(weights: Tensor, input: Tensor) -> None:
 
 
 def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    """Check that `x` has one value for each sequence of `input`, on its device."""
+    """Raise ValueError unless `x` has one value for each sequence of `input`."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "

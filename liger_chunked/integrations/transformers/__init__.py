@@ -1,33 +1,34 @@
-"""Hugging Face models: chunked losses inside `model.forward`, and base kernels that replace layers.
+"""Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
 
-head.py        finds hidden states, weight, logits transform and loss inputs of any model with an `lm_head`, on each
-call
-head_check.py  checks, by a dry run, what a model computes between its backbone and its logits
-forward.py     the forward that every patched model gets, and `attach_head`
-layers.py      replacements for norms, MLPs, rotary embeddings and losses
-families.py    the table that maps the classes of each model family to these layers
-apply.py       patches one model or a family, and reverts the patch
-verify.py      compares the kernels of a table row with the code that they replace
-check.py       compares a patched model with the original one
-experts.py     computes the load-balancing loss as the model's own forward does
-patches.py     replaces methods and attributes, and restores them
-auto.py        an `AutoModelForCausalLM` that returns patched models
+head.py            what a patched model runs in place of `lm_head` and loss
+patch.py           patches and restores one model or a family
+layers.py          the parts of a model that base kernels replace
+detect.py          facts about a model's code
+overrides.py       the table of families
+verify.py          compares the kernels of a row with the code that they replace
+check.py           compares a patched model with the original one
+
+Not public yet, because they have not run on a GPU:
+shared_prefix.py   computes prompts that sequences share once
+trie.py            packs the sequences of a batch as a trie
+trie_attention.py  masks and attention of such a batch
 """
 
 from typing import Any
 
-from liger_chunked.integrations.transformers.apply import (
+from liger_chunked.integrations.transformers.check import ModelReport, check_model
+from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
+from liger_chunked.integrations.transformers.overrides import FAMILIES, Family
+from liger_chunked.integrations.transformers.patch import (
     APPLY_TO,
     Applied,
+    AutoLigerKernelForCausalLM,
     apply_liger_kernel,
+    attach_head,
+    detach_head,
     register_family,
     revert_liger_kernel,
 )
-from liger_chunked.integrations.transformers.auto import AutoLigerKernelForCausalLM
-from liger_chunked.integrations.transformers.check import ModelReport, check_model
-from liger_chunked.integrations.transformers.families import FAMILIES, Family
-from liger_chunked.integrations.transformers.forward import attach_head, detach_head
-from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
 
 
 def __getattr__(name: str) -> Any:

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.integrations.transformers.apply import (
-    _APPLIED,
-    _FAMILY_WIDE,
-    _FUSED,
-    _ROPES,
-    Applied,
-    _by_name,
-    apply_liger_kernel,
-    revert_liger_kernel,
-)
-from liger_chunked.integrations.transformers.forward import _STATE
-from liger_chunked.integrations.transformers.head import inner_model
+from liger_chunked.integrations.transformers import patch, verify
+from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.head import STATE
 from liger_chunked.integrations.transformers.layers import Layer
-from liger_chunked.integrations.transformers.patches import Instead, patch_of, replacement_of, stock_class
-from liger_chunked.integrations.transformers.verify import Difference, Incomparable, check_layer, check_rope
+from liger_chunked.integrations.transformers.overrides import family_by_name
+from liger_chunked.integrations.transformers.patch import APPLIED, Applied, apply_liger_kernel, revert_liger_kernel
 
-# Entries of a module's `__dict__` that patching changes, in addition to the module's class.
-_ATTRIBUTES = (_STATE, _APPLIED, "_loss_function", "forward", "_old_forward")
+_CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances of the patched (`ours`) and the original (`stock`) result from the float64 result. All are norms."""
+    """Norms: both errors, the exact result, and the bound."""
 
     ours: float
     stock: float
@@ -51,13 +41,7 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """The result of `check_model`. `print` shows it.
-
-    - `patched`: the patched parts, as `apply_liger_kernel` returns them
-    - `loss`: the errors of the model's loss
-    - `gradients`: the errors of each trained parameter's gradient, by name
-    - `layers`: the difference found in each kind of patched layer, by class name; None if there is none
-    """
+    """The errors of the loss and of each gradient, and the difference of each class of layers."""
 
     patched: Applied
     loss: Comparison
@@ -66,7 +50,6 @@ class ModelReport:
 
     @property
     def failures(self) -> list[str]:
-        """One line for each difference."""
         layers = [f"layer {name}: {reason}" for name, reason in self.layers.items() if reason is not None]
         loss = [] if self.loss.holds else [f"loss: {self.loss}"]
         return layers + loss + [f"gradient of {name}: {g}" for name, g in self.gradients.items() if not g.holds]
@@ -92,26 +75,18 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
-    Both run one step in evaluation mode (no dropout), and a float64 copy of the stock model runs it too. An error is a
-    distance from that copy. It may be `factor` times the error of the stock model, plus as much of the value as the
-    dtype rounds away. The kernels compute in float32, so a float64 model is allowed what a float32 model is. The model
-    is left as it was: its patches, modes and gradients, and the state of random numbers.
+    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
+    float64 model is allowed the rounding of float32, in which the kernels compute. The model stays as it is.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT). A second copy of it in float64 must fit into memory, so
-            use few layers of a large model. Quantized, sharded and offloaded models cannot be copied this way.
-        input_ids: (B, T); None for a few random tokens that are not special tokens of the config.
-        labels: (B, T), as in `model(labels=...)`; None for `input_ids` without the first three tokens.
-        factor: the allowed multiple of the unpatched model's error.
-        logits_budget, **switches: see `apply_liger_kernel`. Without any of them, a patched model keeps its patches.
-
-    Returns:
-        The errors. `print` shows them.
+        model: a transformers model, or a wrapper of one (PEFT), not quantized, sharded or offloaded.
+        input_ids, labels: (B, T), as in `model(input_ids, labels=labels)`; None for random tokens.
+        factor: the allowed multiple of the stock error, plus the rounding of the dtype.
+        logits_budget, **switches: see `apply_liger_kernel`. Without any, a patched model keeps its patches.
 
     Raises:
-        AssertionError: something differs; the message says what, and by how much.
-        TypeError, ValueError: those of `apply_liger_kernel`; a family whose classes are patched, parameters on the meta
-            device, labels that leave no token to predict.
+        AssertionError: something differs.
+        TypeError, ValueError: as `apply_liger_kernel`, or the comparison is not possible.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -129,23 +104,23 @@ def check_model(
     options: dict[str, Any] = {**switches, **({} if logits_budget is None else {"logits_budget": logits_budget})}
     with _as_found(model), torch.random.fork_rng(), torch.autocast(inner.device.type, enabled=False):
         model.eval()
-        if options or _APPLIED not in vars(inner):
+        if options or APPLIED not in vars(inner):
             apply_liger_kernel(inner, **options)
-        applied = vars(inner)[_APPLIED]
-        if applied.family in _FAMILY_WIDE:
+        applied = vars(inner)[APPLIED]
+        if applied.family in patch.FAMILY_WIDE:
             raise ValueError(
                 f"the classes of {applied.family} are patched, so there is no stock model to compare with: "
                 f"revert_liger_kernel({applied.family!r}) first"
             )
         arguments = _arguments(inner, input_ids, labels)
-        without_logits: dict[str, Any] = {"skip_logits": True} if _FUSED in applied.replaced else {}
+        without_logits: dict[str, Any] = {"skip_logits": True} if patch.FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
-        layers = {type(m).__name__: m for m in inner.modules() if isinstance(replacement_of(m), Instead)}
-        rope = _ROPES[applied.family]
+        layers = {type(module).__name__: module for module in filter(patch.has_our_layer, inner.modules())}
+        rope = patch.ROPES[applied.family]
         with rope.suspended():
-            found = {name: _difference(module) for name, module in layers.items()}
+            found = {name: _difference(_check_patched, module) for name, module in layers.items()}
             if "rope" in applied.replaced:
-                found["apply_rotary_pos_emb"] = _rope_difference(applied)
+                found["apply_rotary_pos_emb"] = _difference(verify.check_rope, family_by_name(applied.family))
         revert_liger_kernel(inner)
         with rope.suspended():
             stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
@@ -158,7 +133,7 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # A gradient that is zero but for rounding may be off by what rounds away of the larger ones.
+        # A gradient that is zero but for rounding is allowed the rounding of the larger ones.
         rounding = eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
@@ -171,25 +146,20 @@ def check_model(
 
 @contextlib.contextmanager
 def _as_found(model: nn.Module) -> Iterator[None]:
-    """Restore what patching and `eval` changed when the block ends."""
     inner = inner_model(model)
-    modules = [(module, type(module), module.training, _patches_of(module)) for module in model.modules()]
+    before = [(m, type(m), {n: vars(m)[n] for n in _CHANGED if n in vars(m)}) for m in model.modules()]
     try:
         yield
     finally:
         revert_liger_kernel(inner)
-        for module, cls, training, attributes in modules:
+        for module, cls, attributes in before:
             object.__setattr__(module, "__class__", cls)
-            for name in _ATTRIBUTES:
+            for name in _CHANGED:
                 vars(module).pop(name, None)
-            vars(module).update(attributes, training=training)
-        applied = vars(inner).get(_APPLIED)
+            vars(module).update(attributes)
+        applied = vars(inner).get(APPLIED)
         if applied is not None and "rope" in applied.replaced:
-            _ROPES[applied.family].hold(_by_name(applied.family), applied)
-
-
-def _patches_of(module: nn.Module) -> dict[str, Any]:
-    return {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)}
+            patch.ROPES[applied.family].hold(family_by_name(applied.family), applied)
 
 
 def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Tensor]:
@@ -203,10 +173,8 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
         labels = input_ids.clone()
         labels[:, :3] = -100
     if not (labels[:, 1:] != -100).any():
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} leave no token to predict: all but those of the first position are "
-            "-100"
-        )
+        left = "leave no token to predict: all but those of the first position are -100"
+        raise ValueError(f"labels of shape {tuple(labels.shape)} {left}")
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -229,18 +197,14 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def _difference(module: nn.Module) -> str | None:
-    patch: Any = patch_of(module)
+def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
     try:
-        check_layer(Layer(patch.make.run, patch.method), module, stock_class(type(module)))
-    except (Difference, Incomparable) as difference:
+        check(subject)
+    except (verify.Difference, verify.Incomparable) as difference:
         return str(difference)
     return None
 
 
-def _rope_difference(applied: Applied) -> str | None:
-    try:
-        check_rope(_by_name(applied.family))
-    except Difference as difference:
-        return str(difference)
-    return None
+def _check_patched(module: nn.Module) -> None:
+    found: Any = patch.patch_of(module)
+    verify.check_layer(Layer(found.run, found.method), module, patch.stock_class(type(module)))

@@ -1,13 +1,7 @@
-"""Run code in place of `lm_head` and the loss, inside `model.forward`.
+"""The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
 
-`attach_head(model)` adds one keyword argument, `head_fn`, to a model:
-
-    model(input_ids, labels=labels, head_fn=fn)     # returns fn(head: Head, input: HeadInput)
-
-The backbone runs as usual, then `fn` runs instead of the projection. `fn` runs inside `model.forward` and inside the
-forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have run: `fn` sees full parameters, and
-gradients are reduced as usual. Modules are looked up on each call, because PEFT and FSDP may replace them after
-patching.
+Our code runs inside `model.forward` and the forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have
+run. Modules are looked up on each call, because PEFT and FSDP may replace them after patching.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,28 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput, can_return_tuple
 
-from liger_chunked.integrations.transformers.experts import balance_of
-from liger_chunked.integrations.transformers.head_check import HeadFacts, Subject, check_head, check_loss
-from liger_chunked.integrations.transformers.patches import Patches, forward_slot
+from liger_chunked.engine import Like, Returns, loss_and, one_operation
+from liger_chunked.integrations.transformers import detect
+from liger_chunked.integrations.transformers.detect import HeadFacts, foreign_code, forward_slot
+from liger_chunked.integrations.transformers.layers import causal_lm_loss
+from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head, LogitOptions
+
+STOCK = "_liger_stock_forward"  # attribute of our forward: the forward that it replaces
+STATE = "_liger_forward"  # attribute of a model or class
 
 
 @dataclass(frozen=True)
 class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
-    - `hidden_states` (B, T, H): of the backbone, those that `logits_to_keep` keeps
-    - `options`: how this model transforms its logits, and the label that is ignored
-    - `outputs`: what the backbone returned
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, None where it did not
-    - `aux_loss` (): the load-balancing loss of a mixture of experts, not weighted; None where no router logits were
-      asked for, by the call or the config, or where the model's own loss has no such term
-    - `aux_loss_coef`: the weight of `aux_loss` in the model's own loss
+    - `hidden_states` (B, T, H): those that `logits_to_keep` selects
+    - `options`: the transform of the logits, and the ignored label
+    - `outputs`: the output of the backbone
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, or None
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's own loss
     """
 
     hidden_states: Tensor
@@ -60,11 +58,7 @@ class HeadInput:
 
     @property
     def target(self) -> Tensor:
-        """(B, T) the label that each position predicts: `shift_labels`, or else the label of the next position.
-
-        Raises:
-            ValueError: the call had no labels.
-        """
+        """(B, T) what each position predicts: `shift_labels`, or else the next labels."""
         target = self.shift_labels
         if target is None:
             if self.labels is None:
@@ -75,25 +69,131 @@ class HeadInput:
 
 HeadFn = Callable[[Head, HeadInput], Any]
 
-# Fields of a config, or of a model, that transform logits in some models. They guard a compiled graph.
+
+@dataclass(frozen=True)
+class Fusion:
+    """The output class of `model.forward`, and the most bytes of logits in memory at once."""
+
+    output: type[Any]
+    logits_budget: int | None = None
+
+
+# The forward of patched models.
+
+
+def forward(
+    model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
+) -> Any:
+    """Run `stock`, the forward of `model`, or in its place `head_fn` or the fused loss."""
+    if args:  # the order may differ in the backbone
+        _, *names = inspect.signature(type(model).forward).parameters
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+    if head_fn is not None:
+        return _run_untraced(model, run_backbone(model, **kwargs), head_fn)
+    states = (vars(model).get(STATE), getattr(type(model), STATE, None))
+    fusion = next((state.fusion for state in states if state is not None and state.fusion is not None), None)
+    if fusion is not None:
+        skip_logits = kwargs.pop("skip_logits", None)
+        token_accuracy = kwargs.pop("return_token_accuracy", False)
+        if _fuses(model, skip_logits, kwargs):
+            # With a patched class, the forward of a subclass may have called this one.
+            of_class = stock.func if isinstance(stock, functools.partial) else None
+            head_facts(model, of_class, causal_loss=True)
+            return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
+    return stock(**kwargs)
+
+
+def has_causal_loss(model: PreTrainedModel) -> bool:
+    # A user may have set another loss after patching.
+    return model.loss_function in (ForCausalLMLoss, causal_lm_loss)
+
+
+def _fuses(model: PreTrainedModel, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
+    labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    if skip_logits and not labelled:
+        raise ValueError("skip_logits=True needs labels= or shift_labels=: there is nothing else to return")
+    wanted = model.training if skip_logits is None else skip_logits
+    if labelled and skip_logits and not has_causal_loss(model):
+        raise ValueError(
+            f"skip_logits=True is the causal loss, but the loss_function of this model is {model.loss_function}: leave "
+            "skip_logits out, and that function gets its logits"
+        )
+    return bool(labelled and wanted and has_causal_loss(model))
+
+
+@can_return_tuple
+def _without_logits(
+    model: PreTrainedModel, forward: Callable[..., Any] | None, fusion: Fusion, token_accuracy: bool, **kwargs: Any
+) -> ModelOutput:
+    input = run_backbone(model, forward, **kwargs)
+
+    def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
+        return _cross_entropy(
+            head.weight,
+            input.hidden_states,
+            input.target,
+            head.bias,
+            num_items=input.num_items_in_batch,
+            token_accuracy=token_accuracy,
+            ignore_index=input.options.ignore_index,
+            softcap=input.options.softcap,
+            logit_scale=input.options.logit_scale,
+            logits_budget=fusion.logits_budget,
+        )
+
+    loss, accuracy = run_head(model, input, cross_entropy)
+    shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
+    if input.aux_loss is not None:
+        loss = loss + input.aux_loss_coef * input.aux_loss.to(loss.device)
+        shared["aux_loss"] = input.aux_loss
+    result = fusion.output(loss=loss, **shared)
+    if accuracy is not None:
+        result["token_accuracy"] = accuracy
+    return result
+
+
+def _cross_entropy_returns(given: dict[str, Any]) -> Returns:
+    accuracy = {"token_accuracy": Like(dtype="float32")} if given["token_accuracy"] else {}
+    return loss_and(lambda token_accuracy=None: token_accuracy, accuracy, Like())
+
+
+@one_operation(_cross_entropy_returns)
+def _cross_entropy(
+    weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    num_items: int | Tensor | None = None, token_accuracy: bool, ignore_index: int, softcap: float | None = None,
+    logit_scale: float, logits_budget: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        logits_budget=logits_budget,
+        return_token_accuracy=bool(token_accuracy),
+    )
+    result = loss(weight, input, target, bias, num_items=num_items)
+    return (result[0], result[1].token_accuracy) if token_accuracy else (result, None)
+
+
+def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
+    """Return the annotated output class of `forward`, which differs between versions of transformers."""
+    returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
+    return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
+
+
+# The cached facts about heads.
+
+# Attributes of configs and models that may transform logits. They guard a compiled graph.
 _LOGIT_NAMES = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "output_multiplier",
-    "lm_head_multiplier",
-    "logits_mup_width_multiplier",
-)
-STOCK = "_liger_stock_forward"  # attribute of our forward: the forward that it replaces
+    "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
+    "output_multiplier", "lm_head_multiplier", "logits_mup_width_multiplier",
+)  # fmt: skip
 _CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that are a number or None."""
-    return {name: x for name, x in attributes.items() if x is None or type(x) in (int, float)}
+def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
+    owners = (model, model.config, model.config.get_text_config())
+    return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
 
 
 def _named(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -102,45 +202,28 @@ def _named(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 class _CheckedHead:
-    """The facts about one model's head, and the forward and the config that they hold for."""
+    """The facts about a head, and the forward and numbers that they hold for."""
 
-    def __init__(self, subject: Subject) -> None:
-        model = subject.model
-        self.forward = subject.forward
-        self.facts = check_head(subject)
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.facts = detect.check_head(model, forward)
         self.has_causal_loss = False
-        self.config, self.text_config = model.config, model.config.get_text_config()
-        self._fields = [(config, dict(vars(config))) for config in (self.config, self.text_config)]
-        self._own = _numbers(vars(model))
-        self._named = _named(model)
+        self._config, self._numbers, self._named = model.config, _numbers(model), _named(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
-        """Whether the numbers in the config and in the model's attributes are the same as at the check."""
         if torch.compiler.is_compiling():
             return self._named == _named(model)
-        if model.config is not self.config:
-            return False
-        for i, (config, before) in enumerate(self._fields):
-            if vars(config) != before:
-                if _numbers(vars(config)) != _numbers(before):
-                    return False
-                self._fields[i] = (config, dict(vars(config)))
-        own = vars(model)
-        return all(own.get(name, _CHECKED) == x for name, x in self._own.items())
+        return model.config is self._config and self._numbers == _numbers(model)
 
 
 class _CheckedHeads:
-    """The checked heads of a model. Copies of the model get an empty list and are checked again."""
+    """The checked heads of a model, but not of its copies."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
 
     def __reduce__(self) -> Any:
         return (_CheckedHeads, ())
-
-
-def _subject(model: PreTrainedModel, forward: Callable[..., Any]) -> Subject:
-    return Subject(model, forward, backbone_of(model), projections(model)[0])
 
 
 def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead | None:
@@ -152,50 +235,40 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-def _checked(model: PreTrainedModel, forward: Callable[..., Any], *, loss: bool) -> _CheckedHead:
-    """Return the checked head of a model; with `loss`, check its loss too."""
+def _checked(
+    model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...] = ()
+) -> HeadFacts:
+    """Check a head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
     checked = _known(model, forward)
     if checked is None:
-        checked = _CheckedHead(_subject(model, forward))
+        checked = _CheckedHead(model, forward)
         heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
         heads[:] = [head for head in heads if head.forward is not forward] + [checked]
         _CHECKED_MODELS.add(model)
     if loss and not checked.has_causal_loss:
-        check_loss(_subject(model, forward))
+        detect.check_loss(model, forward)
         checked.has_causal_loss = True
-    return checked
+    return checked.facts
 
 
-def _constant_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make Dynamo call `function` once and treat its result as a constant.
-
-    Before torch 2.13 Dynamo cannot pass a module to such a function, so the graph breaks there.
-    """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
-        return torch.compiler.assume_constant_result(function)
-    reason = "the head of a model is checked once: call logit_options(model) before a step with fullgraph=True"
-    return torch.compiler.disable(function, reason=reason)
-
-
-@_constant_while_tracing
-def _facts_while_tracing(
-    model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...]
-) -> HeadFacts:
-    """`guards`: the graph is valid for these values only."""
-    return _checked(model, forward, loss=loss).facts
+# A constant for Dynamo, which cannot pass a module before torch 2.13.
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+    _checked_while_tracing = torch.compiler.assume_constant_result(_checked)
+else:
+    _checked_while_tracing = torch.compiler.disable(
+        _checked,
+        reason="the head of a model is checked once: call logit_options(model) before a step with fullgraph=True",
+    )
 
 
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
-    """Return the facts about a model's head. The check runs once and is cached.
-
-    Args:
-        forward: the function that computes the logits; None for that of the class.
-        causal_loss: also check that this function computes the causal loss of its logits.
+    """Return the cached facts about the head that `forward` computes, by default that of the class.
 
     Raises:
-        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or the loss is not the causal one.
+        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss of
+            `forward` is not the causal one.
     """
     if forward is None:
         of_class = type(model).forward
@@ -204,12 +277,11 @@ def head_facts(
     if checked is not None and (checked.has_causal_loss or not causal_loss):
         return checked.facts
     if torch.compiler.is_compiling():
-        return _facts_while_tracing(model, forward, causal_loss, _named(model))
-    return _checked(model, forward, loss=causal_loss).facts
+        return _checked_while_tracing(model, forward, causal_loss, _named(model))
+    return _checked(model, forward, causal_loss)
 
 
 def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
-    """Drop the cached facts of one model, or of every model of a class."""
     for model in list(_CHECKED_MODELS):
         if model is owner or (isinstance(owner, type) and isinstance(model, owner)):
             vars(model).pop(_CHECKED, None)
@@ -219,18 +291,11 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    The transform is measured: the model's forward runs once with stand-ins for the backbone and the `lm_head`. The
-    config alone is not enough. Most models use its numbers (`final_logit_softcapping`, `logit_scale`,
-    `logits_scaling`), but some multimodal models ignore those of their text config. `logit_scale` includes a factor
+    The transform is measured, because some models ignore the numbers in their config. `logit_scale` includes a factor
     between backbone and `lm_head`.
 
-    Args:
-        model: a transformers model with an `lm_head`.
-        ignore_index: the label of tokens that no loss counts.
-
     Raises:
-        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`. The message says how they
-            differ.
+        ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -245,128 +310,19 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
     return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
 
 
-def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT.
-
-    Raises:
-        TypeError: there is none.
-    """
-    while not isinstance(model, PreTrainedModel):
-        if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
-            model = inner
-        elif callable(get_base_model := getattr(model, "get_base_model", None)):
-            model = get_base_model()
-        else:
-            raise TypeError(f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}")
-    return model
-
-
-def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head.
-
-    Raises:
-        ValueError: the model has no backbone.
-    """
-    # If base_model_prefix names no attribute, as in MllamaForCausalLM, base_model is the model itself.
-    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if backbone is None:
-        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
-    return backbone
-
-
-def _names(kind: type) -> set[str]:
-    """Return the names of a class and its bases: FSDP shards a module by giving it a subclass with a new name."""
-    return {base.__name__ for base in kind.__mro__}
-
-
-# Wrappers of a Linear that only call it.
-_TRANSPARENT = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}
-
-
-def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules one of which `lm_head` calls, without adding anything to its result.
-
-    Raises:
-        ValueError: there is no `lm_head`, or it computes something else than `x @ weight.T + bias`.
-    """
-    lm_head = model.get_output_embeddings()
-    if lm_head is None:
-        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
-    linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
-    others = [m for m in lm_head.modules() if m not in linear and not _TRANSPARENT & _names(type(m))]
-    if parametrized := next((m for m in linear if is_parametrized(m)), None):
-        raise ValueError(_refusal_of_head(parametrized))
-    if others or not linear:
-        raise ValueError(_refusal_of_head((others or [lm_head])[0]))
-    return linear
-
-
-def _refusal_of_head(module: nn.Module) -> str:
-    """Return the error message for an `lm_head` whose weight a fused loss cannot use."""
-    kind, names = type(module), _names(type(module))
-    found = f"lm_head is computed by {kind.__module__}.{kind.__name__}"
-    if "LoraLayer" in names:
-        return (
-            f"{found}: a fused loss reads its weight and would ignore the low-rank term. Take lm_head out of "
-            "target_modules; to train it anyway, name it in modules_to_save"
-        )
-    if "TrainableTokensWrapper" in names:
-        return (
-            f"{found}: a fused loss reads its weight and would ignore the rows of trainable_token_indices. Untie the "
-            "head from the embeddings (tie_word_embeddings=False), or train both whole (modules_to_save)"
-        )
-    if "BaseTunerLayer" in names:
-        return (
-            f"{found}: a fused loss reads its weight and would ignore the adapter. Take lm_head out of the adapter's "
-            "target_modules"
-        )
-    if is_parametrized(module):
-        return (
-            f"{found}, which is parametrized: a fused loss reads a weight that is a plain parameter. Call "
-            "torch.nn.utils.parametrize.remove_parametrizations on lm_head first"
-        )
-    if isinstance(module, nn.Linear) or _is_quantized(module):
-        return (
-            f"{found}: a fused loss needs a weight in floating point, multiplied by torch.nn.Linear.forward. Leave "
-            "lm_head out of quantization (llm_int8_skip_modules, modules_to_not_convert), or make it a torch.nn.Linear"
-        )
-    return (
-        f"{found}: a fused loss needs a single torch.nn.Linear. Fold lm_head into one, or train with the logits of "
-        "the model's own forward"
-    )
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
-
-
-def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary. Every rank has all rows of the input, so the gradient is a slice.
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of `model.forward` by name, because the order may differ in its backbone."""
-    if not args:
-        return kwargs
-    _, *names = inspect.signature(type(model).forward).parameters
-    return dict(zip(names, args, strict=False)) | kwargs
+# The backbone.
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone on the arguments of `model.forward`, as `model.forward` itself would.
-
-    `forward` is the function that this call replaces; None for that of the model's class.
-
-    The backbone does not get the arguments of head and loss: `shift_labels`, `num_items_in_batch`, `ignore_index` and
-    `logits_to_keep`. It gets `labels` only if `model.forward` passes them to its backbone.
-    """
+    """Run the backbone as `forward`, by default that of the model's class, would."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    num_items_in_batch = _at_least_one(kwargs.pop("num_items_in_batch", None))
+    num_items = kwargs.pop("num_items_in_batch", None)
+    if isinstance(num_items, int):  # the losses clamp a tensor, without a synchronization
+        num_items = max(num_items, 1)
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
-    balance = balance_of(model)
+    balance = detect.balance_of(model)
     if balance is not None and not balance.asked(model, kwargs.get("output_router_logits")):
         balance = None
     if balance is not None:
@@ -385,34 +341,17 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
     if facts.backbone_takes_labels:
         kwargs["labels"] = labels
 
-    outputs = backbone_of(model)(**kwargs)
+    outputs = detect.backbone_of(model)(**kwargs)
     aux_loss: Any = None
     aux_loss_coef = 0.0
     if balance is not None:
         aux_loss, aux_loss_coef = balance.loss(model, outputs, kwargs.get("attention_mask")), balance.coefficient(model)
-    return HeadInput(
-        hidden_states=_kept(outputs.last_hidden_state, logits_to_keep),
-        options=options,
-        outputs=outputs,
-        labels=labels,
-        shift_labels=shift_labels,
-        num_items_in_batch=num_items_in_batch,
-        aux_loss=aux_loss,
-        aux_loss_coef=aux_loss_coef,
-    )
-
-
-def _at_least_one(num_items: int | Tensor | None) -> int | Tensor | None:
-    """Replace an int of 0 by 1. The losses clamp a tensor on the device, without a synchronization."""
-    return max(num_items, 1) if isinstance(num_items, int) else num_items
+    hidden_states = _kept(outputs.last_hidden_state, logits_to_keep)
+    return HeadInput(hidden_states, options, outputs, labels, shift_labels, num_items, aux_loss, aux_loss_coef)
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The positions that `logits_to_keep` names.
-
-    An int keeps that many at the end (0: all). A tensor (K,) keeps the same positions of every sample, (B, K) other
-    positions of each. A boolean mask (B, T) keeps those that are True, as (N, H).
-    """
+    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:
@@ -422,12 +361,18 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
+# The head.
+
+# While one thread runs a head_fn inside an lm_head, others get logits, or wait to run theirs.
+_RUNNING = threading.local()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`, where its parameters are not sharded.
+    """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
 
     Raises:
-        ValueError: `lm_head` is more than a weight and a bias (a LoRA adapter, for example), or another package's hook
-            or forward on it expects logits.
+        ValueError: `lm_head` is more than weight and bias, or a user's hook or forward on it expects logits.
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
@@ -435,17 +380,53 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     return _run_inside(model, input, head_fn)
 
 
-# Packages whose hooks gather, move, cast or count, and know outputs of any kind.
-_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
+def _is_bare(lm_head: nn.Module | None) -> bool:
+    """Whether only `nn.Linear.forward` would run, so that a compiled graph need not break."""
+    if type(lm_head) is not nn.Linear:
+        return False
+    hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
+    return not any(hooks) and "forward" not in lm_head.__dict__
 
-# While one thread runs a head_fn inside an lm_head, others get logits from it, or wait to run theirs.
-_RUNNING = threading.local()
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+_run_untraced = torch.compiler.disable(run_head)  # user code may not be traceable
+
+
+def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    head = Head(_whole(projection.weight), _whole(projection.bias))
+    device, dtype = head.weight.device, hidden_states.dtype
+    if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
+        # A float32 head after a bfloat16 backbone; the loss rejects the reverse.
+        dtype = torch.promote_types(dtype, head.weight.dtype)
+    return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
+
+
+def _whole(parameter: Any) -> Any:
+    # Tensor parallelism shards the vocabulary. The gradient is a slice.
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@torch.compiler.disable
+def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
+    lm_head = model.get_output_embeddings()
+    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn), contextlib.ExitStack() as changes:
+        for module in lm_head.modules():
+            _guard_hooks(module, changes)
+        for projection in detect.projections(model):
+            in_place = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
+            changes.enter_context(_replaced(projection, forward_slot(projection), in_place))
+        return lm_head(input.hidden_states)
+
+
+def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
+        return nn.Linear.forward(projection, hidden_states)
+    with _running(None):
+        return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
 
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Whether calls of `lm_head` by this thread run a head_fn; None for no."""
+    """Make this thread's calls of `lm_head` run `head_fn`; None restores logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield
@@ -453,37 +434,35 @@ def _running(head_fn: HeadFn | None) -> Iterator[None]:
         _RUNNING.head_fn = before
 
 
-def _refuse_editors_of_logits(lm_head: nn.Module, patches: Patches) -> None:
-    """Reject hooks and forwards of other packages that need the logits that `lm_head` would return.
-
-    Hooks on its input run as usual. A forward hook sees the result of the fused loss; it raises if it edits the result
-    while `patches` last.
-
-    Raises:
-        ValueError: `lm_head` has a backward hook, or a forward set on the instance.
-    """
-    for module in lm_head.modules():
-        own = [("forward", vars(module).get(slot)) for slot in ("forward", "_old_forward")]
-        own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
-        own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
-        for kind, reader in own:
-            if reader is not None and _package(reader) not in _FRAMEWORKS:
-                raise _expects_logits(kind, reader)
-        hooks = vars(module)["_forward_hooks"]
-        if any(_package(hook) not in _FRAMEWORKS for hook in hooks.values()):
-            guarded = {
-                key: hook if _package(hook) in _FRAMEWORKS else functools.partial(_run_observer, hook)
-                for key, hook in hooks.items()
-            }
-            patches.set(module, "_forward_hooks", type(hooks)(guarded))
+@contextlib.contextmanager
+def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for the duration of a block."""
+    before = {key: x for key, x in vars(module).items() if key == name}
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        if vars(module).get(name) is value:
+            del vars(module)[name]
+            vars(module).update(before)
 
 
-def _run_observer(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
-    """A forward hook that may look at the output, and not change it unless the output is logits.
+def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
+    """Reject users' forwards and backward hooks, and let forward hooks look but not edit."""
+    own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
+    own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
+    own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]
+    for kind, reader in own:
+        if foreign_code(reader) is not None:
+            raise _expects_logits(kind, reader)
+    hooks = vars(module)["_forward_hooks"]
+    if foreign := {key for key, hook in hooks.items() if foreign_code(hook) is not None}:
+        guarded = {key: functools.partial(_observe, hook) if key in foreign else hook for key, hook in hooks.items()}
+        changes.enter_context(_replaced(module, "_forward_hooks", type(hooks)(guarded)))
 
-    Raises:
-        ValueError: the hook returns another output, modifies its tensors in place, or fails.
-    """
+
+def _observe(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
+    """Run a forward hook, which may only change logits."""
     if getattr(_RUNNING, "head_fn", None) is None:
         return hook(module, args, *kwargs_and_output)
     output = kwargs_and_output[-1]
@@ -507,49 +486,3 @@ def _expects_logits(kind: str, function: Any) -> ValueError:
         f"the {kind} {name!r} of lm_head expects logits, and a fused loss builds none. Remove it, or run the model's "
         "own forward (skip_logits=False, or without head_fn)"
     )
-
-
-def _package(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
-
-
-def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Whether only `nn.Linear.forward` would run. Then a compiler need not break the graph before the head."""
-    if type(lm_head) is not nn.Linear:
-        return False
-    hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
-    return not any(hooks) and "forward" not in lm_head.__dict__
-
-
-def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    head = Head(_whole(projection.weight), _whole(projection.bias))
-    device, dtype = head.weight.device, hidden_states.dtype
-    if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # A float32 head after a bfloat16 backbone. The loss rejects the reverse, which would round the hidden states.
-        dtype = torch.promote_types(dtype, head.weight.dtype)
-    return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
-
-
-def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    """The forward of a projection while `lm_head` runs `head_fn`."""
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
-        return nn.Linear.forward(projection, hidden_states)
-    with _running(None):
-        return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
-
-
-@torch.compiler.disable
-def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
-    lm_head = model.get_output_embeddings()
-    patches = Patches()
-    with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn):
-        try:
-            _refuse_editors_of_logits(lm_head, patches)
-            for projection in projections(model):
-                forward = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
-                patches.set(projection, forward_slot(projection), forward)
-            return lm_head(input.hidden_states)
-        finally:
-            patches.undo()

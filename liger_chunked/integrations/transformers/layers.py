@@ -1,6 +1,6 @@
-"""Replacements for parts of a model: the base kernels, applied to the parameters of each part.
+"""Parts of a model that the base kernels can replace.
 
-A `Layer` fits every class that has the attributes it reads. `families.py` lists these classes.
+A `Layer` fits every class that has the attributes it reads and computes the same; `overrides.py` lists these classes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run` replaces `method` of a module; its first argument is the module.
-
-    `refusal` returns why a module of the right class is not supported, for example because of its activation.
-    """
+    """`run(module, ...)` replaces `method`, unless `refusal(module)` returns a reason."""
 
     run: Callable[..., Tensor]
     method: str = "forward"
@@ -57,7 +54,7 @@ def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
     return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
 
 
-# By activation class: the function of (gate, up), or of one tensor that holds both.
+# Functions of (gate, up), or of one tensor that holds both.
 _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
     SiLUActivation: liger_swiglu,
     nn.SiLU: liger_swiglu,
@@ -78,36 +75,31 @@ def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    # No hook sees the gate's input, because a product inside the experts' forward makes it.
+    # No hook can see the gate's input.
     return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 
 def _activation_refusal(activation: nn.Module) -> str | None:
     if type(activation) in _GATED:
         return None
-    known = ", ".join(sorted(kind.__name__ for kind in _GATED))
-    return f"its activation is {type(activation).__name__}, not one of {known}"
-
-
-# Experts implementations of transformers that call `_apply_gate`.
-_GATED_EXPERTS = ("grouped_mm", "batched_mm", "deepgemm")
+    return f"its activation is {type(activation).__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
 
 
 def _experts_refusal(experts: Any) -> str | None:
     way = experts.config._experts_implementation
-    if way not in _GATED_EXPERTS:
+    if way not in ("grouped_mm", "batched_mm", "deepgemm"):
         return f"{way} experts do not call _apply_gate: call model.set_experts_implementation('grouped_mm') first"
     return _activation_refusal(experts.act_fn)
 
 
 RMS_NORM = Layer(_rms_norm)
-"""`weight * normalized`, rounded before the product; reads `variance_epsilon` (Llama and similar models)."""
+"""`weight * normalized`, rounded before the product (Llama)."""
 
 RMS_NORM_FP32 = Layer(_rms_norm_fp32)
-"""`weight * normalized`, rounded after the product; reads `variance_epsilon` (OLMo 2)."""
+"""`weight * normalized`, rounded after the product (OLMo 2)."""
 
 RMS_NORM_OFFSET = Layer(_rms_norm_offset)
-"""`(1 + weight) * normalized`, rounded after the product; reads `eps` (Gemma)."""
+"""`(1 + weight) * normalized`, rounded after the product (Gemma)."""
 
 LAYER_NORM = Layer(_layer_norm, refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
@@ -119,11 +111,11 @@ PACKED_GLU = Layer(_packed_glu, refusal=lambda mlp: _activation_refusal(mlp.acti
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
 EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)
-"""Experts with 3-D parameters that call `_apply_gate` after a grouped or batched product."""
+"""Experts with 3-D parameters that call `_apply_gate`."""
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of Llama and similar models, and of Phi-3, where `cos` may be narrower than a head."""
+    """`apply_rotary_pos_emb` of Llama. `cos` may be narrower than a head, as in Phi-3."""
     return liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
@@ -141,10 +133,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """`ForCausalLMLoss` of transformers, without a float32 copy of the logits.
-
-    Without any label the loss is 0, not NaN, also if `num_items_in_batch` is 0.
-    """
+    """`ForCausalLMLoss` without a float32 copy of the logits; 0, not NaN, without labels."""
     target = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
     loss = liger_cross_entropy(
         logits.view(-1, vocab_size),

@@ -1,7 +1,6 @@
-"""Check a row of the table: compare each kernel with the code that it replaces, on a few random tokens.
+"""Compare each kernel of a row with the code that it replaces, on random tokens and small layers.
 
-`register_family` compares modules built on the meta device, `apply_liger_kernel` small copies of the model's layers.
-Weights are random, because the initial ones and zeros of a new norm would hide errors.
+Weights are random too, because the initial ones and zeros of a norm would hide errors.
 """
 
 from __future__ import annotations
@@ -17,78 +16,46 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import layers as kinds
-from liger_chunked.integrations.transformers.families import Family
+from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS
 from liger_chunked.integrations.transformers.layers import Layer, rotate_halves, rotate_pairs
+from liger_chunked.integrations.transformers.overrides import Family, layer_class
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth of them or more
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # of tokens: small ones reveal the eps of a norm, large ones a clamp
+_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal the eps of a norm, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
 
 class Difference(ValueError):
-    """A kernel and the code that it replaces compute different things."""
+    """A kernel and the code that it replaces differ."""
 
 
 class Incomparable(Exception):
-    """The original code does not run on the inputs of the comparison."""
+    """The original code does not run on the probe."""
 
 
-def check_rope(family: Family) -> None:
-    """Compare `family.rope` with the `apply_rotary_pos_emb` of its modeling module.
-
-    Raises:
-        Difference: they differ, or the original has another signature than in other families.
-    """
-    stock, ours = family.modeling.apply_rotary_pos_emb, family.rope
-    assert ours is not None
-    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
-    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
-    with _quiet():
-        try:
-            arguments = _rotary_arguments(family)
-            expected = stock(*arguments)
-        except Exception as failure:
-            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
-        difference = _rotary_difference(ours, arguments, expected)
-        if difference is None:
-            return
-        for other in (rotate_halves, rotate_pairs):
-            if other is not ours and _rotary_difference(other, arguments, expected) is None:
-                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
-        name = getattr(ours, "__name__", repr(ours))
-        raise Difference(f"{title} is not {name}: {difference}; {advice}")
-
-
-def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Compare `layer.run` with the method of `cls` that it replaces, on a small copy of `module`.
-
-    Raises:
-        Difference: they differ, or the module lacks attributes that `layer` reads.
-        Incomparable: the original does not run on the copy.
-    """
-    with _quiet():
-        probe = _probe(module, cls)
-        width, expected = _stock_output(layer, probe, cls)
-        difference = _layer_difference(layer, probe, cls, width, expected)
-        if difference is None:
-            return
-        same = [
-            name
-            for name, other in _LAYERS.items()
-            if other.method == layer.method and _layer_difference(other, probe, cls, width, expected) is None
-        ]
-    advice = f"{same[0]} computes the same" if same else "leave it out of the row"
-    raise Difference(f"{cls.__name__} is not {_name(layer)}: {difference}; {advice}")
+def check_row(family: Family, *, needs_all: bool = False) -> None:
+    """Raise a Difference if a kernel differs on a module that can be built without a model; all can if `needs_all`."""
+    if family.rope is not None:
+        check_rope(family)
+    for switch, layers in family.layers.items():
+        for name, layer in layers.items():
+            cls = layer_class(family, name)
+            try:
+                check_layer(layer, _built(layer, cls, family), cls)
+            except Difference as difference:
+                raise Difference(f"{switch}: {difference}") from difference.__cause__
+            except Incomparable as failure:
+                if needs_all:
+                    raise Difference(
+                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
+                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
+                    ) from failure
 
 
 def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration.
-
-    Raises:
-        Difference: a module differs, or cannot be compared.
-    """
+    """Run `check_layer` on one module of each configuration, all of which must be comparable."""
     seen = set()
     for module in modules:
         plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
@@ -102,32 +69,42 @@ def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module
             raise Difference(f"{cls.__name__} cannot be compared with {_name(layer)} ({failure})") from failure
 
 
-def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Compare the kernels of a row with the original code, for all modules that can be built without a model.
+def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
+    """Raise a Difference unless `layer.run` computes the same as `cls`, on a small copy of `module`."""
+    with _quiet():
+        probe = _probe(module, cls, {1: 1})
+        width, expected = _stock_output(layer, probe, cls)
+        difference = _layer_difference(layer, probe, cls, width, expected)
+        if difference is None:
+            return
+        others = {name: other for name, other in _LAYERS.items() if other.method == layer.method}
+        same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
+    advice = f"{same[0]} computes the same" if same else "leave it out of the row"
+    raise Difference(f"{cls.__name__} is not {_name(layer)}: {difference}; {advice}")
 
-    Raises:
-        Difference: one of them differs; with `needs_all`, also if a class cannot be built or run.
-    """
-    if family.rope is not None:
-        check_rope(family)
-    for switch, layers in family.layers.items():
-        for name, layer in layers.items():
-            cls = getattr(family.modeling, name, None) or getattr(nn, name)
-            try:
-                check_layer(layer, _built(layer, cls, family), cls)
-            except Difference as difference:
-                raise Difference(f"{switch}: {difference}") from difference.__cause__
-            except Incomparable as failure:
-                if needs_all:
-                    raise Difference(
-                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
-                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
-                    ) from failure
+
+def check_rope(family: Family) -> None:
+    """Raise a Difference unless `family.rope` computes the same as the function that it replaces."""
+    ours: Any = family.rope
+    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
+    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
+    with _quiet():
+        try:
+            arguments = _rotary_arguments(family)
+            expected = family.modeling.apply_rotary_pos_emb(*arguments)
+        except Exception as failure:
+            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
+        difference = _rotary_difference(ours, arguments, expected)
+        if difference is None:
+            return
+        for other in (rotate_halves, rotate_pairs):
+            if other is not ours and _rotary_difference(other, arguments, expected) is None:
+                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
+    raise Difference(f"{title} is not {getattr(ours, '__name__', repr(ours))}: {difference}; {advice}")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Compute on the CPU, without gradients and autocast."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         yield
 
@@ -141,7 +118,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference of two results; None if it is within rounding."""
+    """Describe the largest difference, or return None if it is within rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -150,11 +127,8 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
     return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
 
 
-# Rotary embeddings.
-
-
 def _configs(family: Family) -> Iterator[Any]:
-    """Yield default configurations of the family's models and of their parts."""
+    """Yield default configurations of the family."""
     named = [getattr(family.modeling, name) for name in family.causal]
     others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
@@ -163,18 +137,18 @@ def _configs(family: Family) -> Iterator[Any]:
             config = config_class()
         except Exception:  # the config has no defaults
             continue
-        yield config.get_text_config()
-        yield config
-        for part in config.sub_configs:
-            if getattr(config, part, None) is not None:
-                yield getattr(config, part)
+        parts = (getattr(config, part, None) for part in config.sub_configs)
+        yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
+
+
+# Rotary embeddings.
 
 
 def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, and the cos and sin of the family's rotary embedding."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
-    if found is None:  # none of its own: those of Llama
+    if found is None:  # use Llama's
         angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
         found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
     cos, sin, width = found
@@ -199,10 +173,9 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
             try:
                 width = width or config.hidden_size // config.num_attention_heads
                 rotary = cls(config)
-                more = {}
-                if "layer_type" in inspect.signature(rotary.forward).parameters:
-                    more["layer_type"] = config.layer_types[0]
-                for ids in (positions, positions.expand(3, 1, -1)):  # the second form is for models of text and images
+                layered = "layer_type" in inspect.signature(rotary.forward).parameters
+                more = {"layer_type": config.layer_types[0]} if layered else {}
+                for ids in (positions, positions.expand(3, 1, -1)):  # then as models of text and images
                     cos, sin = rotary(x, ids, **more)
                     if cos.ndim == 3 and cos.shape[0] == 1:
                         return cos, sin, width
@@ -217,19 +190,14 @@ def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], 
     except Exception as failure:
         return f"the kernel does not take its arguments ({_first_line(failure)})"
     differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
-    return next((difference for difference in differences if difference is not None), None)
+    return next(filter(None, differences), None)
 
 
 # Layers.
 
 
 def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
-    """Build a module on the meta device from a default configuration.
-
-    Raises:
-        Incomparable: no configuration fits, or `layer` supports none of the modules.
-        Difference: the module lacks attributes that `layer` reads.
-    """
+    """Build a module that `layer` supports from a default configuration, on the meta device."""
     reasons = []
     for config in (*_configs(family), None):
         if hasattr(config, "_experts_implementation"):
@@ -256,61 +224,48 @@ def _name(layer: Layer) -> str:
 
 def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+    for name, parameter in inspect.signature(cls).parameters.items():
         is_size = "size" in name or "dim" in name
         optional = parameter.default is not parameter.empty and not (parameter.default is None and is_size)
-        if name == "self" or optional or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if optional or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if "config" in name:
-            arguments[name] = config
-        elif "eps" in name:
-            arguments[name] = 1e-6
-        else:
-            arguments[name] = 0 if name == "layer_idx" else 64
+        known = {"config": config, "eps": 1e-6, "layer_idx": 0}
+        arguments[name] = next((value for part, value in known.items() if part in name), 64)
     return arguments
 
 
-class _Sizes:
-    """Map each dimension of a layer to a small one. What is twice another dimension stays so."""
-
-    def __init__(self) -> None:
-        self._small: dict[int, int] = {1: 1}
-
-    def __call__(self, size: int) -> int:
-        if size not in self._small:
-            if 2 * size in self._small:
-                small = self._small[2 * size] // 2
-            elif size % 2 == 0 and size // 2 in self._small:
-                small = 2 * self._small[size // 2]
-            else:
-                small = 8 + 16 * len(self._small)
-            self._small[size] = small
-        return self._small[size]
-
-    def of_attribute(self, value: Any) -> Any:
-        """Return the replacement for an attribute that holds a size or a tuple of sizes."""
-        if isinstance(value, tuple):
-            return tuple(map(self.of_attribute, value))
-        return self._small.get(value, value) if type(value) is int else value
+def _small(size: int, sizes: dict[int, int]) -> int:
+    """Map a dimension of a layer to a small one. Twice another dimension stays so."""
+    if size not in sizes:
+        if 2 * size in sizes:
+            sizes[size] = sizes[2 * size] // 2
+        elif size % 2 == 0 and size // 2 in sizes:
+            sizes[size] = 2 * sizes[size // 2]
+        else:
+            sizes[size] = 8 + 16 * len(sizes)
+    return sizes[size]
 
 
-def _probe(module: nn.Module, cls: Any, sizes: _Sizes | None = None) -> Any:
-    """Return a module of class `cls` with the attributes of `module` and small random weights in float32."""
-    sizes = _Sizes() if sizes is None else sizes
+def _attribute(value: Any, sizes: dict[int, int]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_attribute(x, sizes) for x in value)
+    return sizes.get(value, value) if type(value) is int else value
+
+
+def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
+    """Return a copy of `module` with small random weights."""
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
-    internal = {*vars(probe), "forward", "_old_forward", "_hf_hook"}
+    internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # DeepSpeed's ZeRO-3 keeps a parameter's shape in ds_shape while its data are sharded.
+        # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
-        probe._parameters[name] = None if shape is None else _weight(*map(sizes, shape), seed=i)
+        probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
         probe._modules[name] = None if child is None else _child(child, sizes, seed=i)
     for name, buffer in module._buffers.items():
-        probe._buffers[name] = None if buffer is None else _random(*map(sizes, buffer.shape))
-    for name, value in vars(module).items():
-        if name not in internal:
-            vars(probe)[name] = sizes.of_attribute(value)
+        probe._buffers[name] = None if buffer is None else _random(*(_small(n, sizes) for n in buffer.shape))
+    vars(probe).update({name: _attribute(x, sizes) for name, x in vars(module).items() if name not in internal})
     return probe.eval()
 
 
@@ -319,14 +274,15 @@ def _weight(*shape: int, seed: int) -> nn.Parameter:
     return nn.Parameter(scale * _random(*shape, seed=seed), requires_grad=False)
 
 
-def _child(child: nn.Module, sizes: _Sizes, seed: int) -> nn.Module:
+def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     if next(child.parameters(), None) is None:
         return copy.deepcopy(child).eval()
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # This also replaces an adapter or a quantized layer; the comparison does not depend on the projection.
-    linear = nn.Linear(sizes(n_in), sizes(n_out), bias=getattr(child, "bias", None) is not None, device="meta")
+    # In place of a projection that may be quantized.
+    width, height = _small(n_in, sizes), _small(n_out, sizes)
+    linear = nn.Linear(width, height, bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
         setattr(linear, name, _weight(*parameter.shape, seed=seed))
     return linear
@@ -337,11 +293,7 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return the width of an input that the original accepts, and its output.
-
-    Raises:
-        Incomparable: no width was accepted.
-    """
+    """Return the width of an input that the original accepts, and its output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
     failure: Exception | None = None
     for width in dict.fromkeys(widths):
@@ -367,7 +319,7 @@ def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: 
 
 
 def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare a norm with the original on bfloat16 rows, with float32 and bfloat16 weights."""
+    """Compare the rounding of a norm in bfloat16, with float32 and bfloat16 weights."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = copy.deepcopy(probe).to(dtype)

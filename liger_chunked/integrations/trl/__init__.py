@@ -1,57 +1,75 @@
-"""TRL's trainers on chunked heads: TRL's data, metrics and losses, without logits.
+"""TRL's trainers, without logits.
 
-    Liger*Trainer                  a mixin over TRL's class; overrides the method that builds logits, if there is one
-      model(..., labels=,          the wrapped model: hooks of DDP, FSDP and ZeRO run, adapters apply
-            fused_lm_head=True     TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
-            head_fn=fn)            our call: returns `fn(head, input)`
-        backbone -> hidden states
-        fn(head, input)            in place of lm_head and loss, inside the model's forward
+    Liger*Trainer                a mixin over TRL's class
+      model(..., labels=,        the wrapped model, with the hooks of DDP, FSDP and ZeRO, and adapters
+            fused_lm_head=True   TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
+            head_fn=fn)          our call: returns `fn(head, input)`
+        head_pass                both calls; runs the backbone, then `fn` in place of lm_head and loss
 
-A loss is computed through that call in one of three ways:
+A trainer gets its loss in one of three ways:
 
-1. SFT, DPO, KTO, GRPO and RLOO: TRL requests a fused head and computes its loss from the head's statistics. The head is
-   ours; the loss and all metrics are TRL's.
-2. ORPO, CPO (SimPO), GKD, GOLD, distillation and online DPO: TRL builds logits in one method, which our trainers
-   override.
-3. `loss=` replaces the trainer's loss by a loss of this library, or by a user's subclass of one of its bases. The
-   forward computes its gradient, and the trainer logs its metrics under TRL's names.
-
-Every trainer takes TRL's arguments and `logits_budget`, the bytes of logits in memory at once (see
-`LigerTrainerMixin`). All but RLOO and online DPO take `loss`, which has a budget itself.
+1. SFT, DPO, KTO, GRPO, RLOO: TRL computes loss and metrics from the statistics of a fused head, which is ours.
+2. ORPO, CPO, GKD, GOLD, distillation, online DPO: TRL builds logits in one method, which we override.
+3. `loss=` replaces the loss by one of this library, or a user's.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from liger_chunked.integrations.trl.versions import check_versions
+# TRL 1.15 is the first release whose trainers use a fused head.
+REQUIRED = {"trl": "1.15", "transformers": "5.17"}
+
+
+def check_versions() -> None:
+    """Raise ImportError if a package of `REQUIRED` is missing or too old."""
+    for package, oldest in REQUIRED.items():
+        needs = f"liger_chunked.integrations.trl needs {package} >= {oldest}, found"
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            raise ImportError(f"{needs} none: pip install 'liger_chunked[trl]'") from None
+        from packaging.version import Version  # a dependency of transformers
+
+        if Version(found) < Version(oldest):
+            raise ImportError(f"{needs} {found}")
+
 
 check_versions()
 
-# Each trainer imports only the TRL module that it extends.
-_MODULES = {
-    "LigerCPOTrainer": "cpo",
-    "LigerDPOTrainer": "dpo",
-    "LigerDistillationTrainer": "distillation",
-    "LigerGKDTrainer": "gkd",
-    "LigerGOLDTrainer": "gold",
-    "LigerGRPOTrainer": "grpo",
-    "LigerKTOTrainer": "kto",
-    "LigerORPOTrainer": "orpo",
-    "LigerOnlineDPOTrainer": "online_dpo",
-    "LigerRLOOTrainer": "rloo",
-    "LigerSFTTrainer": "sft",
-    "add_chunked_lm_head": "fused_output",
+# `LigerXTrainer` is `XMixin` of a file here over `XTrainer` of TRL's module. Imports wait for the first use, because
+# modules of trl.experimental warn, and a later release may drop them.
+_TRAINERS = {
+    "SFT": ("sft", "trl"),
+    "DPO": ("preference", "trl"),
+    "ORPO": ("preference", "trl.experimental.orpo"),
+    "CPO": ("preference", "trl.experimental.cpo"),
+    "OnlineDPO": ("preference", "trl.experimental.online_dpo"),
+    "KTO": ("unpaired", "trl"),
+    "GRPO": ("policy", "trl"),
+    "RLOO": ("policy", "trl"),
+    "Distillation": ("distillation", "trl"),
+    "GKD": ("distillation", "trl.experimental.gkd"),
+    "GOLD": ("distillation", "trl.experimental.gold"),
 }
 
-__all__ = sorted(_MODULES)
+__all__ = sorted([*(f"Liger{kind}Trainer" for kind in _TRAINERS), "add_chunked_lm_head"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name == "add_chunked_lm_head":
+        return importlib.import_module(f"{__name__}.base").add_chunked_lm_head
+    kind = name.removeprefix("Liger").removesuffix("Trainer")
+    file, module = _TRAINERS[kind]
+    mixin = getattr(importlib.import_module(f"{__name__}.{file}"), f"{kind}Mixin")
+    of_trl = getattr(importlib.import_module(module), f"{kind}Trainer")
+    doc = f"{mixin.__doc__.rstrip()}\n\n    For the arguments, see TRL's trainer and `LigerTrainerMixin`."
+    trainer = type(name, (mixin, of_trl), {"__module__": __name__, "__doc__": doc})
+    return globals().setdefault(name, trainer)
 
 
 def __dir__() -> list[str]:

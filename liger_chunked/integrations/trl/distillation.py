@@ -1,59 +1,199 @@
-"""`LigerDistillationTrainer`: TRL's on-policy distillation, with one product with the teacher's head for each token."""
+"""Distillation from a teacher: GKD, GOLD, and TRL's on-policy distillation."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import Any
+import copy
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from trl import DistillationTrainer
 
-from liger_chunked.integrations.trl.mixin import HEAD_BUDGET, LigerTrainerMixin
-from liger_chunked.integrations.trl.rollouts import model_inputs_and_labels
-from liger_chunked.integrations.trl.teacher import distillation_step, log_terms
+from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.trl.base import (
+    HEAD_BUDGET,
+    LigerTrainerMixin,
+    apply_loss,
+    head_stats,
+    rollout_inputs,
+    with_outputs,
+    with_transform,
+)
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearJSDLoss
+from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 
 
-class LigerDistillationTrainer(LigerTrainerMixin, DistillationTrainer):
-    """TRL's `DistillationTrainer`, with the gradient computed in forward.
+class DistillationStep(NamedTuple):
+    """The result of a loss and, if requested, the sum of the student's entropies in nats."""
 
-    Args:
-        *args, **kwargs: see TRL.
-        loss: a `LigerFusedLinearDistillationBase`. The logged entropy uses its temperature too.
-        logits_budget: the most bytes of logits in memory at once, student and teacher together; None for 1 GiB.
+    loss: Tensor
+    metrics: DistillationMetrics
+    entropy_sum: Tensor | None
 
-    Raises:
-        ValueError: a config field contradicts the loss (`replaced_fields`).
+
+def distillation_step(
+    model: nn.Module,
+    teacher: nn.Module,
+    loss: LigerFusedLinearDistillationBase,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    *,
+    num_items: int | Tensor | None = None,
+    with_entropy: bool = False,
+) -> DistillationStep:
+    """Apply `loss` inside the forward of the student `model`, inside the forward of `teacher`.
+
+    The forwards are nested because each head is complete only inside its own. `with_entropy` costs one more GEMM.
     """
+    with_gradient = torch.is_grad_enabled()
+    steps: list[DistillationStep] = []
 
-    replaced_fields = MappingProxyType({"beta": "beta", "temperature": "options.temperature"})
+    def in_teacher(teacher_head: Head, teacher_input: HeadInput) -> None:
+        own = _with_teacher(loss, teacher_input.options)
+
+        def in_student(head: Head, input: HeadInput) -> DistillationStep:
+            step = apply_loss(
+                head,
+                input,
+                loss=own,
+                teacher_weight=teacher_head.weight,
+                teacher_input=teacher_input.hidden_states,
+                teacher_bias=teacher_head.bias,
+                num_items=num_items,
+            )
+            entropy_sum = _entropy_sum(head, input, loss.options) if with_entropy else None
+            return DistillationStep(step.loss, step.metrics, entropy_sum)
+
+        with torch.set_grad_enabled(with_gradient):
+            # Hooks of the teacher would treat a returned loss as its output.
+            steps.append(model(**inputs, labels=labels, head_fn=in_student))
+
+    teacher.eval()
+    with torch.no_grad():
+        teacher(**inputs, labels=labels, head_fn=in_teacher)
+    return steps[0]
+
+
+def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
+    """Return a copy of `loss` with the teacher's logits transform; see `with_transform`."""
+    own = copy.copy(loss)
+    options = loss.teacher_options
+    if options is loss.options:  # the student's, whose transform may differ
+        options = LogitOptions(temperature=options.temperature)
+    own.teacher_options = with_transform(options, teacher)
+    return own
+
+
+@torch.no_grad()
+def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
+    stats = head_stats(head, input, ("entropy",), temperature=options.temperature, logits_budget=options.logits_budget)
+    assert stats.entropy is not None
+    return stats.entropy.sum()
+
+
+class TeacherMixin(LigerTrainerMixin):
+    """Extends a trainer that builds the logits of student and teacher. Subclasses override its loss."""
 
     loss_kind = LigerFusedLinearDistillationBase
-    models_without_head = ("model", "teacher_model")
+    models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
+    # Budget of TRL's loss if none is given.
+    default_budget: ClassVar[int | None] = None
 
-    def _compute_loss(
-        self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        model_inputs, labels = model_inputs_and_labels(inputs)
+    def _distil(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        labels: Tensor,
+        temperature: float,
+        num_items: int | Tensor | None,
+        with_entropy: bool = False,
+    ) -> DistillationStep:
+        """Apply the `loss`, or TRL's: a generalized Jensen-Shannon divergence."""
         loss = self.loss_override
         if loss is None:
             loss = LigerFusedLinearJSDLoss(
                 beta=self.beta,
-                temperature=self.temperature,
+                temperature=temperature,
                 weight_hard_loss=0.0,
                 weight_soft_loss=1.0,
-                logits_budget=2 * HEAD_BUDGET if self.logits_budget is None else self.logits_budget,
+                logits_budget=self.default_budget if self.logits_budget is None else self.logits_budget,
             )
-        step = distillation_step(
-            unwrapped_student,
-            self.teacher_model,
-            loss,
-            model_inputs,
-            labels,
-            num_items=num_items_in_batch,
-            with_entropy=True,
-        )
-        assert step.entropy_sum is not None
-        if self.loss_override is not None:
-            log_terms(self, loss, step.metrics)
+        teacher = self.teacher_model
+        step = distillation_step(model, teacher, loss, inputs, labels, num_items=num_items, with_entropy=with_entropy)
+        if loss is self.loss_override:
+            self.mode_metrics["soft_loss"].append(step.metrics.soft_loss.item())
+            if loss.weight_hard_loss:
+                self.mode_metrics["hard_loss"].append(step.metrics.hard_loss.item())
+        return step
+
+
+class DistillationMixin(TeacherMixin):
+    """TRL's `DistillationTrainer`, with the gradient computed in forward.
+
+    `loss` is a `LigerFusedLinearDistillationBase`. The logged entropy uses its temperature too. `logits_budget` covers
+    both models; None for 1 GiB.
+    """
+
+    replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
+    models_without_head = ("model", "teacher_model")
+    default_budget = 2 * HEAD_BUDGET
+
+    def _compute_loss(
+        self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: int | Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        model_inputs, labels = rollout_inputs(inputs)
+        step = self._distil(unwrapped_student, model_inputs, labels, self.temperature, num_items_in_batch, True)
         return step.loss, step.entropy_sum, (labels != -100).sum()
+
+
+class GKDMixin(TeacherMixin):
+    """TRL's `GKDTrainer` without logits.
+
+    `loss` is a `LigerFusedLinearDistillationBase`.
+    """
+
+    replaced_fields: ClassVar = {"beta": "beta"}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        # TRL uses its temperature for sampling only.
+        step = self._distil(model, model_inputs, inputs["labels"], 1.0, num_items_in_batch)
+        return with_outputs(step.loss, model, model_inputs, return_outputs)
+
+
+class GOLDMixin(TeacherMixin):
+    """TRL's `GOLDTrainer` without logits.
+
+    If the teacher has another tokenizer (`use_uld_loss`), TRL's code runs, with logits: it sorts and merges rows of
+    probabilities. Otherwise `loss` may be a `LigerFusedLinearDistillationBase`.
+    """
+
+    replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._across_tokenizers and self.loss_override is not None:
+            raise ValueError("a loss on one vocabulary cannot compare tokenizers: use_uld_loss takes no loss")
+
+    @property
+    def _across_tokenizers(self) -> bool:
+        return self.use_uld_loss and self.teacher_tokenizer is not None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Any:
+        if self._across_tokenizers:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        model_inputs |= self._get_model_forward_kwargs(inputs)
+        step = self._distil(model, model_inputs, inputs["labels"], self.temperature, num_items_in_batch)
+        return with_outputs(step.loss, model, model_inputs, return_outputs)

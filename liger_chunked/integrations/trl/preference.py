@@ -1,66 +1,23 @@
-"""A loss on pairs in place of a trainer's own: the step through the model, and its metrics."""
+"""Losses on pairs: DPO, ORPO, CPO (SimPO), online DPO."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.mixin import LigerTrainerMixin, fitted
+from liger_chunked.integrations.trl.base import LigerTrainerMixin, ReferenceMixin, Step, head_stats, loss_step
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
-from liger_chunked.types import Head, PreferenceMetrics
+from liger_chunked.losses.reference_model import warn_reference_free
+from liger_chunked.types import Head
 
 
-class PreferenceStep(NamedTuple):
-    """The loss with its gradient, its metrics, and the load-balancing loss of a mixture of experts."""
-
-    loss: Tensor
-    metrics: PreferenceMetrics
-    aux_loss: Tensor | None
-
-
-def preference_step(
-    model: nn.Module,
-    loss: LigerFusedLinearPreferenceBase,
-    inputs: dict[str, Any],
-    labels: Tensor,
-    *,
-    ref_logps: Tensor | None = None,
-    nll_labels: Tensor | None = None,
-) -> PreferenceStep:
-    """Apply `loss` inside the forward of `model`.
-
-    Args:
-        model: the policy, wrapped or not.
-        loss: a loss; it gets the model's logits transform.
-        inputs: keyword arguments of the model for 2 n sequences of T tokens, chosen then rejected.
-        labels: (2 n, T) token ids, not shifted, -100 at prompts and padding.
-        ref_logps: (2 n, T - 1) for each token, or (2 n,) for each sequence, as the loss takes them.
-        nll_labels: (2 n, T) labels of the NLL term, if they differ from `labels`.
-    """
-    length = labels.shape[1]
-
-    def apply(head: Head, input: HeadInput) -> PreferenceStep:
-        # The virtual tokens of prompt learning come first, and the last position predicts nothing.
-        positions = slice(-length, -1)
-        value, metrics = fitted(loss, input.options)(
-            head.weight,
-            input.hidden_states[:, positions],
-            input.target[:, positions],
-            head.bias,
-            ref_logps=ref_logps,
-            nll_target=None if nll_labels is None else nll_labels[:, 1:],
-        )
-        return PreferenceStep(value, metrics, input.aux_loss)
-
-    return model(**inputs, labels=labels, head_fn=apply)
-
-
-def preference_logs(
-    trainer: LigerTrainerMixin, loss: LigerFusedLinearPreferenceBase, metrics: PreferenceMetrics, labels: Tensor
-) -> dict[str, float]:
-    """Return the metrics of a loss on pairs under TRL's names, averaged over the ranks. `labels` are (2 n, T)."""
+def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
+    """Return the metrics of a loss on pairs under TRL's names."""
+    metrics = step.metrics
     of_pairs = {
         "rewards/chosen": metrics.chosen_rewards,
         "rewards/rejected": metrics.rejected_rewards,
@@ -69,11 +26,207 @@ def preference_logs(
         "logps/chosen": metrics.chosen_logps,
         "logps/rejected": metrics.rejected_logps,
     }
-    of_tokens = {"logits/chosen": metrics.chosen_logits_mean, "logits/rejected": metrics.rejected_logits_mean}
-    counts = (labels[:, 1:] != -100).sum(-1).view(2, -1).sum(-1)
     logs = {name: trainer.gathered_mean(value) for name, value in of_pairs.items()}
-    for (name, mean), count in zip(of_tokens.items(), counts, strict=True):
-        logs[name] = trainer.global_mean(mean, count)
-    if loss.compute_nll_loss:
+    chosen, rejected = (step.target != -100).sum(-1).view(2, -1).sum(-1)
+    logs["logits/chosen"] = trainer.global_mean(metrics.chosen_logits_mean, chosen)
+    logs["logits/rejected"] = trainer.global_mean(metrics.rejected_logits_mean, rejected)
+    if trainer.loss_override.compute_nll_loss:
         logs["nll_loss"] = trainer.gathered_mean(metrics.nll_loss)
     return logs
+
+
+class DPOMixin(ReferenceMixin):
+    """TRL's `DPOTrainer` on a chunked head.
+
+    `loss` is a `LigerFusedLinearPreferenceBase`. If it rejects a reference, none is loaded.
+
+        LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
+    """
+
+    loss_kind = LigerFusedLinearPreferenceBase
+    replaced_fields: ClassVar = {
+        "beta": "beta",
+        "loss_type": "loss_types",
+        "loss_weights": "loss_weights",
+        "label_smoothing": "settings.label_smoothing",
+        "ld_alpha": "ld_alpha",
+        "f_divergence_type": "settings.f_divergence_type",
+        "f_alpha_divergence_coef": "settings.f_alpha_divergence_coef",
+        "discopop_tau": "settings.discopop_tau",
+        "use_weighting": "use_weighting",
+    }
+    ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+
+    def _log_metrics(self, step: Step) -> None:
+        for name, metric in pair_logs(self, step).items():
+            self.mode_metrics[name].append(metric)
+
+
+class Scores(NamedTuple):
+    """(2 n, T) log-probability and mean logit where position t predicts token t + 1; the auxiliary loss, if any."""
+
+    logps: Tensor
+    mean_logits: Tensor
+    aux_loss: tuple[Tensor, ...]
+
+
+@torch.no_grad()
+def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
+    """Return the mean logit over the vocabulary at every position, (B, T).
+
+    Without a softcap this is `mean(W) @ h + mean(b)`, and needs no logits.
+    """
+    if input.options.softcap is not None:
+        everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
+        stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
+        assert stats.mean_logits is not None
+        return stats.mean_logits
+    # Autocast would round a matmul to half precision.
+    mean = (input.hidden_states.float() * head.weight.mean(0, dtype=torch.float32)).sum(-1)
+    bias = 0.0 if head.bias is None else head.bias.float().mean()
+    return input.options.logit_scale * (mean + bias)
+
+
+class ConcatenatedMixin(LigerTrainerMixin):
+    """Extends a trainer whose `concatenated_forward` builds logits. Subclasses override it."""
+
+    loss_kind = LigerFusedLinearPreferenceBase
+    models_without_head = ("model",)
+    # TRL's name for the padding token.
+    padding_attribute: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_encoder_decoder:
+            raise ValueError(f"{type(self).__name__} is for decoders, got the encoder-decoder {type(self.model)}")
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        super()._check_loss(loss)
+        if loss.use_ref_model:
+            raise ValueError(
+                f"{type(loss).__name__} needs a reference, and {cls.__name__} keeps none: see LigerDPOTrainer"
+            )
+        if loss._expects_reference:
+            warn_reference_free(loss)  # every step runs on a copy, which would warn again
+
+    def _concatenated(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        """Return the model's arguments, and labels of the completions."""
+        padding_value = getattr(self, self.padding_attribute)
+        batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)
+        inputs = {name: batch[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
+        return inputs | self._aux_inputs, batch["concatenated_labels"]
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Scores:
+        def scores(head: Head, input: HeadInput) -> Scores:
+            logps = head_stats(head, input, ("logps",), logits_budget=self.logits_budget).logps
+            assert logps is not None
+            aux_loss = () if input.aux_loss is None else (input.aux_loss,)
+            return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
+
+        return model(**inputs, labels=labels, head_fn=scores)
+
+    def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
+        loss = self.loss_override
+        if loss is None:
+            return super().get_batch_loss_metrics(model, batch, train_eval)
+        inputs, labels = self._concatenated(batch)
+        nll_target = self._nll_target(inputs) if loss.compute_nll_loss else None
+        step = loss_step(model, loss, inputs, labels, length=labels.shape[1] - 1, nll_target=nll_target)
+        prefix = "eval_" if train_eval == "eval" else ""
+        # Unlike other trainers, these call the coefficient so, and do not log this loss.
+        value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
+        return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
+
+    def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return the target of the NLL term if it differs from that of the loss."""
+        return None
+
+
+class ORPOMixin(ConcatenatedMixin):
+    """TRL's `ORPOTrainer` without logits, for decoder-only models.
+
+    `loss` is a `LigerFusedLinearPreferenceBase` without a reference. Its NLL spans prompt and response, as in ORPO.
+    """
+
+    replaced_fields: ClassVar = {"beta": "beta"}
+    padding_attribute = "padding_value"
+
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        n = batch["chosen_labels"].shape[0]
+        inputs, labels = self._concatenated(batch)
+        prompt_and_response = self._whole_sequences(inputs)[:n]
+        scores = self._score(model, inputs, torch.cat([prompt_and_response, labels[n:]]))
+        mask = labels[:, 1:] != -100
+        logps = torch.where(mask, scores.logps[:, :-1], 0.0).sum(-1) / mask.sum(-1)
+        nll = -scores.logps[:n].sum() / (prompt_and_response[:, 1:] != -100).sum()
+        mean_logits = scores.mean_logits[:, :-1]
+        return logps[:n], logps[n:], mean_logits[:n], mean_logits[n:], nll, *scores.aux_loss
+
+    def _nll_target(self, inputs: dict[str, Any]) -> Tensor:
+        return self._whole_sequences(inputs)[:, 1:]
+
+    @staticmethod
+    def _whole_sequences(inputs: dict[str, Any]) -> Tensor:
+        return inputs["input_ids"].where(inputs["attention_mask"] == 1, -100)
+
+
+class CPOMixin(ConcatenatedMixin):
+    """TRL's `CPOTrainer` (SimPO with `loss_type="simpo"`) without logits, for decoder-only models.
+
+    `loss` is a `LigerFusedLinearPreferenceBase` without a reference.
+    """
+
+    replaced_fields: ClassVar = {
+        "beta": "beta",
+        "loss_type": "loss_type",
+        "label_smoothing": "settings.label_smoothing",
+        "cpo_alpha": "cpo_alpha",
+        "simpo_gamma": "settings.simpo_gamma",
+        "alpha": None,
+    }
+    padding_attribute = "pad_token_id"
+
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        n = batch["chosen_labels"].shape[0]
+        inputs, labels = self._concatenated(batch)
+        scores = self._score(model, inputs, labels)
+        lengths = (labels[:, 1:] != -100).sum(-1)
+        sums = scores.logps.sum(-1)
+        logps = sums / lengths if self.loss_type in ("ipo", "simpo") else sums
+        nll = sums.new_zeros(()) if self.cpo_alpha == 0 else -sums[:n].sum() / lengths[:n].sum()
+        return logps[:n], logps[n:], scores.mean_logits[:n], scores.mean_logits[n:], nll, *scores.aux_loss
+
+
+class OnlineDPOMixin(LigerTrainerMixin):
+    """TRL's `OnlineDPOTrainer` without logits, which its `_forward` builds; it takes no `loss`."""
+
+    models_without_head = ("model", "ref_model")
+
+    def _forward(
+        self,
+        model: nn.Module,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        vision_inputs: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        if vision_inputs is None:
+            # Truncate the prompt on the left. Images need all of their tokens.
+            too_long = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
+            prompt_ids, prompt_mask = prompt_ids[:, too_long:], prompt_mask[:, too_long:]
+        names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+        # Padding too, because TRL's mean entropy and KL count it. Without a prompt, position t scores token t.
+        first = max(prompt_ids.shape[1] - 1, 0)
+        input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
+        shift_labels = torch.full_like(input_ids, -100)
+        scored = slice(first, first + completion_ids.shape[1])
+        shift_labels[:, scored] = completion_ids
+        return model(
+            input_ids,
+            attention_mask=torch.cat([prompt_mask, completion_mask], dim=1),
+            **{name: x for name, x in (vision_inputs or {}).items() if name in names},
+            shift_labels=shift_labels,
+            fused_lm_head=True,
+        ).log_probs[:, scored]

@@ -1,0 +1,26 @@
+"""The oracles: every loss on full logits, written from its formula in plain torch.
+
+Each function takes the tensors and the settings of the fused loss by the same names.
+"""
+
+from liger_chunked.eager.cross_entropy import cross_entropy
+from liger_chunked.eager.distillation import distillation
+from liger_chunked.eager.dpo import dpo
+from liger_chunked.eager.grpo import grpo
+from liger_chunked.eager.reference_free import cpo, orpo, simpo
+from liger_chunked.eager.token_stats import logits, token_stats
+from liger_chunked.eager.unpaired import bco, kto
+
+__all__ = [
+    "bco",
+    "cpo",
+    "cross_entropy",
+    "distillation",
+    "dpo",
+    "grpo",
+    "kto",
+    "logits",
+    "orpo",
+    "simpo",
+    "token_stats",
+]

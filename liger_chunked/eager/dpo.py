@@ -1,0 +1,233 @@
+"""DPO and its variants from full logits, pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.eager.token_stats import token_stats
+
+LOSS_TYPES = (
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+)  # fmt: skip
+
+
+class _Pair(NamedTuple):
+    """One pair: log-probabilities () in nats, lengths in tokens, and its weight."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_length: int
+    rejected_length: int
+    weight: Tensor
+
+
+class _Divergence(NamedTuple):
+    name: str
+    alpha: float
+
+    def score(self, logratio: Tensor) -> Tensor:
+        """Return `f'(t)` of f-DPO (table 1) at `t = pi / pi_ref`."""
+        t = logratio.exp()
+        match self.name:
+            case "reverse_kl":
+                return logratio
+            case "forward_kl":
+                return 1 - 1 / t
+            case "js_divergence":
+                return torch.log(2 * t / (t + 1))
+            case "alpha_divergence" if self.alpha == 1:
+                return logratio
+            case "alpha_divergence":
+                return (t ** (self.alpha - 1) - 1) / (self.alpha - 1)
+        raise ValueError(f"unknown divergence {self.name!r}")
+
+
+def _logistic(logit: Tensor, probability: float) -> Tensor:
+    """Return `-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
+    # The gradient sigmoid(x) - q of F.binary_cross_entropy_with_logits cancels if the loss is small.
+    return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
+
+
+def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float, divergence: _Divergence) -> Tensor:
+    """Return one pair's loss from its paper; rewards are `beta log(pi / pi_ref)`, or those of another divergence."""
+    chosen = divergence.score(pair.chosen - pair.ref_chosen)
+    rejected = divergence.score(pair.rejected - pair.ref_rejected)
+    per_token = chosen / max(1, pair.chosen_length) - rejected / max(1, pair.rejected_length)
+    reward_chosen, reward_rejected = beta * chosen, beta * rejected
+    margin = reward_chosen - reward_rejected
+    match loss_type:
+        case "sigmoid":  # Bradley-Terry, flipped with probability eps
+            return _logistic(margin, 1 - epsilon)
+        case "sigmoid_norm":
+            return _logistic(beta * per_token, 1.0)
+        case "hinge":
+            return torch.clamp(1 - margin, min=0)
+        case "ipo":  # equation 17, per token
+            return (per_token - 1 / (2 * beta)) ** 2
+        case "exo_pair":  # equation 16: KL(softmax(rewards) || (1 - eps, eps))
+            log_q = torch.stack([reward_chosen, reward_rejected]).log_softmax(0)
+            log_p = log_q.new_tensor([1 - epsilon, epsilon]).log()
+            return (log_q.exp() * (log_q - log_p)).sum()
+        case "nca_pair":
+            return _logistic(reward_chosen, 1.0) + (_logistic(reward_chosen, 0.0) + _logistic(reward_rejected, 0.0)) / 2
+        case "robust":  # equation 10
+            clean, flipped = _logistic(margin, 1.0), _logistic(margin, 0.0)
+            return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
+        case "bco_pair":  # classifies answers as good or bad
+            return _logistic(reward_chosen, 1.0) + _logistic(reward_rejected, 0.0)
+        case "sppo_hard":  # equation 4.7 with win probabilities 1 and 0
+            return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
+        case "apo_zero":  # equation 7
+            return 1 - torch.sigmoid(reward_chosen) + torch.sigmoid(reward_rejected)
+        case "apo_down":  # equation 8
+            return torch.sigmoid(reward_chosen) + 1 - torch.sigmoid(margin)
+        case "discopop":  # equation 5
+            gate = torch.sigmoid(margin / tau)
+            return (1 - gate) * _logistic(margin, 1.0) + gate * torch.exp(-margin)
+    raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {LOSS_TYPES}")
+
+
+def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
+    """Return AOT's losses: the logistic loss between equal quantiles of two distributions over the batch."""
+    if loss_type == "aot":
+        high = [pair.chosen - pair.rejected for pair in pairs]
+        low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]
+    else:
+        high = [pair.chosen - pair.ref_chosen for pair in pairs]
+        low = [pair.rejected - pair.ref_rejected for pair in pairs]
+    in_order = zip(sorted(high, key=Tensor.item), sorted(low, key=Tensor.item), strict=True)
+    return [_logistic(beta * (a - b), 1 - epsilon) for a, b in in_order]
+
+
+def _counts(valid: Tensor, ld_alpha: float | None) -> Tensor:
+    """Return (2 n, T) token weights: 1, 0 at ignored tokens, `ld_alpha` past the length of the other sequence."""
+    counts = valid.double()
+    if ld_alpha is not None:
+        n = valid.shape[0] // 2
+        for i in range(2 * n):
+            shared = min(int(valid[i].sum()), int(valid[(i + n) % (2 * n)].sum()))
+            counts[i, valid[i].nonzero()[shared:, 0]] = ld_alpha
+    return counts
+
+
+def dpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    *,
+    ref_logps: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    compute_nll_loss: bool = False,
+    alpha: float = 1.0,
+    average_log_prob: bool = False,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean over pairs of `loss_type`, plus `alpha` times the NLL of the chosen tokens, and detached metrics.
+
+    `log pi(y|x)` is the sum of a sequence's token log-probabilities, or their mean with `average_log_prob`. Without a
+    reference, `log pi_ref` is 0. A pair without tokens adds 0, but counts in the mean. `loss_type` is one of
+    `LOSS_TYPES`, or several, added with `loss_weights`. `beta`, `label_smoothing` and `discopop_tau` are beta, eps and
+    tau of the formulas.
+
+    Args:
+        f_divergence_type, f_alpha_divergence_coef: replace `log(pi / pi_ref)` by `f'(pi / pi_ref)` (f-DPO).
+        ld_alpha: weight of tokens past the length of the pair's other sequence (LD-DPO).
+        use_weighting: weight pairs by how likely the policy is to write them (WPO).
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = dpo(weight, input, target, ref_logps=torch.zeros(2))
+    >>> metrics["chosen_rewards"].shape
+    torch.Size([1])
+    """
+    transform: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    valid = target != ignore_index
+    lengths = valid.sum(1)
+    units = lengths.clamp(min=1) if average_log_prob else 1
+
+    outputs = ("logps", "mean_logits", "log_sum_sq_probs")
+    policy = token_stats(weight, input, target, bias, outputs=outputs, ignore_index=ignore_index, **transform)
+    counts = _counts(valid, ld_alpha).to(policy["logps"].dtype)
+    logps = (policy["logps"] * counts).sum(1) / units
+    if ref_input is not None and ref_weight is not None:
+        with torch.no_grad():
+            reference = token_stats(ref_weight, ref_input, target, ref_bias, ignore_index=ignore_index, **transform)
+        ref_logps = reference["logps"]
+    if ref_logps is None:
+        ref_logps = torch.zeros_like(logps)
+    ref_logps = ref_logps.detach().to(logps.dtype)
+    if ref_logps.ndim == 2:
+        ref_logps = (ref_logps * counts).sum(1) / units
+
+    n = target.shape[0] // 2
+    weights = torch.ones_like(logps)
+    if use_weighting:  # equation 2
+        weights = ((policy["logps"] - policy["log_sum_sq_probs"]).sum(1) / lengths.clamp(min=1)).exp().detach()
+    pairs = [
+        _Pair(
+            chosen=logps[i],
+            rejected=logps[n + i],
+            ref_chosen=ref_logps[i],
+            ref_rejected=ref_logps[n + i],
+            chosen_length=int(lengths[i]),
+            rejected_length=int(lengths[n + i]),
+            weight=weights[i] * weights[n + i],
+        )
+        for i in range(n)
+        if lengths[i] + lengths[n + i] > 0
+    ]
+    divergence = _Divergence(f_divergence_type, f_alpha_divergence_coef)
+    nll = -policy["logps"][:n].sum() / lengths[:n].sum().clamp(min=1)
+
+    names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    shares = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    loss = alpha * nll if compute_nll_loss else torch.zeros_like(nll)
+    for name, share in zip(names, shares, strict=True):
+        if name == "sft":
+            loss = loss + share * nll
+            continue
+        if name in ("aot", "aot_unpaired"):
+            losses = _quantile_losses(name, pairs, beta, label_smoothing)
+        else:
+            losses = [
+                pair.weight * _pair_loss(name, pair, beta, label_smoothing, discopop_tau, divergence) for pair in pairs
+            ]
+        loss = loss + share * sum(losses) / n
+
+    rewards = beta * (logps - ref_logps)
+    logits_mean = policy["mean_logits"].unflatten(0, (2, n)).sum((1, 2)) / lengths.view(2, n).sum(1).clamp(min=1)
+    metrics = {
+        "chosen_logps": logps[:n],
+        "rejected_logps": logps[n:],
+        "chosen_logits_mean": logits_mean[0],
+        "rejected_logits_mean": logits_mean[1],
+        "nll_loss": nll if compute_nll_loss else torch.zeros_like(nll),
+        "chosen_rewards": rewards[:n],
+        "rejected_rewards": rewards[n:],
+        "reward_accuracies": (rewards[:n] > rewards[n:]).to(rewards.dtype),
+        "reward_margins": rewards[:n] - rewards[n:],
+    }
+    return loss, {name: value.detach() for name, value in metrics.items()}

@@ -1,0 +1,234 @@
+"""Policy gradient losses from full logits, sequence by sequence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from liger_chunked.eager.token_stats import token_stats
+
+SURROGATES = ("clip", "reinforce", "cispo", "sapo", "vespo")
+REDUCTIONS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+IMPORTANCE_LEVELS = ("token", "sequence", "trajectory")
+
+
+def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
+    """Return the importance ratio of each token of a sequence, (t,)."""
+    ratios = (logps - old_logps).exp()
+    match level:
+        case "token":
+            return ratios
+        case "sequence":  # GSPO, equation 7: (pi(y) / pi_old(y)) ** (1 / |y|)
+            return (ratios.log().mean()).exp().expand_as(ratios)
+        case "trajectory":  # pi(y) / pi_old(y)
+            return ratios.prod().expand_as(ratios)
+    raise ValueError(f"unknown importance_level {level!r}, expected one of {IMPORTANCE_LEVELS}")
+
+
+def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
+    """Return PPO's minimum: the ratio is at most `high` for positive advantages, and at least `low` for others."""
+    most = math.inf if delta is None else delta
+    good = ratio.clamp(max=min(high, most))
+    bad = ratio.clamp(low, max(high, most))
+    return -advantage * torch.where(advantage > 0, good, bad)
+
+
+def _gamma_weight(log_w: float, k: float, rate: float) -> float:
+    """Return VESPO's `phi(w)`, with TRL's clamps."""
+    log_w = min(max(log_w, math.log(1e-8)), 20.0)
+    w = math.exp(log_w)
+    return math.exp(k * log_w + rate * (1 - w))
+
+
+def grpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    bias: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    beta: float = 0.0,
+    surrogate: str = "clip",
+    reduction: str = "grpo",
+    importance_level: str = "token",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    max_completion_length: int | None = None,
+    use_bias_correction_kl: bool = True,
+    entropy_coef: float = 0.0,
+    top_entropy_quantile: float = 1.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the sum over tokens of `(w * cost + beta * kl) / denominator`, minus `entropy_coef` times mean entropy.
+
+    With importance ratio `r`, advantage `A`, and sampled token `y`:
+
+        clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
+        reinforce   -r A
+        cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
+        sapo        -4 / tau sigmoid(tau (r - 1)) A
+        vespo       -phi A log pi(y), no gradient through phi, which includes w
+
+        grpo        denominator B |y|
+        bnpo        the tokens of the batch
+        dapo        num_items, or else the tokens of the batch
+        dr_grpo     B max_completion_length
+        luspo       B
+
+    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. The
+    metrics are detached, and None if they do not apply.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> loss, metrics = grpo(weight, input, target, torch.tensor([1.0, -1.0]))
+    >>> bool(loss.abs() < 1e-6), metrics["clip_ratio"].item()
+    (True, 0.0)
+    """
+    if attention_mask is not None:
+        target = torch.where(attention_mask.bool(), target, ignore_index)
+    valid = target != ignore_index
+
+    def statistics(weight: Tensor, input: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+        return token_stats(
+            weight,
+            input,
+            target,
+            bias,
+            outputs=("logps", "entropy"),
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            ignore_index=ignore_index,
+        )
+
+    stats = statistics(weight, input, bias)
+    dtype = stats["logps"].dtype
+    if ref_input is not None and ref_weight is not None:
+        with torch.no_grad():
+            ref_logps = statistics(ref_weight, ref_input, ref_bias)["logps"]
+
+    n_sequences, n_tokens = max(1, target.shape[0]), max(1, int(valid.sum()))
+    threshold = -math.inf
+    if top_entropy_quantile < 1 and valid.any():
+        entropies = stats["entropy"][valid].detach()
+        threshold = float(entropies.quantile(1 - top_entropy_quantile))
+
+    loss = bonus = kl_sum = stats["logps"].new_zeros(())
+    n_acting = 0
+    clipped_low: list[Tensor] = []
+    clipped_high: list[Tensor] = []
+    for i in range(target.shape[0]):
+        here = valid[i]
+        length = int(here.sum())
+        if length == 0:
+            continue
+
+        def of_tokens(x: Tensor, i: int = i, here: Tensor = here) -> Tensor:
+            return x[i].expand(here.shape)[here].detach().to(dtype)
+
+        logps, entropy = stats["logps"][i][here], stats["entropy"][i][here]
+        old = logps.detach() if old_logps is None else of_tokens(old_logps)
+        advantage = of_tokens(advantages)
+        ratio = _importance_ratio(logps, old, importance_level)
+        weights = torch.ones_like(logps) if importance_weights is None else of_tokens(importance_weights)
+
+        match surrogate:
+            case "clip":
+                cost = _clip_by_sign(ratio, advantage, 1 - epsilon_low, 1 + epsilon_high, delta)
+                cost = weights * cost
+            case "reinforce":
+                cost = -weights * ratio * advantage
+            case "cispo":
+                cost = -weights * torch.clamp(ratio.detach(), max=epsilon_high) * advantage * logps
+            case "sapo":
+                taus = [sapo_temperature_pos if a > 0 else sapo_temperature_neg for a in advantage.tolist()]
+                tau = torch.tensor(taus, dtype=dtype, device=logps.device)
+                cost = -weights * 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+            case "vespo":
+                one_weight = importance_weights is not None and importance_weights[i].numel() == 1
+                log_w = float((logps.detach() - old).clamp(-20, 20).sum())
+                corrections = weights.log().clamp(math.log(1e-8), 20)
+                log_w += float(corrections[0] if one_weight else corrections.sum())
+                phi = [
+                    _gamma_weight(log_w, vespo_k_pos, vespo_lambda_pos)
+                    if a >= 0
+                    else _gamma_weight(log_w, vespo_k_neg, vespo_lambda_neg)
+                    for a in advantage.tolist()
+                ]
+                cost = -advantage * logps * torch.tensor(phi, dtype=dtype, device=logps.device)
+            case _:
+                raise ValueError(f"unknown surrogate {surrogate!r}, expected one of {SURROGATES}")
+
+        acting = entropy.detach() >= threshold
+        cost = cost * acting
+        if ref_logps is not None:
+            difference = of_tokens(ref_logps) - logps
+            kl = torch.exp(difference) - difference - 1
+            if use_bias_correction_kl:
+                kl = ratio * kl
+            cost = cost + beta * kl
+            kl_sum = kl_sum + kl.sum()
+
+        match reduction:
+            case "grpo":
+                loss = loss + cost.mean() / n_sequences
+            case "bnpo":
+                loss = loss + cost.sum() / n_tokens
+            case "dapo":
+                loss = loss + cost.sum() / (n_tokens if num_items is None else float(num_items))
+            case "dr_grpo":
+                if max_completion_length is None:
+                    raise ValueError("dr_grpo needs max_completion_length")
+                loss = loss + cost.sum() / max_completion_length / n_sequences
+            case "luspo":
+                loss = loss + cost.sum() / n_sequences
+            case _:
+                raise ValueError(f"unknown reduction {reduction!r}, expected one of {REDUCTIONS}")
+        bonus = bonus + (entropy * acting).sum()
+        n_acting += int(acting.sum())
+
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        below = (bounded < 1 - epsilon_low) & (advantage < 0)
+        above = (bounded > (epsilon_high if surrogate == "cispo" else 1 + epsilon_high)) & (advantage > 0)
+        one_ratio = importance_level != "token" and advantages[i].numel() == 1
+        clipped_low.append(below[:1] if one_ratio else below)
+        clipped_high.append(above[:1] if one_ratio else above)
+
+    bonus = bonus / max(1, n_acting)
+    if num_items is not None:
+        bonus = bonus * (int(valid.sum()) / float(num_items))
+    loss = loss - entropy_coef * bonus
+
+    def share(flags: list[Tensor]) -> Tensor:
+        return torch.cat([loss.new_zeros(0), *flags]).sum() / max(1, sum(len(flag) for flag in flags))
+
+    clips_low, clips_high = surrogate == "clip", surrogate in ("clip", "cispo")
+    either = [low | high if clips_low else high for low, high in zip(clipped_low, clipped_high, strict=True)]
+    metrics = {
+        "entropy": stats["entropy"].sum().detach() / n_tokens,
+        "kl": None if ref_logps is None else kl_sum.detach() / n_tokens,
+        "clip_ratio_low": share(clipped_low) if clips_low else None,
+        "clip_ratio_high": share(clipped_high) if clips_high else None,
+        "clip_ratio": share(either) if clips_high else None,
+    }
+    return loss, metrics

@@ -1,0 +1,140 @@
+"""Preference losses without a reference model, from full logits: ORPO, CPO with AlphaPO, SimPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.eager.token_stats import token_stats
+
+CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
+
+
+def _sequences(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    nll_target: Tensor | None,
+    average: bool,
+    ignore_index: int,
+    transform: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities (n, 2) of sequences, which pairs have tokens (n,), and the NLL ()."""
+    n = target.shape[0] // 2
+    in_sequence = target != ignore_index
+    in_nll = in_sequence if nll_target is None else nll_target != ignore_index
+    either = target if nll_target is None else torch.where(in_sequence, target, nll_target)
+    token_logps = token_stats(weight, input, either, bias, ignore_index=ignore_index, **transform)["logps"]
+    logps, lengths = (token_logps * in_sequence).sum(1), in_sequence.sum(1)
+    if average:
+        logps = logps / lengths.clamp(min=1)
+    nll = -(token_logps * in_nll)[:n].sum() / in_nll[:n].sum().clamp(min=1)
+    return logps.view(2, n).t(), lengths.view(2, n).sum(0) > 0, nll
+
+
+def _logistic(logits: Tensor, epsilon: float) -> Tensor:
+    # The gradient sigmoid(x) - 1 of F.binary_cross_entropy_with_logits cancels if the loss is small.
+    return -((1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits))
+
+
+def orpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    ignore_index: int = -100,
+    **transform: Any,
+) -> Tensor:
+    """Return `nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, averaged over pairs.
+
+    `odds = P / (1 - P)`, where `P` is the geometric mean of a sequence's probabilities, at most `1 - 1e-12`.
+
+    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> orpo(weight, input, target).shape
+    torch.Size([])
+    """
+    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
+    logps = logps.clamp(max=-1e-12)
+    odds = logps.exp() / -torch.expm1(logps)
+    penalty = beta * torch.log1p(odds[:, 1] / odds[:, 0])  # -log sigmoid(log x) = log(1 + 1 / x)
+    return nll + penalty[has_tokens].sum() / max(1, len(penalty))
+
+
+def cpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    cpo_alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    simpo_gamma: float = 0.5,
+    alphapo_alpha: float = 0.0,
+    ignore_index: int = -100,
+    **transform: Any,
+) -> Tensor:
+    """Return the mean over pairs of the `loss_type`, plus `cpo_alpha` times the NLL of the chosen tokens.
+
+    An `alphapo_alpha` other than 0 replaces `log p` by `(1 - p ** -alpha) / alpha`.
+
+    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> cpo(weight, input, target, loss_type="simpo").shape
+    torch.Size([])
+    """
+    average = loss_type in ("ipo", "simpo")
+    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, average, ignore_index, transform)
+    shaped = logps if alphapo_alpha == 0 else (1 - torch.exp(-alphapo_alpha * logps)) / alphapo_alpha
+    h = shaped[:, 0] - shaped[:, 1]
+    match loss_type:
+        case "sigmoid":
+            losses = _logistic(beta * h, label_smoothing)
+        case "hinge":
+            losses = torch.clamp(1 - beta * h, min=0)
+        case "ipo":
+            losses = (h - 1 / (2 * beta)) ** 2
+        case "simpo":
+            losses = _logistic(beta * (h - simpo_gamma / beta), label_smoothing)
+        case _:
+            raise ValueError(f"unknown loss_type {loss_type!r}, expected one of {CPO_LOSS_TYPES}")
+    return losses[has_tokens].sum() / max(1, len(losses)) + cpo_alpha * nll
+
+
+def simpo(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    nll_target: Tensor | None = None,
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    alpha: float = 1.0,
+    compute_nll_loss: bool = False,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    ignore_index: int = -100,
+    **transform: Any,
+) -> Tensor:
+    """Return SimPO's equation 6, the mean of `-log sigmoid(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma)`.
+
+    With "hinge" it is `max(0, 1 - x)` of the same `x`. `compute_nll_loss` adds `alpha` times the NLL.
+
+    >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    >>> simpo(weight, input, target).shape
+    torch.Size([])
+    """
+    logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
+    x = beta * logps[:, 0] - beta * logps[:, 1] - gamma
+    losses = torch.clamp(1 - x, min=0) if loss_type == "hinge" else _logistic(x, label_smoothing)
+    loss = losses[has_tokens].sum() / max(1, len(losses))
+    return loss + alpha * nll if compute_nll_loss else loss

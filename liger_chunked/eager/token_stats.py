@@ -1,0 +1,81 @@
+"""Token statistics from full logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OUTPUTS = ("logps", "lse", "entropy", "mean_logits", "argmax", "is_top1", "log_sum_sq_probs")
+
+
+def logits(
+    weight: Tensor,
+    input: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return all logits (..., V): `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
+
+    The product is computed in the dtype of the inputs, the rest in float32 or float64. Without a softcap there is no
+    tanh. Shapes: weight (V, H), input (..., H), bias (V,).
+    """
+    z = F.linear(input, weight, bias)
+    z = z if z.dtype == torch.float64 else z.float()
+    z = logit_scale * z
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def token_stats(
+    weight: Tensor,
+    input: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    outputs: tuple[str, ...] = ("logps",),
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """Return statistics of the logits `z` of each token in nats, by name, with `p = softmax(z)` and target `y`.
+
+        logps             log p_y
+        lse               log sum_v exp z_v
+        entropy           -sum_v p_v log p_v
+        mean_logits       1/V sum_v z_v
+        argmax            argmax_v z_v
+        is_top1           argmax_v z_v = y
+        log_sum_sq_probs  log sum_v p_v ** 2
+
+    Statistics have the shape of `target`, and are 0 at `ignore_index` (argmax: -1). For the other arguments see
+    `logits`.
+
+    >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
+    >>> stats = token_stats(weight, input, torch.tensor([[1, 2, 3], [4, 5, -100]]), outputs=("logps", "argmax"))
+    >>> stats["logps"].shape, stats["argmax"][1, 2].item()
+    (torch.Size([2, 3]), -1)
+    """
+    z = logits(weight, input, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    valid = target != ignore_index
+    y = target.long().where(valid, 0)
+    stats = {
+        "logps": log_p.gather(-1, y[..., None])[..., 0],
+        "lse": z.logsumexp(-1),
+        # The limit of p log p at p = 0; the product would be 0 * -inf.
+        "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
+        "mean_logits": z.mean(-1),
+        "argmax": z.argmax(-1),
+        "is_top1": z.argmax(-1) == y,
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+    }
+    return {
+        name: torch.where(valid, stats[name], -1 if name == "argmax" else 0).to(stats[name].dtype) for name in outputs
+    }

@@ -1,0 +1,203 @@
+"""Select the tokens of a batch that count, and order them.
+
+token    a position that has a target; the others never reach a matrix product
+group    the tokens that an objective cannot split: one, a sequence, a pair
+chunk    the whole groups that the objective sees at once, within the budget
+tile     some rows of a chunk times a slice of the vocabulary: the logits in memory at once
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.kernels import survey
+from liger_chunked.types import TokenStats
+
+Group = Literal["token", "sequence", "pair"]
+
+
+def along(x: Tensor, part: slice | Tensor) -> Tensor:
+    """Return `x[part]`, or `x` if that is all: a view takes longer than some kernels."""
+    return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
+
+
+class Chunk(NamedTuple):
+    """Consecutive groups, and the `rows` of their tokens in computing order."""
+
+    rows: slice
+    groups: slice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The position of each token of a batch.
+
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. The computing
+    order is the input's, which separates the two sequences of a stacked pair. Several chunks need the order of
+    `by_group`.
+    """
+
+    shape: tuple[int, ...]
+    target: Tensor  # (n_valid,) int64
+    rows: Tensor | None  # (n_valid,) in the flattened input; None: all
+    slots: Tensor | None  # (n_valid,) in the flattened dense layout; None: all
+    mask: Tensor  # dense, True at the valid tokens
+    lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None if groups are tokens
+    side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
+    group_lengths: Sequence[int] | None  # the same per group, on the host
+    shortest: int = 0  # smallest of `lengths`, on the host
+    stacked: bool = False  # all chosen sequences, then all rejected ones
+
+    @property
+    def n_valid(self) -> int:
+        return self.target.shape[0]
+
+    @property
+    def divisors(self) -> Tensor:
+        """`lengths`, at least 1."""
+        assert self.lengths is not None
+        return self.lengths if self.shortest else self.lengths.clamp(min=1)
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Dense positions of a group."""
+        size = 1
+        for extent in self.shape[1:]:
+            size *= extent
+        return size
+
+    def input_rows(self, input: Tensor, rows: slice) -> Tensor:
+        """Return hidden states (len, H) from the flattened input (N, H)."""
+        return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
+
+    def _slots_in(self, chunk: Chunk) -> Tensor | None:
+        """Return the chunk's `slots`, from its first group."""
+        if self.slots is None or chunk.groups.start == 0:
+            return None if self.slots is None else along(self.slots, chunk.rows)
+        return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
+
+    def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
+        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere.
+
+        Deterministic, like `compact`: no two values share a place.
+        """
+        if self.group_lengths is None:
+            return values
+        n_groups, slots = chunk.groups.stop - chunk.groups.start, self._slots_in(chunk)
+        if slots is not None:
+            values = values.new_zeros(n_groups * self.tokens_per_group).scatter_(0, slots, values)
+        return self._unflatten(values, n_groups)
+
+    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
+        """Move a chunk's dense values back to (len,)."""
+        if self.group_lengths is not None:
+            dense = (dense.transpose(0, 1) if self.stacked else dense).reshape(-1)
+            slots = self._slots_in(chunk)
+            dense = dense if slots is None else dense.index_select(0, slots)
+        return dense.contiguous()
+
+    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+        """Move all valid tokens' values to the dense layout, with `fill` elsewhere."""
+        if self.slots is not None:
+            values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
+        return self._unflatten(values, self.shape[0])
+
+    def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
+        """Split a flattened dense tensor into groups."""
+        if self.stacked:
+            return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
+        return flat.view(n_groups, *self.shape[1:])
+
+    def by_group(self) -> Layout:
+        """Return the same batch with each group's tokens together."""
+        if not self.stacked:
+            return self
+        n_positions = self.mask.numel()
+        # Dense (i, s, t) is the input's row s * n_pairs + i.
+        rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
+        slots, target = None, self.target
+        if self.slots is not None:
+            slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
+            rows = rows[slots]
+            target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
+        return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
+
+    def join(self, parts: list[TokenStats]) -> TokenStats:
+        """Join the chunks' dense statistics into the batch's."""
+        stats = parts[0]
+        if len(parts) > 1:
+            stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
+        if self.group_lengths is not None:
+            return stats
+        return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
+
+    def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
+        """Move all valid tokens' statistics to the dense layout, with argmax -1 and zeros elsewhere."""
+        return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Move a tensor stacked like the target to the dense layout."""
+        if self.group_lengths is None:
+            return x.reshape(self.shape)
+        sequences_per_group = self.shape[1]
+        return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
+
+    def index(self, chunk: Chunk) -> slice | Tensor:
+        """Return the index of the chunk's rows in a dense tensor."""
+        if self.group_lengths is not None:
+            return chunk.groups
+        return chunk.rows if self.slots is None else self.slots[chunk.rows]
+
+
+def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
+    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if a target is out of range.
+
+    Pairs stack all chosen sequences, then all rejected ones. The host waits for the device once, to count the tokens.
+    """
+    target = target.contiguous()
+    flat = target.view(-1)
+    found = survey(flat.view(1, -1) if group == "token" else target, ignore_index)
+    flat_mask, summary = found.mask.view(-1), found.summary
+    mask, lengths, side_lengths = flat_mask, None, None
+    if group != "token":
+        per_group = 2 if group == "pair" else 1
+        mask = flat_mask.view(per_group, target.shape[0] // per_group, target.shape[1]).transpose(0, 1)
+        in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
+        lengths = in_rows.view(per_group, -1).t()
+        side_lengths = lengths.sum(0) if group == "pair" else None
+    sizes, lows, highs = found.read()  # the device is idle after it: other work comes first
+    counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name} holds {low if low < 0 else high}, expected ignore_index ({ignore_index}) "
+            f"or an index into the vocabulary of weight, 0 to {vocab_size - 1}"
+        )
+
+    n_valid, n_groups = sum(counts), mask.shape[0]
+    slots = None if n_valid == flat.numel() else torch.nonzero_static(flat_mask, size=n_valid).view(-1)
+    return Layout(
+        shape=mask.shape,
+        target=flat if slots is None else flat[slots],
+        rows=slots,
+        slots=slots,
+        mask=mask,
+        lengths=lengths,
+        side_lengths=side_lengths,
+        # A pair's sequences are n_groups rows apart.
+        group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
+        shortest=min(counts, default=0),
+        stacked=group == "pair" and n_groups > 1,
+    )
+
+
+def lay_out_every(n: int) -> Layout:
+    """Return the layout of `n` tokens that all count, without waiting for the device."""
+    mask = torch.empty(n, dtype=torch.bool, device="meta")
+    target = torch.empty(n, dtype=torch.int64, device="meta")
+    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)

@@ -1,0 +1,142 @@
+"""Compute each token's divergence from a block of student and teacher logits, and the gradient.
+
+`ClosedForm` uses kernels, `ByAutograd` takes any function, and `TopK` (top_k.py) the teacher's largest
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.engine.checks import check_graph, check_values
+from liger_chunked.kernels import divergence_grad_, divergence_stats
+from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
+
+# Student and teacher logits (n, V) to (n,).
+DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Measured(NamedTuple):
+    """A block's divergences, log-probabilities (None without targets), and backward.
+
+    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient.
+    """
+
+    divergence: Tensor
+    logps: Tensor | None
+    backward: Callable[[Tensor, Tensor | None], object]
+
+
+class Route(Protocol):
+    """Computes a divergence per token from untransformed logits (n, V)."""
+
+    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
+        """Return the bytes in memory per student logit."""
+        ...
+
+    def measure(
+        self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
+    ) -> Measured:
+        """Compute the divergences of `rows` of the valid tokens."""
+        ...
+
+
+def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
+    """Apply the transform of `LogitOptions` without the temperature; differentiable."""
+    z = logits * options.logit_scale if options.logit_scale != 1.0 else logits
+    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+
+
+def tempered(z: Tensor, options: LogitOptions) -> Tensor:
+    """Divide by the temperature."""
+    return z if options.temperature == 1.0 else z / options.temperature
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """Uses kernels, in place: nothing else has the logits' size."""
+
+    divergence: Divergence
+    options: LogitOptions
+    teacher_options: LogitOptions
+
+    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
+        assert teacher is not None
+        return student.itemsize + teacher.itemsize
+
+    def measure(
+        self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
+    ) -> Measured:
+        assert teacher is not None
+        how = (self.divergence, self.options, self.teacher_options)
+        stats = divergence_stats(student, teacher, target, *how)
+
+        def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
+            return divergence_grad_(student, teacher, target, stats, g_divergence, g_logps, *how)
+
+        return Measured(stats.divergence, stats.logps, backward)
+
+
+@dataclass(frozen=True)
+class ByAutograd:
+    """Uses autograd on copies of the logits in the accumulation dtype."""
+
+    function: DivergenceFunction
+    options: LogitOptions
+    teacher_options: LogitOptions
+
+    def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
+        assert teacher is not None
+        # Copies and transforms of both logits, two gradients, and two tensors that the function saves.
+        return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
+
+    def measure(
+        self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
+    ) -> Measured:
+        assert teacher is not None
+        wide = accumulation_dtype(student.dtype)
+        leaf = student.to(wide, copy=True)
+        t = tempered(transformed(teacher.to(wide), self.teacher_options), self.teacher_options)
+        logps = None
+        with torch.set_grad_enabled(with_gradient):
+            leaf.requires_grad_(with_gradient)
+            z = transformed(leaf, self.options)
+            divergence = measured_by(self.function, tempered(z, self.options), t)
+            if target is not None:
+                logps = -F.cross_entropy(z, target, reduction="none")
+
+        def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
+            outputs = {divergence: g_divergence}
+            if logps is not None and g_logps is not None:
+                outputs[logps] = g_logps
+            return student.copy_(vector_jacobian(outputs, [leaf])[0])
+
+        return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
+
+
+def vector_jacobian(outputs: dict[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Return vector-Jacobian products; zero for an unused leaf."""
+    connected = {x: g for x, g in outputs.items() if x.requires_grad}
+    if not connected:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    with torch.autograd.set_multithreading_enabled(False):
+        vjps = torch.autograd.grad(list(connected), leaves, list(connected.values()), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, vjps, strict=True)]
+
+
+def measured_by(function: DivergenceFunction, student: Tensor, teacher: Tensor) -> Tensor:
+    """Return `function` of (n, V) logits; raise ValueError unless it is (n,) with a gradient."""
+    divergence = function(student, teacher)
+    check_values("divergence", divergence, student.shape[:1], "tokens")
+    if torch.is_grad_enabled() and student.requires_grad and not divergence.requires_grad:
+        raise ValueError(
+            "divergence has no gradient: it does not depend on the student's logits, or is detached from them"
+        )
+    check_graph("divergence", divergence, [student])
+    return divergence

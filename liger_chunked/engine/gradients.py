@@ -1,0 +1,206 @@
+"""Accumulate the gradients of hidden states, weight and bias over a step's chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.batch import Layout, along
+from liger_chunked.kernels import add_target_rows_, occurrences, scale_
+from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
+from liger_chunked.types import Head, accumulation_dtype
+
+
+def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Compute `out = a @ b` if `first`, else `out += a @ b`, in the dtype of `out`."""
+    if out.is_meta:
+        return  # a dry run: a product on a GPU allocates nothing
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif out.device.type == "cuda" and out.dtype == torch.float32:
+        if first:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        rows = max(1, UPCAST_BLOCK // max(a.shape[1], 1))
+        b = b.to(out.dtype)
+        for start in range(0, a.shape[0], rows):
+            block = out[start : start + rows]
+            block.addmm_(a[start : start + rows].to(out.dtype), b, beta=0 if first else 1)
+
+
+def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x.sum(0)` in `dtype`.
+
+    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
+    """
+    if x.device.type == "cuda":
+        ones = x.new_ones(1, x.shape[0])
+        return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
+    return x.sum(0, dtype=dtype)
+
+
+# The unit of float16 gradients that are all zero.
+_SMALLEST_UNIT = 2.0**-64
+
+
+class Needs(NamedTuple):
+    """The gradients to compute."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(Protocol):
+    """What a pass adds to; see `HeadGradients`."""
+
+    @property
+    def accumulates(self) -> bool: ...
+
+    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None: ...
+
+    def open_weight(self) -> bool: ...
+
+    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
+
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None: ...
+
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None: ...
+
+
+class HeadGradients:
+    """dX, dW and db of one step, to which the chunks add.
+
+    dW has the weight's dtype if `n_contributions`, the products added to each element, is at most 1. Otherwise it is
+    float32.
+
+    float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
+    power of two near the largest so far. dX and dW stay float32 until the upstream gradient multiplies them.
+    """
+
+    def __init__(
+        self, layout: Layout, input: Tensor, head: Head, compute_dtype: torch.dtype, needs: Needs, n_contributions: int
+    ) -> None:
+        self._layout = layout
+        self._half = compute_dtype == torch.float16
+        self._unit: Tensor | None = None
+        self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
+        self._nothing_yet = True
+        self._wide = accumulation_dtype(compute_dtype)
+        self._given_input = input if needs.input else None
+        self._given_weight = head.weight if needs.weight else None
+        direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
+        self._weight_dtype = compute_dtype if direct else self._wide
+        # Only the rows of ignored tokens are never written.
+        self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
+        self._create_weight = torch.empty if n_contributions else torch.zeros
+        self._input: Tensor | None = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        if needs.bias:
+            assert head.bias is not None
+            # float64: db is small and may sum a term per token.
+            self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
+
+    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
+
+        A distillation chunk never grows it midway, because all its blocks have the gradient of one mean.
+        """
+        if not self._half:
+            return gradients
+        largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
+        unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
+        if self._unit is not None:
+            unit = torch.maximum(self._unit, unit)
+            # Returns at once if the unit did not grow.
+            scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
+            if self._bias is not None:
+                self._bias.mul_(self._unit / unit)
+        self._unit = unit
+        return {name: g / unit for name, g in gradients.items()}
+
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None."""
+        gradient = self._input_gradient()
+        if gradient is None:
+            return None
+        dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
+        if self._layout.rows is None and dtype == gradient.dtype:
+            return along(gradient, chunk_rows)
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    def open_weight(self) -> bool:
+        """Allocate dW before its first product, if it is needed. Return whether it is."""
+        return self._weight_gradient() is not None
+
+    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
+        """Add a tile to dW and db. `first`: the chunk's first of this vocabulary slice."""
+        weight = self._weight_gradient()
+        if weight is not None:
+            accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
+        if self._bias is not None:
+            along(self._bias, vocab).add_(_column_sums(dz, self._wide))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether dW can be added to later: it is float32, or not needed."""
+        return self._given_weight is None or self._weight_dtype == self._wide
+
+    def _input_gradient(self) -> Tensor | None:
+        """Return dX or None. Allocated late, because the GPU is idle until the first product."""
+        if self._input is None and (given := self._given_input) is not None:
+            dtype = self._wide if self._half else given.dtype
+            self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
+        return self._input
+
+    def _weight_gradient(self) -> Tensor | None:
+        """Return dW or None. Allocated late, because a teacher's logits may be free by then."""
+        if self._weight is None and (given := self._given_weight) is not None:
+            self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
+        return self._weight
+
+    def add_exponentials(
+        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
+    ) -> None:
+        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
+
+        Unless dW is new, the rows come first, to overlap the start of the longer product.
+        """
+        weight = self._weight_gradient()
+        assert weight is not None, "asked of `open_weight`"
+        found = occurrences(target)
+        if not self._nothing_yet:
+            add_target_rows_(weight, target, found, target_scale, x)
+        accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
+        if self._nothing_yet:
+            add_target_rows_(weight, target, found, target_scale, x)
+
+    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
+        """Move a chunk's dX to its place; later tiles add to dW."""
+        self._nothing_yet = False
+        if self._input is None or dx is None:
+            return
+        if self._layout.rows is not None:
+            self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
+        elif dx.dtype != self._input.dtype:
+            self._input[chunk_rows] = dx
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return and drop the gradients, in the parameters' dtypes (float32 for float16)."""
+        grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
+        self._input = self._weight = self._bias = self._given_input = self._given_weight = None
+        for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
+            if grad is not None and self._half:
+                grads[i] = grad if self._unit is None else grad.mul_(self._unit)
+            elif grad is not None and dtype is not None:
+                grads[i] = grad.to(dtype)
+        return grads[0], grads[1], grads[2]

@@ -1,0 +1,63 @@
+"""Hide a step's inner graphs from hooks on saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+
+def _any_hooks() -> bool:
+    """Return whether hooks on saved tensors are active: disabling them then raises."""
+    try:
+        with disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:
+        return True
+
+
+def _probed() -> Callable[[bool], Any] | None:
+    """Return torch's private function that reads the active hooks, if any."""
+    try:
+        top = torch._C._autograd._top_saved_tensors_default_hooks
+        top(False)
+    except (AttributeError, TypeError):
+        return None
+    return top
+
+
+_top_hooks = _probed()
+
+
+def hooks_active() -> bool:
+    """Return whether hooks of the caller, such as a checkpoint's, see saved tensors."""
+    if _top_hooks is None:
+        return _any_hooks()
+    hooks = _top_hooks(False)
+    return hooks is not None and hooks[0] is not _pack
+
+
+def _pack(x: Tensor) -> tuple[Tensor, int]:
+    return x.detach(), x._version  # detached: a result that held its own node would never be freed
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:  # with hooks, torch does not check versions
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(x.shape)} is at version {x._version}; expected version {version} instead"
+        )
+    return x
+
+
+_NOTHING_TO_HIDE = nullcontext()
+
+
+def isolated() -> AbstractContextManager[object]:
+    """Save tensors as if there were no hooks: autograd calls only the innermost, and these do nothing."""
+    return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

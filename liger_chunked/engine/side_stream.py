@@ -1,0 +1,53 @@
+"""A side stream, for two products that do not fill the GPU alone.
+
+    with SideStream(device) as side:
+        with side.stream():
+            ...                 on the side stream, after everything enqueued before
+        ...                     at the same time, on the current stream
+        side.join()
+        ...                     after both
+
+Create tensors that outlive the block outside `stream()`: memory allocated inside belongs to the side stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+
+
+@functools.cache
+def _other_stream(device: torch.device) -> torch.cuda.Stream:
+    # High priority: a free multiprocessor takes this stream's blocks first.
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class SideStream:
+    """A side stream of the current GPU, joined when the block ends. Does nothing elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._other = _other_stream(device) if device.type == "cuda" else None
+        self._forked = False
+
+    def __enter__(self) -> SideStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
+        self.join()
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context whose work waits for all work enqueued so far."""
+        if self._other is None:
+            return nullcontext()
+        self._forked = True
+        self._other.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._other)
+
+    def join(self) -> None:
+        """Make later work on the current stream wait for the side stream."""
+        if self._other is not None and self._forked:
+            self._forked = False
+            torch.cuda.current_stream().wait_stream(self._other)

@@ -1,0 +1,570 @@
+"""Facts about a model's code: its parts, whose code runs, and what its forward computes after the backbone.
+
+The config does not say how a model transforms its logits. `check_head` runs the forward on a copy of the model in which
+backbone and `lm_head` return known values and other modules with parameters raise. It reads no parameter, and takes
+milliseconds at any size.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from liger_chunked.types import LogitOptions
+
+# The parts of a model.
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT, or raise a TypeError."""
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+            model = inner
+        elif callable(get_base_model := getattr(model, "get_base_model", None)):
+            model = get_base_model()
+        else:
+            raise TypeError(f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}")
+    return model
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its head, or raise a ValueError."""
+    # base_model may be the model itself, as in MllamaForCausalLM.
+    backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if backbone is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+    return backbone
+
+
+def projections(model: PreTrainedModel) -> list[nn.Linear]:
+    """Return the Linear modules of which `lm_head` calls one, or raise a ValueError if it does more."""
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+    linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
+    wrappers = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}  # these only call a Linear
+    others = [m for m in lm_head.modules() if m not in linear and not wrappers & _base_names(m)]
+    parametrized = [m for m in linear if is_parametrized(m)]
+    if parametrized or others or not linear:
+        raise ValueError(_head_refusal((parametrized or others or [lm_head])[0]))
+    return linear
+
+
+def _base_names(module: nn.Module) -> set[str]:
+    # FSDP shards a module by giving it a subclass with a new name.
+    return {base.__name__ for base in type(module).__mro__}
+
+
+def _head_refusal(module: nn.Module) -> str:
+    names, ignored = _base_names(module), ": a fused loss reads its weight and would ignore the"
+    adapters = {
+        "LoraLayer": "low-rank term. Take lm_head out of target_modules; to train it anyway, name it in "
+        "modules_to_save",
+        "TrainableTokensWrapper": "rows of trainable_token_indices. Untie the head from the embeddings "
+        "(tie_word_embeddings=False), or train both whole (modules_to_save)",
+        "BaseTunerLayer": "adapter. Take lm_head out of the adapter's target_modules",
+    }
+    quantized = any("quant" in base.__module__ or "bitsandbytes" in base.__module__ for base in type(module).__mro__)
+    if adapter := next((name for name in adapters if name in names), None):
+        reason = f"{ignored} {adapters[adapter]}"
+    elif is_parametrized(module):
+        reason = (
+            ", which is parametrized: a fused loss reads a weight that is a plain parameter. Call "
+            "torch.nn.utils.parametrize.remove_parametrizations on lm_head first"
+        )
+    elif isinstance(module, nn.Linear) or quantized:
+        reason = (
+            ": a fused loss needs a weight in floating point, multiplied by torch.nn.Linear.forward. Leave lm_head out "
+            "of quantization (llm_int8_skip_modules, modules_to_not_convert), or make it a torch.nn.Linear"
+        )
+    else:
+        reason = (
+            ": a fused loss needs a single torch.nn.Linear. Fold lm_head into one, or train with the logits of the "
+            "model's own forward"
+        )
+    return f"lm_head is computed by {type(module).__module__}.{type(module).__name__}{reason}"
+
+
+# Whose code runs.
+
+# Attributes for an instance's forward. accelerate's hooks move it to the second one.
+FORWARD_SLOTS = ("forward", "_old_forward")
+
+# Packages whose hooks and forwards accept outputs of any kind.
+_FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
+
+
+def forward_slot(module: nn.Module) -> str:
+    """Return the attribute for the module's forward."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that other code has set on this instance, or None."""
+    forward = vars(module).get(forward_slot(module))
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+
+
+def unwrapped(function: Any) -> Iterator[Any]:
+    """Yield a function and the functions that it is known to wrap, from outside in."""
+    while function is not None:
+        yield function
+        partial = isinstance(function, functools.partial)
+        function = function.func if partial else getattr(function, "__wrapped__", None)
+
+
+def foreign_code(function: Any, known: type | None = None) -> Any:
+    """Return the outermost wrapper that no framework defines, down to a forward of the class `known`, or None."""
+    theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
+    for code in unwrapped(function):
+        if getattr(code, "__func__", code) in theirs:
+            return None
+        # functools.wraps copies `__module__` from the wrapped function, but not its globals.
+        module = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
+        if module.partition(".")[0] not in _FRAMEWORKS and not isinstance(code, functools.partial):
+            return code
+    return None
+
+
+def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> bool:
+    return all(getattr(found, name, None) is getattr(cls, name, None) for name in ("forward", method))
+
+
+# What a forward computes between its backbone and its logits.
+
+_LENGTH, _MASKED = 6, 4  # positions, and the first one that the attention mask excludes
+_KEPT = 2  # positions that `logits_to_keep` selects
+_NUM_ITEMS = 7
+
+# Arguments that do not change the backbone's hidden states.
+_FREE = {
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
+    "past_key_values", "cache_position",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The transform of the logits, and how the arguments of forward and backbone differ."""
+
+    options: LogitOptions
+    constants: tuple[tuple[str, Any], ...] = ()
+    dropped: tuple[str, ...] = ()
+    backbone_takes_labels: bool = False
+
+
+def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
+    """Find the transform, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
+    trial = _Trial(model, forward)
+    with _explained(forward):
+        # From the slope of a softcap at 0 to its limit.
+        trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
+        observed = trial.observe()
+        factor = trial.factor(observed.reached, trial.hidden_states)
+        if factor != 1 and trial.projection.bias is not None:
+            raise _Difference(
+                f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
+            )
+        options = trial.transform(_logits_of(observed.output), factor)
+        if "logits_to_keep" in _parameters(forward):
+            kept = trial.observe(logits_to_keep=_KEPT)
+            trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
+        labels = observed.given["input_ids"].clone()
+        return _passed_on(trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels), options)
+
+
+def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+    """Raise a ValueError unless `forward` computes the causal loss of its logits."""
+    trial = _Trial(model, forward)
+    with _explained(forward):
+        trial.prepare()
+        labels = _arguments(forward, trial.logits)["input_ids"].clone()
+        labels[:, 1] = -100
+        for arguments in ({}, _if_taken(forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))):
+            output = trial.observe(labels=labels, **arguments).output
+            logits, target = _logits_of(output), labels[0, 1:]
+            total = F.cross_entropy(logits[0, :-1], target, ignore_index=-100, reduction="sum")
+            expected = total / (_NUM_ITEMS if arguments else (target != -100).sum())
+            loss = output.loss
+            if not isinstance(loss, Tensor) or not torch.allclose(loss.float(), expected, rtol=1e-4, atol=0):
+                got = f"{loss:.6g}" if isinstance(loss, Tensor) and loss.ndim == 0 else f"a {type(loss).__name__}"
+                raise _Difference(
+                    f"its loss, called with {' and '.join(['labels', *arguments])}, is {got} where the mean negative "
+                    f"log-likelihood of the next tokens is {expected:.6g}"
+                )
+
+
+class _Difference(Exception):
+    """The model differs from `transform(lm_head(last_hidden_state))`."""
+
+
+class _Part(Exception):
+    """The forward reads this attribute of the backbone."""
+
+
+@contextlib.contextmanager
+def _explained(forward: Callable[..., Any]) -> Iterator[None]:
+    """Compute on the CPU, and turn errors into a ValueError about `forward`."""
+    name = forward.__qualname__
+    advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
+    try:
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
+            yield
+    except Exception as error:  # the model's forward may raise anything
+        known = isinstance(error, _Difference)
+        lost = "the forward could not be followed from the backbone to the logits"
+        reason = str(error) if known else f"{lost} ({type(error).__name__}: {error})"
+        raise ValueError(f"a fused loss cannot stand in for {name}: {reason}. {advice}") from (None if known else error)
+
+
+class _Observed(NamedTuple):
+    """One run on stand-ins."""
+
+    reached: Tensor  # the input of lm_head
+    output: Any
+    given: dict[str, Any]  # the arguments of the forward
+    passed: dict[str, Any]  # those of the core
+    expected: dict[str, Any] | None  # those that the backbone passes to the core
+
+
+class _Trial:
+    """Runs one forward of a model on stand-ins."""
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.model, self.forward = model, forward
+        self.backbone, self.projection = backbone_of(model), projections(model)[0]
+
+    def prepare(self, scale: Tensor | float = 1.0) -> None:
+        """Choose what the stand-ins return."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = (self.projection.out_features, self.projection.in_features)
+        made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
+        self.logits, self.hidden_states = made[0] * scale, made[1]
+        # An exact scale or softcap is a number of the config, or its reciprocal.
+        configs = (self.model.config, self.model.config.get_text_config())
+        values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
+        numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
+        self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
+
+    def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
+        """Run the forward on stand-ins. The core is the backbone, or the part of it that the forward calls."""
+        core, used = self.backbone, ""
+        while True:
+            try:
+                return self._run(core, loss_function, arguments)
+            except _Part as part:
+                used = str(part)
+                core = getattr(core, used)
+                if not isinstance(core, nn.Module) or core is self.model.get_output_embeddings():
+                    raise _Difference(f"it uses {used!r} of its backbone") from None
+            except Exception as error:
+                if isinstance(error, _Difference) or not used:
+                    raise
+                raise _Difference(f"it uses {used!r} of its backbone") from error
+
+    def _run(self, core: nn.Module, loss_function: Callable[..., Tensor] | None, arguments: Any) -> _Observed:
+        model, forward = self.model, self.forward
+        real_head = model.get_output_embeddings()
+        stand_in, head = _Core(core, self.hidden_states), _Head(self.logits)
+        stand_ins: dict[nn.Module, nn.Module] = {core: stand_in, real_head: head}
+        copy = _copy(model, "", stand_ins, {model} | _containing(model, real_head) | _containing(model, core))
+        if loss_function is not None:
+            vars(copy)["_loss_function"] = loss_function
+        given = _arguments(forward, self.logits) | arguments
+        output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=False))
+        for part, calls in (("its backbone", stand_in.calls), ("lm_head", head.inputs)):
+            if len(calls) != 1:
+                raise _Difference(f"it calls {part} {len(calls)} times, not once")
+        expected = None
+        if core is not self.backbone:
+            of_head = ("labels", "logits_to_keep", "num_items_in_batch")
+            own = {name: x for name, x in given.items() if name not in of_head}
+            result = stand_ins[self.backbone](**own, use_cache=False, return_dict=True)
+            if len(stand_in.calls) != 2 or not _same(result.last_hidden_state, self.hidden_states):
+                raise _Difference(
+                    f"its backbone {type(self.backbone).__name__} changes the hidden states that reach lm_head"
+                )
+            expected = stand_in.calls[1]
+        return _Observed(head.inputs[0], output, given, stand_in.calls[0], expected)
+
+    def _exact(self, measured: Tensor) -> float:
+        value = measured.item()
+        return next((x for x in self.numbers if math.isclose(x, value, rel_tol=2e-6)), value)
+
+    def factor(self, reached: Tensor, hidden_states: Tensor) -> float:
+        """Return the factor between backbone and `lm_head`."""
+        if reached.shape != hidden_states.shape:
+            raise _Difference(
+                f"what reaches lm_head has the shape {tuple(reached.shape)}, and the backbone's last hidden state "
+                f"{tuple(hidden_states.shape)}"
+            )
+        factor = self._exact((reached / hidden_states).median())
+        if not _same(reached, factor * hidden_states):
+            raise _Difference(
+                "what reaches lm_head is not the backbone's last hidden state: the largest difference is "
+                f"{(reached - hidden_states).abs().max():.3g}, of values up to {hidden_states.abs().max():.3g}"
+            )
+        return factor
+
+    def transform(self, logits: Tensor, factor: float) -> LogitOptions:
+        raw = self.logits
+        if logits.shape != raw.shape:
+            shapes = f"{tuple(raw.shape)}, and the model {tuple(logits.shape)}"
+            raise _Difference(f"lm_head returns logits of the shape {shapes}")
+        scale = self._exact((logits / raw)[:, 0].median())
+        if _same(logits, scale * raw):
+            return LogitOptions(logit_scale=scale * factor)
+        softcap = self._exact(logits.abs().max())
+        capped = softcap * torch.tanh(scale * raw / softcap) if softcap else raw
+        if softcap and math.isfinite(softcap) and torch.allclose(logits, capped, rtol=1e-5, atol=1e-6 * softcap):
+            return LogitOptions(softcap=softcap, logit_scale=scale * factor)
+        moderate = raw.abs() < 100
+        raise _Difference(
+            "its logits are not a scale and softcap of the output of lm_head: for values between -100 and 100 the "
+            f"largest difference is {(logits - raw)[moderate].abs().max():.3g}"
+        )
+
+
+class _Output(BaseModelOutputWithPast):
+    """A backbone's output with None for all other fields."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class _Core(nn.Module):
+    """Replaces the backbone, or a part of it."""
+
+    def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.real = (real,)  # in a tuple, so that it is not a submodule
+        self.hidden_states = hidden_states
+        self.calls: list[dict[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["real"][0], name)
+        if callable(value) or isinstance(value, Tensor):
+            raise _Part(name)
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        self.calls.append(dict(zip(_parameters(type(self.real[0]).forward), args, strict=False)) | kwargs)
+        return _Output(last_hidden_state=self.hidden_states)
+
+
+class _Head(nn.Module):
+    """Replaces `lm_head`."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        # Some forwards read its dtype. A product with it raises.
+        self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
+        self.logits = logits
+        self.inputs: list[Tensor] = []
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.inputs.append(hidden_states)
+        return self.logits[:, -hidden_states.shape[1] :].clone()
+
+
+class _Between(nn.Module):
+    """Replaces any other module with parameters."""
+
+    def __init__(self, name: str, real: nn.Module) -> None:
+        super().__init__()
+        self.described = f"{name} ({type(real).__name__})"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Difference(f"it runs {self.described} in addition to its backbone and its lm_head")
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
+
+
+def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
+    """Copy a module without hooks, with stand-ins for submodules that are not `inner`."""
+    if module in stand_ins:
+        return stand_ins[module]
+    if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
+        stand_ins[module] = _Between(name, module)
+        return stand_ins[module]
+    copy = stand_ins[module] = object.__new__(type(module))
+    state = {key: value for key, value in vars(module).items() if key not in _OVERRIDES}
+    state |= {key: type(state[key])() for key in _HOOKS if key in state}
+    state["_modules"] = {
+        key: child if child is None else _copy(child, f"{name}.{key}" if name else key, stand_ins, inner)
+        for key, child in module._modules.items()
+    }
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
+    # Training mode makes a dropout visible, but may fuse the model's own forward.
+    state["training"] = module not in inner
+    vars(copy).update(state)
+    return copy
+
+
+def _random_like(x: Tensor) -> Tensor:
+    floating = x.is_floating_point()
+    return torch.randn(x.shape, dtype=torch.float32) if floating else torch.zeros(x.shape, dtype=x.dtype)
+
+
+def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
+    """Return `module` and its submodules in which `target` lies."""
+    found = set().union(*(_containing(child, target) for child in module.children()))
+    return found | {module} if found or module is target else found
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    _, *names = inspect.signature(function).parameters
+    return names
+
+
+def _if_taken(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: x for name, x in arguments.items() if open_ended or name in parameters}
+
+
+def _arguments(forward: Callable[..., Any], logits: Tensor) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(1, _LENGTH, dtype=torch.long)
+    mask[:, _MASKED:] = 0
+    optional = {"attention_mask": mask, "position_ids": torch.arange(_LENGTH)[None] + 1}
+    names = _parameters(forward)
+    ids = torch.randint(logits.shape[-1], (1, _LENGTH), generator=generator)
+    return {"input_ids": ids, **{name: x for name, x in optional.items() if name in names}}
+
+
+def _logits_of(output: Any) -> Tensor:
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    if not isinstance(logits, Tensor):
+        raise _Difference(f"it returns logits of the type {type(logits).__name__}")
+    return logits.float()
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=0)
+
+
+def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
+    whole = observed.expected is None
+    ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
+    constants: dict[str, Any] = {}
+    dropped: list[str] = []
+    takes_labels = False
+    for name in (ours.keys() | observed.passed.keys()) - _FREE:
+        own, theirs = ours.get(name), observed.passed.get(name)
+        if _equal(own, theirs):
+            continue
+        if name == "labels" and theirs is observed.given.get("labels"):
+            takes_labels = True
+        elif whole and theirs is None and name != "input_ids":
+            dropped.append(name)
+        elif whole and own is None and _is_constant(theirs):
+            constants[name] = theirs
+        else:
+            raise _Difference(f"it passes another {name} to its backbone than it was called with")
+    return HeadFacts(options, tuple(constants.items()), tuple(dropped), takes_labels)
+
+
+def _equal(own: Any, theirs: Any) -> bool:
+    if own is theirs:
+        return True
+    if isinstance(own, Tensor) and isinstance(theirs, Tensor):
+        return own.dtype == theirs.dtype and torch.equal(own, theirs)
+    return not isinstance(own, Tensor) and not isinstance(theirs, Tensor) and (own or None) == (theirs or None)
+
+
+def _is_constant(value: Any) -> bool:
+    return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
+
+
+# The load-balancing loss of experts. Its settings have many names, so two expressions of the source are evaluated.
+
+_SWITCH = "output_router_logits"
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a forward computes the load-balancing loss, or why this is unknown."""
+
+    asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
+    loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
+    coefficient: Callable[..., Any] = lambda model: 0.0
+    refusal: str | None = None
+
+
+_BALANCES: dict[type, Balance | None] = {}
+
+
+def balance_of(model: Any) -> Balance | None:
+    """Return how a model computes its load-balancing loss, if it has one."""
+    model_class = type(model)
+    _read_balance(model_class)
+    return _BALANCES[model_class]
+
+
+@torch.compiler.assume_constant_result  # Dynamo runs it during tracing
+def _read_balance(model_class: type) -> None:
+    if model_class not in _BALANCES:
+        _BALANCES[model_class] = _balance_of_class(model_class)
+
+
+def _balance_of_class(model_class: type) -> Balance | None:
+    forwards = [vars(cls)["forward"] for cls in model_class.__mro__ if "forward" in vars(cls)]
+    for forward in dict.fromkeys(map(inspect.unwrap, forwards)):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+        except (OSError, TypeError):
+            return Balance(refusal=f"the source of {forward.__qualname__} is not available")
+        nodes = list(ast.walk(tree))
+        calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "load_balancing_loss_func"]
+        if calls:
+            return _balance_of_calls(forward, nodes, calls)
+        if "super().forward" not in ast.unparse(tree):
+            return None
+    return None
+
+
+def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call]) -> Balance:
+    sums = [n.value for n in nodes if isinstance(n, ast.AugAssign) and ast.unparse(n.target) == "loss"]
+    products = [x for x in sums if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+    factors = [x.left for x in products if ast.unparse(x.right).startswith("aux_loss")]
+    asked = [n.value for n in nodes if isinstance(n, ast.Assign) and list(map(ast.unparse, n.targets)) == [_SWITCH]]
+    try:
+        ((call,), (factor,)) = calls, factors
+        return Balance(
+            _evaluator(forward, asked[0] if asked else ast.Name(_SWITCH, ast.Load()), "self", _SWITCH),
+            _evaluator(forward, call, "self", "outputs", "attention_mask"),
+            _evaluator(forward, factor, "self"),
+        )
+    except (ValueError, NameError) as failure:
+        return Balance(refusal=f"{forward.__qualname__} computes it in another way than other models do ({failure})")
+
+
+def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
+    """Return a function of `names` that evaluates an expression of `forward`, or raise a NameError."""
+    local = set(forward.__code__.co_varnames) - set(names)
+    if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
+        raise NameError(f"it needs {', '.join(missing)}")
+    namespace: dict[str, Any] = {}
+    code = f"def evaluated({', '.join(names)}):\n    return {ast.unparse(expression)}"
+    exec(compile(code, inspect.getfile(forward), "exec"), forward.__globals__, namespace)
+    return namespace["evaluated"]

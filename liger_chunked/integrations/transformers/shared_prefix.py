@@ -1,0 +1,395 @@
+"""Computes the hidden states of a prefix that several sequences share once: of prompts in GRPO, DPO, ORPO, CPO, SimPO.
+
+    batch = share_batch(model, input_ids, attention_mask)
+    loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
+
+The model's own forward runs on a trie (`trie.py`) in place of the padded batch, with `position_ids` and a mask that it
+passes to its attention layers. Wrappers, adapters, hooks and gradient checkpointing work as on any batch. `head_fn`
+then hands the loss the hidden states of the padded batch.
+
+A model with state, ALiBi or unusual positions cannot compute on a trie. `why_not_shared` runs a small copy of the model
+on a padded batch and on its trie, and compares the hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
+from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, _kept
+from liger_chunked.integrations.transformers.patch import attach_head
+from liger_chunked.integrations.transformers.trie import PackedTrie, gather_rows, pack_trie
+from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
+from liger_chunked.types import Head
+
+logger = logging.getLogger(__name__)
+
+WORTHWHILE = 0.1  # least share of saved tokens for which `maybe_share` shares
+_DENSE = 1024  # longest row for a dense mask on a GPU, and limit of a row on a CPU
+_ROW = 1 << 16  # limit of a row for FlexAttention
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """A padded batch as a trie.
+
+    - `trie`: the packed tokens, and where each token of the batch is
+    - `inputs`: arguments of `model.forward`
+    """
+
+    trie: PackedTrie
+    inputs: dict[str, Any]
+
+    def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
+        """Return the hidden states (B, T, H) of the padded batch, zero at padding.
+
+        Args:
+            packed: (R, L, H), the hidden states that the model computed on `inputs`.
+            logits_to_keep: return these positions of the padded batch only, as `model.forward` would.
+        """
+        index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
+        return gather_rows(packed.flatten(0, 1), index)
+
+    def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
+        """Return a `head_fn` for `model(**batch.inputs, ...)` that calls yours with the padded batch's hidden states.
+
+        Labels are those of the padded batch; pass them to the model as usual. `logits_to_keep` belongs here, not to
+        the model. `HeadInput.outputs` stays that of the trie.
+        """
+
+        def on_padded_batch(head: Head, input: HeadInput) -> Any:
+            return head_fn(head, replace(input, hidden_states=self.hidden_states(input.hidden_states, logits_to_keep)))
+
+        return on_padded_batch
+
+
+def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch:
+    """Merge the common prefixes of a batch.
+
+    A token's position is the number of tokens before it in its sequence, as in `generate`: padding is not counted.
+
+    Args:
+        model: a transformers model, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
+        input_ids: (B, T), padded anywhere.
+        attention_mask: (B, T), 0 at padding; None if there is none.
+
+    Raises:
+        ValueError: the model cannot share prefixes; see `why_not_shared`.
+    """
+    reason = why_not_shared(model)
+    if reason is not None:
+        raise ValueError(f"{type(inner_model(model)).__name__} cannot share prompts: {reason}")
+    return _share(inner_model(model), input_ids, attention_mask)
+
+
+def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
+    """Merge the common prefixes of a batch if the model allows it and a tenth of the tokens or more is saved.
+
+    The decision and the saving are logged (INFO), once for each model.
+    """
+    reason = why_not_shared(model)
+    inner = inner_model(model)
+    batch = None if reason is not None else _share(inner, input_ids, attention_mask)
+    if batch is not None and batch.trie.saved < WORTHWHILE:
+        return None  # without a log line, because the next batch may differ
+    if inner not in _LOGGED:
+        _LOGGED.add(inner)
+        name = type(inner).__name__
+        if batch is None:
+            logger.info("%s computes shared prompts once for each sequence: %s", name, reason)
+        else:
+            trie = batch.trie
+            logger.info(
+                "%s computes shared prompts once: %d tokens in place of %d (%.0f%% saved) in this batch",
+                name, trie.input_ids.numel(), trie.tokens, 100 * trie.saved,
+            )  # fmt: skip
+    return batch
+
+
+_LOGGED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Return the last hidden states (B, T, H) of a padded batch, zero at padding. Common prefixes are computed once.
+
+    They equal those of the model's backbone. Their gradients may be taken. A model with an `lm_head` gets
+    `attach_head(model)`, so that the call goes through the forward of `model` and its wrappers.
+
+    Raises:
+        ValueError: the model cannot share prefixes; see `why_not_shared`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    >>> mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    >>> hidden_states = shared_prefix_hidden_states(model, batch, mask)
+    >>> hidden_states.shape, torch.equal(hidden_states[0, :2], hidden_states[1, :2])
+    (torch.Size([2, 4, 16]), True)
+    """
+    batch = share_batch(model, input_ids, attention_mask)
+    if inner_model(model).get_output_embeddings() is None:
+        return batch.hidden_states(model(**batch.inputs).last_hidden_state)
+    attach_head(model)
+    return model(**batch.inputs, head_fn=batch.head_fn(_hidden_states))
+
+
+def _hidden_states(head: Head, input: HeadInput) -> Tensor:
+    return input.hidden_states
+
+
+# The arguments of the forward.
+
+
+def _share(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> SharedBatch:
+    implementation = _implementation(model)
+    if input_ids.is_cuda:
+        trie = pack_trie(input_ids, attention_mask, row_tokens=_ROW, multiple=2 * BLOCK)
+        is_short = trie.input_ids.shape[1] <= _DENSE or _dtype(model) == torch.float64
+        dense = is_short and implementation in ("sdpa", "eager")
+    else:
+        dense = implementation in ("sdpa", "eager")
+        trie = pack_trie(input_ids, attention_mask, row_tokens=_DENSE, multiple=8 if dense else 2 * BLOCK)
+    if not dense:
+        serve(implementation)
+    return SharedBatch(trie, _inputs(model, trie, implementation, dense))
+
+
+def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense: bool) -> dict[str, Any]:
+    """Return the arguments of the forward of `model` or of its backbone."""
+    windows = _windows(model.config)
+    has_windows = any(window is not None for window in windows.values())
+
+    def mask(window: int | None) -> Any:
+        if not dense:
+            return trie_mask(trie.end, trie.position_ids, window, has_windows=has_windows)
+        allowed = dense_mask(trie.end, trie.position_ids, window)
+        if implementation != "eager":
+            return allowed
+        dtype = _dtype(model)
+        return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, torch.finfo(dtype).min)
+
+    masks = {window: mask(window) for window in dict.fromkeys(windows.values())}
+    # Models with layers of one type do not take a dict.
+    attention_mask = (
+        {kind: masks[window] for kind, window in windows.items()} if len(windows) > 1 else next(iter(masks.values()))
+    )
+    return {
+        "input_ids": trie.input_ids,
+        "position_ids": trie.position_ids,
+        "attention_mask": attention_mask,
+        "use_cache": False,
+    }
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    return model.config.get_text_config()._attn_implementation or "eager"
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of the first hidden states, on which the dtype of eager masks depends."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.dtype
+
+
+class _Unknown(Exception):
+    """A model has layers that the masks do not cover. The message says which."""
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Return the sliding window of each type of layer, None where it has none.
+
+    Raises:
+        _Unknown: there are other types.
+    """
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return {"every": window}
+    known = {"full_attention": None, "sliding_attention": window}
+    if others := sorted(set(layer_types) - known.keys()):
+        raise _Unknown(f"it has layers of the type {others[0]}; those of full_attention and sliding_attention can")
+    return {kind: known[kind] for kind in dict.fromkeys(layer_types)}
+
+
+# The check of a model.
+
+
+def why_not_shared(model: nn.Module) -> str | None:
+    """Return why a model cannot compute shared prefixes once; None if it can.
+
+    A small copy of the model, with random weights, computes a padded batch and its trie on the CPU. The
+    hidden states must agree. This takes a fraction of a second, once for each config and attention implementation.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+    >>> sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+    >>> why_not_shared(LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32, num_attention_heads=2)))
+    >>> why_not_shared(MambaForCausalLM(MambaConfig(**sizes)))
+    'its layers carry a state from token to token'
+    """
+    reason = _reason_of_wrapper(model)
+    inner = inner_model(model)
+    return reason or _reason_now(inner) or _reason_of_architecture(inner)
+
+
+def _reason_of_wrapper(model: nn.Module) -> str | None:
+    peft = getattr(getattr(model, "module", model), "active_peft_config", None)
+    if getattr(peft, "is_prompt_learning", False):
+        return f"its adapter ({type(peft).__name__}) adds virtual tokens to each sequence"
+    return None
+
+
+def _reason_now(model: PreTrainedModel) -> str | None:
+    """Reasons that settings may change from call to call."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
+        return (
+            "its router loss would count a shared token once, not once for each sequence; set "
+            "config.output_router_logits=False to train without that loss"
+        )
+    dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
+    if model.training and isinstance(dropout, float) and dropout > 0:
+        return f"FlexAttention has no dropout, and attention_dropout is {dropout}; set it to 0"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "its layers are on several devices (device_map)"
+    if _implementation(model) == "eager" and model.device.type == "cuda":
+        return "eager attention needs too much memory; call model.set_attn_implementation('flex_attention')"
+    return None
+
+
+_KNOWN: dict[tuple[type, str, str], str | None] = {}
+_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str, str | None]] = weakref.WeakKeyDictionary()
+
+
+def _reason_of_architecture(model: PreTrainedModel) -> str | None:
+    implementation = _implementation(model)
+    known = _KNOWN_MODELS.get(model)
+    if known is not None and known[0] is model.config and known[1] == implementation:
+        return known[2]
+    reason = _declared_reason(model) or _measured_reason(model, implementation)
+    _KNOWN_MODELS[model] = (model.config, implementation, reason)
+    return reason
+
+
+def _declared_reason(model: PreTrainedModel) -> str | None:
+    if getattr(model, "_is_stateful", False):
+        return "its layers carry a state from token to token"
+    if model.config.get_text_config() is not model.config:
+        return "it takes more than text; images and their positions cannot be merged"
+    if model.config.is_encoder_decoder:
+        return "it has an encoder"
+    if getattr(model.config, "alibi", False) or model.config.model_type in ("bloom", "mpt"):
+        return "its positions are biases of the attention scores (ALiBi)"
+    try:
+        _windows(model.config)
+    except _Unknown as unknown:
+        return str(unknown)
+    return None
+
+
+def _measured_reason(model: PreTrainedModel, implementation: str) -> str | None:
+    """Compare the hidden states of a small copy of `model` on a padded batch and on its trie."""
+    try:
+        config = _small(model.config)
+        key = (type(model), implementation, config.to_json_string(use_diff=False))
+    except Exception as error:
+        return f"no small copy of its config could be made ({type(error).__name__}: {error})"
+    if key not in _KNOWN:
+        quiet = warnings.catch_warnings()
+        with (
+            quiet,
+            torch.no_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng([]),
+        ):
+            warnings.simplefilter("ignore")
+            _KNOWN[key] = _compare(type(model), config, implementation)
+    return _KNOWN[key]
+
+
+_TOLERANCE = 1e-4  # of the norm of the hidden states: models round to float32 in some places
+_VOCABULARY = 64
+_PROMPT = list(range(1, 12))
+_PROBE = [[*_PROMPT, 20, 21, 22, 23], [*_PROMPT, 20, 24], _PROMPT, [*_PROMPT[:4], *range(30, 40)], [40, 41]]
+
+
+def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> str | None:
+    from_stock = "sdpa" if implementation == "sdpa" else "eager"
+    ways = [(from_stock, True)] if implementation in ("sdpa", "eager") else []
+    if implementation != "eager":
+        ways.append((TRIES_ONLY, False))
+    width = max(map(len, _PROBE))
+    ids = torch.tensor([[*s, *[1] * (width - len(s))] for s in _PROBE])
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in _PROBE])
+    try:
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPUs
+        config._attn_implementation, config._experts_implementation = from_stock, "eager"
+        small = cls(config).float().eval()
+        for p in small.parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim > 1 else p + 0.2 * torch.randn_like(p))
+        backbone = small if small.get_output_embeddings() is None else backbone_of(small)
+        expected = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
+        trie = pack_trie(ids, mask, multiple=2 * BLOCK)
+        for way, dense in ways:
+            config._attn_implementation = way
+            packed = backbone(**_inputs(small, trie, way, dense)).last_hidden_state
+            got = gather_rows(packed.flatten(0, 1), trie.node[mask.bool()])
+            error = float((got - expected).norm() / expected.norm())
+            if not error <= _TOLERANCE:
+                return (
+                    "the hidden states of a small copy on a padded batch and on its trie differ by "
+                    f"{error:.2g} of their norm: it does not follow position_ids and attention_mask"
+                )
+    except Exception as error:  # the forward of any model
+        return f"a small copy of it failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    return None
+
+
+_INNER = ("intermediate", "ffn", "inner", "mlp")
+_MOST_LAYERS = 8
+
+
+def _small(config: Any) -> Any:
+    """Return a copy of a config with narrow layers: the first two, and one of each other type.
+
+    Heads keep their size, because scaled rotary embeddings have a list of that length.
+    """
+    small = copy.deepcopy(config)
+    n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
+    by_layer = {k: x for k, x in vars(config).items() if isinstance(x, list | tuple) and len(x) == n_layers}
+    types = [repr([x[i] for x in by_layer.values()]) for i in range(n_layers)]
+    layers = [i for i, kind in enumerate(types) if i < 2 or types.index(kind) == i][:_MOST_LAYERS]
+    small.num_hidden_layers = len(layers)
+    for name, values in by_layer.items():
+        setattr(small, name, type(values)(values[i] for i in layers))
+
+    kv = getattr(config, "num_key_value_heads", None) or n_heads
+    sizes: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if kv == n_heads else min(kv, 2),
+        "hidden_size": 4 * (getattr(config, "head_dim", None) or config.hidden_size // n_heads),
+        "sliding_window": 5,
+        "pad_token_id": 0,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+        "num_experts_per_tok": 2,
+        **dict.fromkeys(("n_group", "topk_group"), 1),
+    }
+    for name, value in vars(config).items():
+        if isinstance(value, int) and value > 64 and any(part in name for part in _INNER):
+            sizes[name] = 64
+    for name, value in sizes.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
+    return small

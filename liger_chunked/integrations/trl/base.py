@@ -1,0 +1,496 @@
+"""What all trainers share: the model's head, a step with a `loss`, the mixin, the reference model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+import trl
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainingArguments
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import FusedCausalLMOutput, use_adapter
+
+from liger_chunked.engine import linear_token_stats
+from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
+from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
+
+Loss = TypeVar("Loss", bound=nn.Module)
+
+# Budget of a head that replaces TRL's; see docs/tuning.md.
+HEAD_BUDGET = 512 * 2**20
+
+# Names of the statistics: TRL's and ours.
+STATISTICS = {
+    "log_probs": "logps",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+    "mean_logits": "mean_logits",
+    "is_top1": "is_top1",
+}
+
+
+def add_chunked_lm_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+    *,
+    logits_budget: int | float | str | None = None,
+) -> None:
+    """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
+
+    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns TRL's `FusedCausalLMOutput`, and `model(...,
+    labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
+
+    Args:
+        model: a causal language model; under PEFT its base model.
+        temperature, logits_budget: see `LogitOptions`.
+        cast_lm_head_to_fp32: project in float32, outside autocast.
+        outputs: fields of TRL's output to compute in addition to `log_probs` and `loss`, from `STATISTICS`.
+    """
+    unknown = [name for name in outputs if name not in STATISTICS]
+    if unknown:
+        raise ValueError(f"outputs must be among {tuple(STATISTICS)}, got {unknown}")
+    attach_head(model)
+    statistics = functools.partial(
+        fused_output,
+        outputs=("log_probs", *(name for name in outputs if name != "log_probs")),
+        temperature=temperature,
+        float32=cast_lm_head_to_fp32,
+        logits_budget=logits_budget,
+    )
+    # A copied partial runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
+    model.forward = functools.update_wrapper(functools.partial(_forward, model.forward, statistics), model.forward)
+
+
+def _forward(
+    inner: Callable[..., Any],
+    statistics: HeadFn,
+    /,
+    *args: Any,
+    fused_lm_head: bool = False,
+    head_fn: HeadFn | None = None,
+    **kwargs: Any,
+) -> Any:
+    if fused_lm_head:
+        head_fn = statistics
+    return inner(*args, **kwargs) if head_fn is None else head_pass(inner, head_fn, *args, **kwargs)
+
+
+def head_pass(forward: Callable[..., Any], head_fn: HeadFn, /, *args: Any, **kwargs: Any) -> Any:
+    """Return `head_fn(head, input)`, where `input` has the hidden states of the batch in `args` and `kwargs`.
+
+    Every pass of a policy, old policy, reference or teacher comes here, inside the model's forward: TRL's and ours.
+    """
+    return forward(*args, head_fn=head_fn, **kwargs)
+
+
+def head_stats(
+    head: Head,
+    input: HeadInput,
+    outputs: tuple[str, ...],
+    *,
+    temperature: float = 1.0,
+    logits_budget: int | float | str | None = None,
+) -> TokenStats:
+    """Return `linear_token_stats` of a model's hidden states."""
+    return linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        outputs=outputs,
+        softcap=input.options.softcap,
+        logit_scale=input.options.logit_scale,
+        temperature=temperature,
+        logits_budget=logits_budget,
+    )
+
+
+def fused_output(
+    head: Head,
+    input: HeadInput,
+    *,
+    outputs: tuple[str, ...],
+    temperature: float,
+    float32: bool,
+    logits_budget: int | float | str | None,
+) -> FusedCausalLMOutput:
+    """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
+
+    `loss` is the NLL divided by `num_items_in_batch`, or by the number of valid tokens, plus the auxiliary loss.
+    """
+    autocast: Any = nullcontext()
+    if float32:
+        head = Head(head.weight.float(), None if head.bias is None else head.bias.float())
+        input = dataclasses.replace(input, hidden_states=input.hidden_states.float())
+        autocast = torch.autocast(input.hidden_states.device.type, enabled=False)
+    with autocast:
+        names = tuple(STATISTICS[name] for name in outputs)
+        stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
+    # TRL drops the last position, which predicts nothing.
+    end = None if input.shift_labels is not None else -1
+    fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
+    if "mean_logits" in fields:
+        fields["mean_logits"] = fields["mean_logits"].detach()
+    label_mask = input.target[:, :end] != -100
+    num_items = input.num_items_in_batch
+    if isinstance(num_items, Tensor):
+        num_items = num_items.clamp(min=1)
+    loss = -fields["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if input.aux_loss is not None:
+        loss = loss + input.aux_loss_coef * input.aux_loss
+    return FusedCausalLMOutput(loss=loss, label_mask=label_mask, aux_loss=input.aux_loss, **fields)
+
+
+class Step(NamedTuple):
+    """A loss, its metrics, its target (B, T), and the load-balancing loss of a mixture of experts."""
+
+    loss: Tensor
+    metrics: Any
+    target: Tensor
+    aux_loss: Tensor | None
+
+
+def loss_step(
+    model: nn.Module,
+    loss: nn.Module,
+    inputs: dict[str, Any],
+    labels: Tensor | None,
+    *,
+    length: int | None = None,
+    **arguments: Any,
+) -> Step:
+    """Run `model` with `apply_loss` as its head. `labels` (B, T) are not shifted, and -100 where no loss is."""
+    apply = functools.partial(apply_loss, loss=loss, length=length, **arguments)
+    return model(**inputs, labels=labels, head_fn=apply)
+
+
+def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
+    """Apply `loss`, with the model's logits transform, to the model's hidden states. A `head_fn`.
+
+    With `length`, only to that many of the last positions that predict a token.
+    """
+    positions = slice(None) if length is None else slice(-length - 1, -1)
+    target = input.target[:, positions]
+    hidden_states = input.hidden_states[:, positions]
+    result = fitted(loss, input.options)(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
+    value, metrics = result if isinstance(result, tuple) else (result, None)
+    return Step(value, metrics, target, input.aux_loss)
+
+
+# The logit options that the model determines.
+TRANSFORM = ("softcap", "logit_scale")
+
+
+def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
+    """Return a loss's options with the model's logits transform. Raise ValueError if they disagree."""
+    plain = LogitOptions()
+    for name in names:
+        given, of_model = getattr(own, name), getattr(model, name)
+        if given not in (getattr(plain, name), of_model):
+            raise ValueError(f"the loss has {name}={given}, but the model is trained with {name}={of_model}")
+    return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
+
+
+def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
+    """Return a copy of `loss` with the model's logits transform; see `with_transform`."""
+    own: Any = copy.copy(loss)
+    own.options = with_transform(own.options, options, names)
+    return own
+
+
+def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Return the model's arguments for prompts and completions, and labels of what the model, not a tool, wrote."""
+    completion_mask = inputs["completion_mask"]
+    written = completion_mask * inputs.get("tool_mask", 1)
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    not_written = torch.cat([torch.zeros_like(inputs["prompt_mask"]), written], dim=1) == 0
+    model_inputs = {
+        "input_ids": input_ids,
+        "attention_mask": torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+        **{name: inputs[name] for name in _MULTIMODAL if name in inputs},
+    }
+    return model_inputs, input_ids.masked_fill(not_written, -100)
+
+
+_MULTIMODAL = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+# mypy does not know the attributes of the trainer below a mixin.
+_Trainer: Any = object
+
+
+class LigerTrainerMixin(_Trainer):
+    """Adds chunked heads and the argument `loss` to a trainer of TRL.
+
+    Args:
+        *args, **kwargs: see TRL.
+        loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields that it replaces
+            (`replaced_fields`) must have TRL's defaults or agree with it.
+        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None means 512 MiB for a head that
+            replaces TRL's, and an automatic choice otherwise. A `loss` brings its own.
+
+    Raises:
+        TypeError: the loss or the budget is of another type.
+        ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
+        RuntimeError: the trainer of this TRL release would build logits.
+    """
+
+    # None if the trainer takes no loss.
+    loss_kind: ClassVar[type[Any] | None] = None
+    # Config fields that TRL reads for its loss, and the equivalent attributes of a `loss`, or None.
+    replaced_fields: ClassVar[Mapping[str, str | None]] = {}
+    # Models that get no fused head from TRL.
+    models_without_head: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
+    ) -> None:
+        budget = budget_bytes(logits_budget)  # raises before anything is loaded
+        config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
+        if getattr(config, "use_liger_kernel", False):
+            raise ValueError(
+                "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: "
+                "leave it off, and call liger_chunked.apply_liger_kernel(model) for layer kernels"
+            )
+        if loss is not None:
+            self._check_loss(loss)
+            self._check_config(loss, config)
+            if budget is not None:
+                raise ValueError(
+                    f"with loss=, logits_budget={logits_budget!r} of the trainer would not be read: pass it to the "
+                    f"loss, {type(loss).__name__}(..., logits_budget={logits_budget!r})"
+                )
+            options: Any = loss.options
+            budget = options.logits_budget
+        self.loss_override: Any = loss
+        self.logits_budget = budget
+        with _chunked_heads(type(self), budget):
+            super().__init__(*args, **kwargs)
+        for name in self.models_without_head:
+            model = getattr(self, name)
+            if model is not None:
+                add_chunked_lm_head(inner_model(model), logits_budget=budget)
+
+    @property
+    def mode_metrics(self) -> dict[str, list[float]]:
+        """The metrics to log in training, or in evaluation."""
+        return self._metrics["train" if self.model.training else "eval"]
+
+    def gathered_mean(self, value: Tensor) -> float:
+        """Return the mean over items and ranks, without samples that fill up a last batch."""
+        return self.accelerator.gather_for_metrics(value.detach()).mean().item()
+
+    def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
+        """Return the mean over all ranks' items; this rank has `count` items with this `mean`.
+
+        Samples that fill up a last batch count only if `with_repeated`.
+        """
+        gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
+        sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
+        return (sums[0] / sums[1].clamp(min=1)).item()
+
+    @property
+    def _aux_inputs(self) -> dict[str, bool]:
+        """The argument with which a model returns its `aux_loss`."""
+        return {"output_router_logits": True} if self.aux_loss_enabled else {}
+
+    def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
+        """Add `aux_loss` to the loss, and log it. With `accumulates`, average it over micro-batches."""
+        if aux_loss is None:
+            return value
+        self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
+        steps = self.current_gradient_accumulation_steps if accumulates else 1
+        return value + self.router_aux_loss_coef * aux_loss / steps
+
+    def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Log the number of tokens, and return `with_outputs`."""
+        if self.model.training:
+            # A batch without padding has no mask.
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
+            tokens = torch.as_tensor(tokens, device=self.accelerator.device)
+            self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
+        self.mode_metrics["num_tokens"] = [self._total_train_tokens]
+        return with_outputs(value, model, inputs, return_outputs)
+
+    @classmethod
+    def _check_loss(cls, loss: Any) -> None:
+        """Raise if the trainer does not support this loss, before anything is loaded."""
+        if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
+            expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
+            got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
+            raise TypeError(f"{cls.__name__} takes {expected}, got {got}")
+        ignored = loss.options.ignore_index
+        if ignored != -100:
+            raise ValueError(f"TRL marks ignored tokens with the label -100, but the loss has ignore_index={ignored}")
+
+    @classmethod
+    def _check_config(cls, loss: Any, config: Any) -> None:
+        """Raise if one of `replaced_fields` is neither at TRL's default nor equal in `loss`."""
+        if config is None:
+            return
+        # A user's subclass of TRL's config may have other defaults.
+        of_trl = next((c for c in type(config).__mro__ if c.__module__.partition(".")[0] == "trl"), type(config))
+        unread = []
+        for field in (field for field in dataclasses.fields(of_trl) if field.name in cls.replaced_fields):
+            factory: Any = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            value, same = getattr(config, field.name), cls.replaced_fields[field.name]
+            own = _MISSING if same is None else _alone(functools.reduce(_attribute, same.split("."), loss))
+            if value != default and _alone(value) != own:
+                of_loss = "" if own is _MISSING else f" (the loss has {same}={own!r})"
+                unread.append(f"{field.name}={value!r}{of_loss}")
+        if unread:
+            raise ValueError(
+                f"with loss=, {cls.__name__} does not read these fields of {type(config).__name__}: "
+                f"{', '.join(unread)}. Set the loss up as you want it, {type(loss).__name__}(...), and leave these "
+                "fields at their defaults"
+            )
+
+
+_MISSING: Any = object()
+
+
+def _attribute(x: Any, name: str) -> Any:
+    return getattr(x, name, _MISSING)
+
+
+def _alone(value: Any) -> Any:
+    """Unpack a list of one element, because TRL makes a list of a single loss type."""
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+    """Return the loss `value`; with `return_outputs`, also the output of another forward, with logits."""
+    if not return_outputs:
+        return value
+    with torch.no_grad():
+        return value, model(**inputs)
+
+
+@contextmanager
+def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
+    """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
+
+    TRL's calls name temperature, precision and statistics. A trainer may score its reference while it is built.
+    """
+    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
+    theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
+    if not theirs and "model" not in trainer.models_without_head:
+        raise RuntimeError(
+            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
+            "TRL 1.15 and 1.16 do"
+        )
+    budget = HEAD_BUDGET if logits_budget is None else logits_budget
+    try:
+        for module, function in theirs:
+            ours = functools.partial(add_chunked_lm_head, logits_budget=budget)
+            module.add_fused_lm_head = functools.wraps(function)(ours)
+        yield
+    finally:
+        for module, function in theirs:
+            module.add_fused_lm_head = function
+
+
+# Passed as the reference model, it keeps a trainer from loading one.
+_NONE: Any = object()
+
+
+class ReferenceMixin(LigerTrainerMixin):
+    """Extends a trainer with a reference model, and loads none for a loss that rejects one."""
+
+    # Columns of a batch with the reference's precomputed log-probabilities, one per sequence.
+    ref_columns: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        ref_model: PreTrainedModel | None = None,
+        args: Any = None,
+        *others: Any,
+        loss: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        # `LigerTrainerMixin` rejects a loss of another class.
+        if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
+            given = ["a ref_model"] if ref_model is not None else []
+            settings = ("precompute_ref_log_probs", "sync_ref_model")
+            given += [f"{name}=True" for name in settings if getattr(args, name, False)]
+            if given:
+                raise ValueError(f"{type(loss).__name__} takes no reference, got {' and '.join(given)}")
+            ref_model = _NONE
+        super().__init__(model, ref_model, args, *others, loss=loss, **kwargs)
+
+    @property
+    def ref_model(self) -> Any:
+        return self._ref_model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        self._ref_model = None if model is _NONE else model
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        loss = self.loss_override
+        if loss is None:
+            return super()._compute_loss(model, inputs, return_outputs)
+        others = ("completion_mask", "label")
+        model_inputs = {
+            name: x for name, x in inputs.items() if name not in others and not name.startswith(("ref_", "KL_"))
+        }
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        length = labels.shape[1] - 1
+        arguments = self._loss_arguments(model, inputs)
+        if loss.use_ref_model is not False:
+            arguments["ref_logps"] = self._ref_logps(model_inputs, inputs, labels)
+        step = loss_step(model, loss, model_inputs | self._aux_inputs, labels, length=length, **arguments)
+        self._log_metrics(step)
+        return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)
+
+    def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return further arguments of the loss."""
+        return {}
+
+    def _log_metrics(self, step: Step) -> None:
+        """Log the metrics of the loss under TRL's names."""
+        raise NotImplementedError
+
+    def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Return the reference's log-probabilities: (B, T - 1), one per label, or (B,) if precomputed."""
+        if self.precompute_ref_logps:
+            sums = torch.cat([inputs[name] for name in self.ref_columns])
+            return self._of_sequences(sums, inputs["completion_mask"])
+        with self._reference() as reference:
+            logps = reference(**model_inputs, labels=labels, fused_lm_head=True).log_probs
+        return logps[:, 1 - labels.shape[1] :]
+
+    @contextmanager
+    def _reference(self) -> Iterator[nn.Module]:
+        """Yield, without gradient, the reference model, or the policy with its adapter "ref" or without adapters."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                yield self.ref_model
+                return
+            policy = self.accelerator.unwrap_model(self.model)
+            with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                yield self.model
+
+    def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
+        """Return sums over the tokens in `mask`, or means if the loss uses means."""
+        return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums

@@ -1,0 +1,166 @@
+"""Check and unwrap operands of kernels. Each launch does this, so it is fast for valid ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from liger_chunked.types import described
+
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_COMPLEX = ("complex32", "complex64", "complex128")
+_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated in torch
+_NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
+# Public queries are slow. Without these, autograd raises its own errors.
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+
+
+def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments with each tensor as a plain dense `torch.Tensor`.
+
+    Unwraps subclasses that only tag a tensor, and results of asynchronous collectives.
+
+    Raises:
+        TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.
+        NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
+    """
+    if torch.compiler.is_compiling():  # the tracer handles tensor types
+        return values
+    served = not _transforms_are_active() and _forward_mode._current_level < 0
+    for x in values:
+        if type(x) in _PLAIN:
+            if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
+                served = False
+        elif isinstance(x, Tensor):
+            served = False
+    if served:
+        return values
+    return tuple(_plain(names[i] if i < len(names) else "an argument", x) for i, x in enumerate(values))
+
+
+def _plain(name: str, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if _transforms_are_active():
+        raise NotImplementedError(
+            f"{name} is under a transform of torch.func (grad, vmap, jvp, ...), which fused kernels do not support: "
+            "call the function outside of it and differentiate with backward() or torch.autograd.grad"
+        )
+    if x.is_nested:
+        _refuse(
+            name, x, f"a nested tensor: pass torch.nested.to_padded_tensor({name}, ...) with padding that is ignored"
+        )
+    if x.layout is not torch.strided:
+        _refuse(name, x, f"of layout {x.layout}: pass {name}.to_dense()")
+    if x.dtype in _NOT_REAL:
+        advice = f"{name}.dequantize()" if x.is_quantized else "its real and imaginary parts as two real tensors"
+        _refuse(name, x, f"whose values are not real numbers: pass {advice}")
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return _unwrapped(name, x)
+    if _forward_mode._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"{name} has a tangent of torch.autograd.forward_ad, and fused kernels have no forward-mode derivative: "
+            "differentiate with backward() or torch.autograd.grad"
+        )
+    return x if type(x) in _PLAIN else x.as_subclass(Tensor)
+
+
+def _unwrapped(name: str, x: Any) -> Tensor:
+    """Unwrap a subclass with its own dispatch, or raise."""
+    for module, kind, advice in _WRAPPERS:
+        cls = getattr(sys.modules.get(module), kind, None)
+        if cls is not None and isinstance(x, cls):
+            if advice is None:
+                return _Wait.apply(x)
+            _refuse(name, x, advice.format(name=name))
+    _refuse(
+        name,
+        x,
+        f"a subclass of torch.Tensor with a __torch_dispatch__ of its own: pass the plain torch.Tensor that {name} "
+        "stands for (for quantized weights, the dequantized one)",
+    )
+
+
+def _refuse(name: str, x: Tensor, why: str) -> NoReturn:
+    raise TypeError(f"{name} must be a plain dense torch.Tensor, got {described(x)}, {why}")
+
+
+# Tensor classes without values: module, name, and advice, or None to wait.
+_WRAPPERS = (
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", None),
+    (
+        "torch.distributed.tensor",
+        "DTensor",
+        "distributed over ranks: pass {name}.full_tensor(), or {name}.to_local() where this rank holds all of it. Call "
+        "either inside the forward of the module that owns it. A head whose vocabulary stays sharded is not supported",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "FakeTensor",
+        "which has no values: pass real tensors, or trace the call with torch.compile; estimate_memory predicts a "
+        "step's memory without tensors",
+    ),
+)
+
+
+class _Wait(torch.autograd.Function):
+    """Waits for an asynchronous collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return x.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def check_class_ids(x: Any, name: str, what: str = "token ids", hint: Callable[[], str] = str) -> None:
+    """Raise TypeError, with `hint()`, unless `x` is a tensor of integers."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of {what} (int64), got {described(x)}{hint()}")
+
+
+def check_floating(x: Any, name: str, ndim: int = 1) -> None:
+    """Raise unless `x` is a floating-point tensor of at least `ndim` dimensions."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {described(x)}")
+    if x.ndim < ndim:
+        raise ValueError(f"{name} must have at least {ndim} dimensions, got {described(x)}")
+
+
+def check_like(x: Any, name: str, other: Tensor, other_name: str) -> None:
+    """Raise unless `x` has the dtype, shape and device of `other`."""
+    if not isinstance(x, Tensor) or x.dtype != other.dtype:
+        raise TypeError(f"{name} must be a tensor of the dtype of {other_name} {described(other)}, got {described(x)}")
+    if x.shape != other.shape or x.device != other.device:
+        raise ValueError(
+            f"{name} must have the shape and device of {other_name} {described(other)}, got {described(x)}"
+        )
+
+
+def check_row(weight: Any, name: str, x: Tensor) -> None:
+    """Raise unless `weight` is floating-point with one value per column of `x`."""
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {described(weight)}")
+    if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device:
+        raise ValueError(
+            f"{name} must be ({x.shape[-1]},) on {x.device}, one value for each column of x, got {described(weight)}"
+        )
+
+
+def check_labels(labels: Any, rows: Tensor, rows_name: str) -> None:
+    """Raise unless `labels` is None or has one label per row of `rows` (..., V)."""
+    shape = rows.shape[:-1]
+    if labels is not None and (not isinstance(labels, Tensor) or labels.shape != shape or labels.device != rows.device):
+        raise ValueError(
+            f"shift_labels must be {tuple(shape)} on {rows.device}, one for each row of {rows_name}, got "
+            f"{described(labels)}"
+        )

@@ -1,0 +1,88 @@
+"""The logit transform of `LogitOptions` and its derivative, in torch and in Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_chunked.kernels.backend import jit, tanh, tl
+from liger_chunked.types import LogitOptions
+
+
+def transform_and_slope(
+    z: Tensor, logit_scale: float, softcap: float | None, temperature: float, needs_slope: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return transformed logits, and the softcap's derivative or None. May overwrite `z`, in the accumulation dtype."""
+    slope = None
+    if logit_scale != 1.0:
+        z = z.mul_(logit_scale)
+    if softcap is not None:
+        z = z.div_(softcap).tanh_()
+        if needs_slope:
+            slope = 1.0 - z.square()
+        z = z.mul_(softcap)
+    if temperature != 1.0:
+        z = z.div_(temperature)
+    return z, slope
+
+
+def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
+    """Return transformed logits. May overwrite `z`, in the accumulation dtype."""
+    return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
+
+
+def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
+    """Return the arguments of `transform_block`; None compiles to nothing."""
+
+    def unless_one(factor: float) -> float | None:
+        return None if factor == 1.0 else float(factor)
+
+    if options.softcap is None:
+        scale = unless_one(options.logit_scale / options.temperature)
+        return {"scale": scale, "softcap": None, "inv_temperature": None}
+    return {
+        "scale": unless_one(options.logit_scale / options.softcap),
+        "softcap": float(options.softcap),
+        "inv_temperature": unless_one(1.0 / options.temperature),
+    }
+
+
+@jit
+def transform_and_tanh(z, scale, softcap, inv_temperature):
+    """Return transformed logits, and the tanh for `transform_gradient`."""
+    if scale is not None:
+        z = z * scale
+    tanh_z = z
+    if softcap is not None:
+        tanh_z = tanh(z)
+        z = softcap * tanh_z
+    if inv_temperature is not None:
+        z = z * inv_temperature
+    return z, tanh_z
+
+
+@jit
+def transform_block(z, scale, softcap, inv_temperature):
+    z, _ = transform_and_tanh(z, scale, softcap, inv_temperature)
+    return z
+
+
+@jit
+def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
+    """Return the logits' gradient from that of transformed logits."""
+    if inv_temperature is not None:
+        grad = grad * inv_temperature
+    if softcap is not None:
+        grad = grad * softcap * (1.0 - tanh_z * tanh_z)
+    if scale is not None:
+        grad = grad * scale
+    return grad
+
+
+@jit
+def load_block(ptr, cols, n_cols, WHOLE: tl.constexpr):
+    """Load a block of a row in float32, zero past its end, which WHOLE blocks do not reach."""
+    if WHOLE:
+        x = tl.load(ptr + cols)
+    else:
+        x = tl.load(ptr + cols, mask=cols < n_cols, other=0.0)
+    return x.to(tl.float32)

@@ -1,0 +1,52 @@
+"""Constants of Hopper, and of the fused epilogue, which was measured only there.
+
+Quotes name sections of docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from liger_chunked.kernels.tuning.generic import Tuning
+
+HOPPER = Tuning()
+
+
+class Tiling(NamedTuple):
+    """Tile sizes and launch parameters of the fused product: "Fused epilogue".
+
+    `group` row blocks share a column block of weights in the L2 cache; `programs` is per multiprocessor.
+    """
+
+    rows: int = 128
+    cols: int = 256
+    inner: int = 64
+    stages: int = 4
+    num_warps: int = 8
+    group: int = 16
+    programs: int = 1
+
+    @classmethod
+    def of(cls, hidden: int) -> Tiling:
+        """Return the tiling for a hidden size."""
+        if hidden > 1536:
+            return cls()
+        return cls(cols=128, stages=3, num_warps=4, group=32 if hidden <= 1024 else 8, programs=2)
+
+
+# Kernels next to the fused product: "Launch sizes"
+REDUCED = 16, 256  # rows and partial sums at a time
+REDUCE_WARPS = 8
+SORTED = 16, 256  # tokens that a program sorts, and compares at a time
+MOST_SORTED = 1 << 15  # tokens of a chunk; torch sorts more
+TARGET_RUN = 8  # tokens of one target added at a time
+TARGET_COLS = 512  # columns of dW per program
+TARGET_WARPS = 4  # for sorting and adding
+
+# "When a step uses the fused epilogue"
+WIDEST = 3072  # largest H for which it is faster than storing logits
+SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
+FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that could be one chunk of logits
+LARGE = 1 << 39  # multiplications of a product in each of its chunks
+WIDEST_CUT = 2048  # its largest H
+PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"

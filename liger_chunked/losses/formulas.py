@@ -1,0 +1,92 @@
+"""Formulas that several losses share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A margin is the chosen reward minus the rejected one.
+
+_LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
+
+
+def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
+    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing."""
+    # -log sigmoid(m) is softplus(-m).
+    loss = F.softplus(-beta * margin, threshold=_LINEAR)
+    if label_smoothing == 0:
+        return loss
+    return (1 - label_smoothing) * loss + label_smoothing * F.softplus(beta * margin, threshold=_LINEAR)
+
+
+def hinge(margin: Tensor) -> Tensor:
+    """Return `max(0, 1 - margin)` (SLiC, https://arxiv.org/abs/2305.10425)."""
+    return torch.relu(1 - margin)
+
+
+def ipo(difference: Tensor, beta: float) -> Tensor:
+    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios (https://arxiv.org/abs/2310.12036, equation 17)."""
+    return (difference - 1 / (2 * beta)).square()
+
+
+# Probabilities close to 1.
+
+# The least distance to 1: below the resolution of float32, and large enough for finite gradients.
+_CERTAIN = 1e-12
+
+
+def complement(logps: Tensor) -> Tensor:
+    """Return `1 - exp(logps)`, in [1e-12, 1], with a gradient as accurate as its value.
+
+    >>> complement(torch.tensor([-1e-9, 0.0])).tolist()
+    [9.999999717180685e-10, 9.999999960041972e-13]
+    """
+    logps = logps.clamp(max=-_CERTAIN)
+    # Near 0, exp() rounds to 1; far from it, the derivative of expm1 rounds to 0.
+    return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
+
+
+def log_odds(logps: Tensor) -> Tensor:
+    """Return `log(p / (1 - p))` for `logps = log(p)`, at most 27.6.
+
+    >>> log_odds(torch.tensor([0.5, 0.75]).log())
+    tensor([0.0000, 1.0986])
+    """
+    logps = logps.clamp(max=-_CERTAIN)
+    return logps - complement(logps).log()
+
+
+# Functions of the log-probabilities of two distributions, (n, V), in nats.
+
+# Replaces -inf: logaddexp of two of them is finite.
+_LOG_ZERO = -1e4
+
+
+def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return `KL(a || b) = sum(a * log(a / b))`."""
+    a = log_a.exp()
+    return (a * (log_a - log_b).masked_fill(a == 0, 0.0)).sum(-1)
+
+
+def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
+    """Return `log((1 - share_of_b) * a + share_of_b * b)` for a share in (0, 1)."""
+    a, b = log_a.clamp(min=_LOG_ZERO), log_b.clamp(min=_LOG_ZERO)
+    return torch.logaddexp(a + math.log1p(-share_of_b), b + math.log(share_of_b))
+
+
+def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
+    """Return the log-probability of each sequence (...), from those of its tokens (..., T), zero at ignored tokens.
+
+    In float64: losses use differences of such sums, and thousands of nats leave float32 few digits.
+    """
+    logps = token_logps.sum(-1, dtype=torch.float64)
+    return logps / lengths if average else logps
+
+
+def share_of_mean(losses: Tensor, n: int) -> Tensor:
+    """Return `losses.sum() / n`, their share of a mean."""
+    # mean() is one launch instead of two.
+    return losses.mean() if losses.shape[0] == n else losses.sum() / n

@@ -1,0 +1,112 @@
+"""The reference model of a loss, and its log-probabilities."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine import Layout, StatsLoss, check_projection, token_stats
+from liger_chunked.types import Head, accumulation_dtype
+
+
+class Reference(NamedTuple):
+    """The caller's `ref_input`, `ref_weight`, `ref_bias` and `ref_logps`; all None for no reference."""
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    logps: Tensor | None
+
+
+def reference_logps(
+    reference: Reference,
+    loss: StatsLoss,
+    head: Head,
+    target: Tensor,
+    layout: Layout,
+    *,
+    required: bool | None,
+    infix: str = "",
+) -> Tensor | None:
+    """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
+
+    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is as
+    `use_ref_model`. Messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
+    """
+    ref_input, ref_weight, ref_bias, ref_logps = reference
+    input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
+    states = {input_name: ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    given = [name for name, value in states.items() if value is not None]
+    if ref_logps is not None and given:
+        raise ValueError(f"the reference is given twice: as {logps_name} and as {', '.join(given)}")
+    if given and (ref_input is None or ref_weight is None):
+        raise ValueError(
+            f"a reference needs {input_name} and ref_weight (or {logps_name}), got only {', '.join(given)}"
+        )
+    if required is False and (given or ref_logps is not None):
+        refused = ", ".join(given or [logps_name])
+        raise ValueError(f"{type(loss).__name__} with use_ref_model=False takes no reference, got {refused}")
+    if required and not given and ref_logps is None:
+        raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
+
+    if ref_input is not None and ref_weight is not None:
+        ref_head = Head(ref_weight, ref_bias)
+        check_projection(ref_head, ref_input, "ref_", f"{infix}input")
+        if ref_input.shape[:-1] != target.shape:
+            raise ValueError(
+                f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
+                f"got {tuple(ref_input.shape)}"
+            )
+        if ref_weight.shape[0] != head.weight.shape[0]:
+            raise ValueError(
+                f"ref_weight must have the vocabulary of weight, {head.weight.shape[0]} rows, "
+                f"got {tuple(ref_weight.shape)}"
+            )
+        _check_device(input_name, ref_input, target_name, target)
+        with torch.no_grad():
+            return token_stats(ref_head, ref_input, layout, ("logps",), loss.options).logps
+    if ref_logps is None:
+        return None
+    if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
+        got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
+        raise ValueError(
+            f"{logps_name} must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
+            f"one a sequence, got {got}"
+        )
+    _check_device(logps_name, ref_logps, target_name, target)
+    per_token = ref_logps.shape == target.shape
+    dtype = accumulation_dtype(head.weight.dtype)
+    if not per_token:
+        # Keep float64: a difference of large sums has few digits in float32.
+        dtype = torch.promote_types(dtype, ref_logps.dtype)
+    ref_logps = layout.arrange(ref_logps.detach().to(dtype))
+    # Padding may hold any value, NaN included.
+    return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
+
+
+def without_reference(loss: Any, lengths: Tensor) -> Tensor:
+    """Return zeros in the shape of `lengths`; warn once if the loss's formula has a reference."""
+    if loss._expects_reference:
+        warn_reference_free(loss)
+    return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)
+
+
+def warn_reference_free(loss: Any) -> None:
+    """Warn once that this loss got no reference, unless `use_ref_model=False`."""
+    if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
+        loss._has_warned = True
+        name = type(loss).__name__
+        warnings.warn(
+            f"{name} got no reference and runs reference-free: its log-ratios are plain log-probabilities. Pass "
+            f"ref_input and ref_weight, or ref_logps; if this is intended, use {name}(use_ref_model=False).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _check_device(name: str, x: Tensor, target_name: str, target: Tensor) -> None:
+    if x.device != target.device:
+        raise ValueError(f"{name} is on {x.device}, {target_name} on {target.device}: expected one device")

@@ -1,0 +1,79 @@
+"""Checks of the settings of losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import check_number, shown
+
+
+def check_finite(
+    name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
+) -> None:
+    """Raise TypeError or ValueError if a setting is not a finite number in [minimum, maximum]."""
+    check_number(name, value, optional=optional)
+    if value is None:
+        return
+    low, high = (-math.inf if minimum is None else minimum), (math.inf if maximum is None else maximum)
+    if math.isfinite(value) and low <= value <= high:
+        return
+    if maximum is not None:
+        expected = f"in [{low}, {high}]"
+    elif minimum is not None:
+        expected = "finite and not negative" if minimum == 0 else f"finite and at least {minimum}"
+    else:
+        expected = "finite"
+    raise ValueError(f"{name} must be {expected}{' or None' if optional else ''}, got {value}")
+
+
+def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raise TypeError or ValueError if a setting is not a finite number above 0."""
+    check_number(name, value, optional=optional)
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
+
+
+class Reader(Protocol):
+    """A row of a table of losses."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The settings that this row reads."""
+        ...
+
+
+def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
+    """Raise ValueError if a setting is not at its default but nothing reads it.
+
+    `by` reads the fields `reads` of the dataclass. Fields that no row of `table` reads are not checked.
+    """
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        readers = sorted(name for name, kind in table.items() if field.name in kind.reads)
+        if readers and field.name not in reads and value != field.default:
+            raise ValueError(f"{field.name}={shown(value)} is not read by {by}, only by {readers}")
+
+
+def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
+    """Raise ValueError if the attribute `scope` of a loss is not in `known`."""
+    if scope not in known:
+        raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
+
+
+def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Return the number of tokens to divide by, a number or a tensor () on the device of `like`."""
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
+        if num_items.requires_grad:
+            raise ValueError("num_items gets no gradient: detach it")
+        # Reading the value, to check it, would wait for the device.
+        return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
+    check_positive("num_items", num_items)
+    return num_items
