@@ -83,7 +83,7 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
         if group != ["device"]
     ]
     axis = max(columns, key=max)
-    others = numbered(list(zip(*(column for column in columns if column is not axis), strict=True)))
+    others = numbered([tuple(column[i] for column in columns if column is not axis) for i in range(len(product))])
     period = 1 + min(max(axis), max(others))
     for item, value, combination in zip(product, axis, others, strict=True):
         n = next(iter(item.get_closest_marker("sampled").args), 1)

@@ -61,6 +61,7 @@ def test_float64_matches_oracle_in_slices_of_the_vocabulary(row, rows_in_budget,
 WRONG_IN_FLOAT32 = 1e-5
 
 
+@pytest.mark.sampled(0.5, interpreted=True)
 @pytest.mark.triton
 @by_row
 def test_float32_matches_oracle(row, device, path):
@@ -159,6 +160,7 @@ def test_loss_error_is_that_of_eager_code(row, dtype, device):
     assert error <= bound, f"{error:.3e} against {bound:.3e}"
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.stops_gradients], ids=repr)
 def test_gradcheck(row):
     batch = row.sample(Sizes(sequences=4, length=3, hidden=2, vocab=5, ref_hidden=3), seed=3)
