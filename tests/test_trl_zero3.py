@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -57,8 +58,8 @@ class Zero3(TrainerCallback):
         def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
             return self._after(module, inputs, outputs)
 
-        after.__module__ = "deepspeed.runtime.zero.parameter_offload"
-        return after
+        theirs = {**globals(), "__name__": "deepspeed.runtime.zero.parameter_offload"}
+        return FunctionType(after.__code__, theirs, closure=after.__closure__)
 
     def _gather(self, module: nn.Module, recurse: bool = False) -> None:
         for p in module.parameters(recurse):
