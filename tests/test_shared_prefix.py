@@ -140,6 +140,7 @@ def assert_same(got: Tensor | Gradients, expected: Tensor | Gradients) -> None:
     """Compare to 1e-9 of the largest value."""
     if isinstance(got, dict):
         assert isinstance(expected, dict) and got.keys() == expected.keys() and got
+        # float64 on both paths: the bound is relative to the largest gradient.
         scale = max(float(x.detach().abs().max()) for x in expected.values())
         for name, x in expected.items():
             torch.testing.assert_close(got[name], x, rtol=0, atol=1e-9 * scale, msg=lambda m, name=name: f"{name}: {m}")
@@ -270,7 +271,7 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
     torch.testing.assert_close(
         *(torch.autograd.grad((x * upstream).sum(), list(SMALL.model.parameters())) for x in (got, expected)),
         rtol=0,
-        atol=1e-8,
+        atol=1e-8,  # these gradients sum random numbers over all tokens
     )
 
 
@@ -389,6 +390,7 @@ def test_flex_attention(setting: str) -> None:
     got = trie_attention._attend(q, k, v, mask.end, mask.depth, mask.window, mask.blocks, *arguments)
     expected = trie_attention._attend_densely(q, k, v, mask, *arguments)
     upstream = torch.randn_like(got)
+    # Sinks need the logsumexp of FlexAttention, which is float32.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 if "sinks" in setting else 1e-12)
     for x, y in zip(*(torch.autograd.grad(z, leaves, upstream) for z in (got, expected)), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-5 if "sinks" in setting else 1e-11)
