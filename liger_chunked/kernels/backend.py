@@ -1,7 +1,4 @@
-"""Shared by kernels: paths, layouts, autograd, device functions.
-
-A step's kernels also take meta tensors: they allocate what a GPU would, and launch nothing.
-"""
+"""Shared by kernels: paths, layouts, autograd, device functions."""
 
 from __future__ import annotations
 
@@ -67,7 +64,12 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether Triton kernels serve `x`; float64 takes the torch path."""
+    """Return whether Triton kernels serve `x`; float64 takes the torch path.
+
+    They serve meta tensors too: a launch then does nothing, and only the allocations are left.
+    """
+    if x.is_meta:
+        return True
     if triton is None or x.dtype == torch.float64:
         return False
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
