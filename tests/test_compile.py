@@ -1,10 +1,9 @@
-"""Losses in compiled graphs: one operation each, no graph break, and the results of eager code."""
+"""Losses that compiled code calls: the graph breaks at the call, and the results are those of eager code."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 from table import ROWS, SMALL, Batch, evaluate, moved, n_valid, pairs, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from liger_chunked import (
@@ -23,6 +21,7 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
+    functional,
     linear_token_stats,
 )
 from liger_chunked.engine import FusedLoss, StatsLoss, head
@@ -31,9 +30,10 @@ from liger_chunked.engine import gradients as accumulating
 pytestmark = [
     pytest.mark.ordinary_memory,  # the compiler allocates memory that must not be filled with NaN
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # raised on import
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
 ]
 
-whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+whole = partial(torch.compile, backend="aot_eager")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def checked(eager: Callable, seen: list) -> Callable:
     return run
 
 
-# The computation inside a loss is eager. A graph depends only on the class of the loss and the arguments it gets.
+# The computation inside a loss is eager. A compiled caller sees only its class and its arguments.
 CALLS = {(row.id.split("-")[0], row.fused, *row.sample(SMALL, 0)): row for row in reversed(ROWS)}
 
 
@@ -148,8 +148,8 @@ def products(monkeypatch) -> list[int]:
         pytest.param("mean", ("bias",), True, 1, id="only-the-bias"),
         pytest.param("mean", (), True, 1, id="nothing-trainable"),
         pytest.param("mean", ("weight", "input"), False, 1, id="no_grad"),
-        pytest.param("none", ("weight", "input"), True, 4, id="per-token"),  # computes the projection twice
-        pytest.param("none", ("input",), True, 3, id="per-token-frozen-head"),
+        pytest.param("none", ("weight", "input"), True, 3, id="per-token"),
+        pytest.param("none", ("input",), True, 2, id="per-token-frozen-head"),
         pytest.param("none", ("weight", "input"), False, 1, id="per-token-no_grad"),
     ],
 )
@@ -206,24 +206,35 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_at_most_two_recompilations(loss):
+def test_new_lengths_do_not_recompile(loss):
     torch.manual_seed(0)
     model, counter = Tiny(loss()), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for shape in ((2, 5), (2, 9), (2, 12), (4, 12), (6, 7), (8, 3)):
+    compiled, graphs = torch.compile(model, backend=counter), []
+    for shape in ((2, 5), (2, 9), (4, 12), (6, 7), (8, 3), (10, 4)):
         batch = torch.randint(31, shape)
         for ours, exact in zip(gradients(model, compiled, batch), gradients(model, model, batch), strict=True):
             torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-7)
-    assert counter.frame_count <= 3
+        graphs.append(counter.frame_count)
+    assert graphs[2] == graphs[-1] <= 3 * graphs[0]
 
 
 def test_a_changing_count_is_not_a_constant():
-    batch, counter = tokens(SMALL, seed=0), CompileCounterWithBackend("aot_eager")
-    loss = LigerFusedLinearCrossEntropyLoss()
-    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    batch, loss = tokens(SMALL, seed=0), LigerFusedLinearCrossEntropyLoss()
+    compiled = whole(loss)
     for num_items in (37, 41, 43, 47, 53):
         torch.testing.assert_close(compiled(**batch, num_items=num_items), loss(**batch, num_items=num_items))
-    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("call", ["module", "function", "stats"])
+def test_a_whole_graph_is_refused(call):
+    batch = tokens(SMALL, seed=0)
+    functions = {
+        "module": LigerFusedLinearCrossEntropyLoss(),
+        "function": lambda input, **rest: functional.cross_entropy_loss(hidden=input, **rest),
+        "stats": linear_token_stats,
+    }
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a fused loss waits for the device"):
+        torch.compile(lambda: functions[call](**batch), backend="eager", fullgraph=True)()
 
 
 # Models
@@ -257,7 +268,7 @@ def test_training(loss, backend):
     model = Tiny(LOSSES[loss]())
     twin = copy.deepcopy(model)
     batches = list(torch.randint(31, (6, 4, 9)))
-    ours = trained(twin, torch.compile(twin, backend=backend, fullgraph=True), batches)
+    ours = trained(twin, torch.compile(twin, backend=backend), batches)
     exact = trained(model, model, batches)
     assert ours == pytest.approx(exact, rel=1e-5)
     assert len(set(ours)) == len(ours)
@@ -323,38 +334,13 @@ def test_second_derivatives_are_refused(backend, reduction):
     batch = tokens(SMALL, seed=0)
     leaves = {name: batch[name].requires_grad_() for name in ("weight", "input", "bias")}
     loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    compiled = torch.compile(loss, backend=backend)
     (exact,) = torch.autograd.grad(loss(**batch).mean(), leaves["weight"])
     for leaf in leaves.values():
         (gradient,) = torch.autograd.grad(compiled(**batch).mean(), leaves["weight"], create_graph=True)
         torch.testing.assert_close(gradient.detach(), exact)
         with pytest.raises(RuntimeError, match=r"second derivatives|double backward"):
             torch.autograd.grad(gradient.square().sum() + leaf.square().sum(), leaf)
-
-
-@CXX
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_weight_gradient_is_scaled_where_it_lies(dtype):
-    """The backward allocates no second [V, H]."""
-    batch = moved(tokens(SMALL._replace(hidden=8, vocab=37), seed=0), dtype)
-    leaves = {name: batch[name].requires_grad_() for name in ("weight", "input")}
-    loss = LigerFusedLinearCrossEntropyLoss()
-    compiled = torch.compile(loss, fullgraph=True)
-
-    def step() -> None:
-        (compiled(**batch) * 3).backward()
-
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, (forward, backward) = run_and_get_code(step)
-    assert "liger_chunked.forward" in forward
-    assert "liger_chunked.once" in backward
-    assert "(37, 8)" in backward  # its shape is checked
-    assert not re.search(r"empty_strided\w*\(\(37, 8\)", backward)
-    exact = torch.autograd.grad(3 * loss(**batch), list(leaves.values()))
-    for leaf, gradient in zip(leaves.values(), exact, strict=True):
-        torch.testing.assert_close(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize(
@@ -374,24 +360,13 @@ def test_errors_are_those_of_eager_code(name, value, error):
             call(**batch | {name: value})
 
 
-def test_a_loss_that_is_gone():
-    batch = tokens(SMALL, seed=0)
-    batch["weight"].requires_grad_()
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="none")
-    value = torch.compile(loss.forward, backend="aot_eager", fullgraph=True)(**batch).sum()
-    del loss
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="was deleted"):
-        value.backward()
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_within_a_checkpoint(backend, reduction):
     """A checkpoint lets a backward read its saved tensors once."""
     loss, batch = LigerFusedLinearCrossEntropyLoss(reduction=reduction), tokens(SMALL, seed=0)
     exact = evaluate(lambda batch: loss(**batch).sum(), batch)
-    compiled = torch.compile(lambda batch: loss(**batch).sum(), backend=backend, fullgraph=True)
+    compiled = torch.compile(lambda batch: loss(**batch).sum(), backend=backend)
 
     def region(batch: Batch) -> Tensor:
         return checkpoint(lambda x: compiled({**batch, "input": x}), batch["input"], use_reentrant=False)

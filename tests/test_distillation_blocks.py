@@ -50,7 +50,7 @@ def test_blocks_of_a_chunk(monkeypatch):
 def test_chunk_and_block_are_within_the_budget(beside, budget, vocab):
     n = 8192 * 151936 // vocab
     options, shape = LogitOptions(logits_budget=budget), torch.Size((vocab, 1536))
-    tokens, block = plan.budget_chunk_size(options, shape, torch.bfloat16, n, 2 + beside, wants_weight=True)
+    tokens, block = plan.chunk_and_tile(options, shape, torch.bfloat16, n, 2 + beside, wants_weight=True)
     assert 1 <= block <= tokens
     held = vocab * (2 * tokens + beside * block)
     if budget is not None:
@@ -67,5 +67,5 @@ def test_a_frozen_head_holds_no_more_for_fewer_chunks():
     """A frozen head has no weight gradient to accumulate, so larger chunks gain nothing."""
     shape, options = torch.Size((151936, 1536)), LogitOptions()
     for n in (5000, 8192, 16384):
-        frozen = plan.budget_chunk_size(options, shape, torch.bfloat16, n, 4, wants_weight=False)
+        frozen = plan.chunk_and_tile(options, shape, torch.bfloat16, n, 4, wants_weight=False)
         assert frozen == (4096, 4096)

@@ -344,7 +344,7 @@ def test_chunks_in_the_place_of_one_chunk_are_large():
 def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypatch):
     monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
-    plan = step.Plan.of(
+    plan = cut.Plan.of_loss(
         Head(weight if transposed else weight.contiguous()),
         lay_out_every(8192),
         torch.bfloat16,

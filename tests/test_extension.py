@@ -170,6 +170,7 @@ def test_so_is_one_of_a_divergence():
     loss(**batch)[0].backward()
 
 
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")  # by Dynamo
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_may_own_the_head_it_is_given(compiled):
     """The head is a low-rank product, passed as an argument, so gradients reach its factors."""

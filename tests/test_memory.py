@@ -364,7 +364,8 @@ def test_what_is_frozen_takes_nothing():
     forward = estimate_memory(CrossEntropy(), **fixed, trainable_head=False, trainable_input=False)
     by_logps = 2 * 4 * 8 * 512  # the gradient of each token's log-probability, and a rounded copy
     assert frozen.input_grad == 2 * 8 * 512 * 512
-    assert frozen.peak - forward.peak == frozen.input_grad + by_logps
+    scalars = 64
+    assert frozen.peak - forward.peak == pytest.approx(frozen.input_grad + by_logps, abs=scalars)
 
 
 def test_a_batch_may_give_its_lengths():

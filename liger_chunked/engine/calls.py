@@ -64,18 +64,20 @@ class LossType(ABCMeta):
 
 
 class _Eager:
-    """Holds the entry points that compiled code calls, each under its name."""
+    """Holds the entry points that compiled code has called, each under its name, as functions that run eagerly."""
 
 
 _EAGER = _Eager()
-_ENTRY_POINTS: dict[str, Callable[..., Any]] = {}
+_REASON = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
+_ENTRY_POINTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _kept_out_of_graphs(name: str) -> str:
-    """Put an entry point that Dynamo does not trace on `_EAGER`. Runs while a caller is traced."""
+    """Put an entry point on `_EAGER`. Runs while Dynamo traces a caller."""
     if not hasattr(_EAGER, name):
-        reason = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
-        setattr(_EAGER, name, torch.compiler.disable(_ENTRY_POINTS[name], reason=reason))
+        call, checked = _ENTRY_POINTS[name]
+        setattr(_EAGER, name, torch.compiler.disable(checked, reason=_REASON))
+        torch._dynamo.decorators.skip(call)
     return name
 
 
@@ -89,15 +91,12 @@ def entry_point(function: Function) -> Function:
     It gets plain tensors, its `TypeError` for an unknown argument suggests the right name, and torch.compile breaks the
     graph at its call: a loss waits for the device, and its objective may be any Python code.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     is_method = positional[0] == "self"
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
         args = plain(positional, args)
         if kwargs:
             given = tuple(kwargs.values())
@@ -113,7 +112,16 @@ def entry_point(function: Function) -> Function:
                 owner, constructor = type(args[0]).__name__, arguments.of_constructor(type(args[0]))
             raise arguments.call_error(owner, function, args, kwargs, constructor) or error from None
 
-    _ENTRY_POINTS[name] = call
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+        return getattr(_EAGER, name, checked)(*args, **kwargs)
+
+    # Dynamo skips code objects: each entry point has its own.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _REASON  # type: ignore[attr-defined]
+    _ENTRY_POINTS[name] = call, checked
     return cast(Function, call)
 
 

@@ -128,25 +128,10 @@ class Plan:
         options: LogitOptions,
         wants_weight: bool,
     ) -> Plan:
-        """Plan a step of chunks of student logits, whose tiles also have teacher logits.
-
-        dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic
-        budget uses one chunk if its tile takes at most half the bytes of its logits.
-        """
-        vocab_size, n_valid, logit = head_shape[0], layout.n_valid, dtype.itemsize
+        """Plan a step of chunks of student logits, whose tiles also have teacher logits."""
+        vocab_size, n_valid = head_shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
-        tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
-        tile = tokens
-        beside = max(0, bytes_per_logit - logit)
-        if beside and wants_weight:
-            more = max(1, TEACHER_VOCAB // vocab_size)
-            tile = max(1, min(n_valid, more * TEACHER_TOKENS))
-            one_chunk = options.logits_budget is None and n_valid * vocab_size * logit <= ONE_CHUNK
-            if one_chunk and 2 * tile * beside <= n_valid * logit:
-                tokens = max(tokens, n_valid)
-            else:
-                tile = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
-                tokens = (tokens * bytes_per_logit - tile * beside) // logit
+        tokens, tile = chunk_and_tile(options, head_shape, dtype, n_valid, bytes_per_logit, wants_weight)
         found = chunks(layout, vocab_size, tokens * vocab_size)
         every = slice(0, vocab_size)
         return cls(
@@ -205,6 +190,33 @@ def budget_elements(
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
     return tokens * vocab_size
+
+
+def chunk_and_tile(
+    options: LogitOptions,
+    head_shape: torch.Size,
+    dtype: torch.dtype,
+    n_valid: int,
+    bytes_per_logit: int,
+    wants_weight: bool,
+) -> tuple[int, int]:
+    """Return the tokens of a distillation chunk, and of a tile, whose teacher logits are in memory too.
+
+    dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
+    uses one chunk if its tile takes at most half the bytes of its logits.
+    """
+    vocab_size, logit = head_shape[0], dtype.itemsize
+    tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
+    beside = max(0, bytes_per_logit - logit)
+    if not (beside and wants_weight):
+        return tokens, tokens
+    more = max(1, TEACHER_VOCAB // vocab_size)
+    if options.logits_budget is None and n_valid * vocab_size * logit <= ONE_CHUNK:
+        tile = max(1, min(n_valid, more * TEACHER_TOKENS))
+        if 2 * tile * beside <= n_valid * logit:
+            return max(tokens, n_valid), tile
+    tile = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
+    return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
 # A budget of so few rows is probably a mistake: a product of few rows takes about as long as one of many.
