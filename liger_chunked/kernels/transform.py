@@ -1,4 +1,4 @@
-"""The logit transform of `LogitOptions` and its derivative, in torch and in Triton."""
+"""The transform of `LogitOptions` and its derivative, in torch and Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_chunked.types import LogitOptions
 def transform_and_slope(
     z: Tensor, logit_scale: float, softcap: float | None, temperature: float, needs_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return transformed logits, and the softcap's derivative or None. May overwrite `z`, in the accumulation dtype."""
+    """Return transformed logits, and the softcap's derivative or None; may overwrite `z`."""
     slope = None
     if logit_scale != 1.0:
         z = z.mul_(logit_scale)
@@ -26,7 +26,6 @@ def transform_and_slope(
 
 
 def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
-    """Return transformed logits. May overwrite `z`, in the accumulation dtype."""
     return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
 
 
@@ -68,7 +67,7 @@ def transform_block(z, scale, softcap, inv_temperature):
 
 @jit
 def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
-    """Return the logits' gradient from that of transformed logits."""
+    """Return the gradient by the logits before the transform."""
     if inv_temperature is not None:
         grad = grad * inv_temperature
     if softcap is not None:
@@ -80,7 +79,7 @@ def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
 
 @jit
 def load_block(ptr, cols, n_cols, WHOLE: tl.constexpr):
-    """Load a block of a row in float32, zero past its end, which WHOLE blocks do not reach."""
+    """Load a block in float32; unless WHOLE, 0 past the row."""
     if WHOLE:
         x = tl.load(ptr + cols)
     else:
