@@ -65,7 +65,6 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether `x` takes the Triton path; float64 does not."""
     if triton is None or x.dtype == torch.float64:
         return False
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)
@@ -85,7 +84,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    The operator returns an empty tensor for None. Eager code skips its dispatch, slower than a small kernel.
+    It returns an empty tensor for None. Eager code skips its dispatch, slower than a small kernel.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -125,7 +124,6 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Return whether no elements share memory."""
     reached = 0
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
@@ -184,7 +182,7 @@ def refuse_second_derivative(*_: Any) -> NoReturn:
 
 
 class _Unpacked:
-    """A context with unpacked tensors: a checkpoint unpacks only once."""
+    """A context with unpacked tensors: checkpoints unpack only once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
         vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
@@ -219,12 +217,11 @@ def block_size(n: int, most: int) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 2 in the interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
         return torch.xpu.get_device_properties(device).max_compute_units
-    return 2
+    return 2  # to test sweeps
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
@@ -255,7 +252,7 @@ def exp(x, PRECISE: tl.constexpr):
         x = (x - n * 0.693359375) + n * 2.12194440e-4
         return tl.exp2(x * 1.4426950408889634) * tl.exp2(n)
     else:
-        # tl.exp takes three more instructions for subnormals.
+        # tl.exp takes three more instructions.
         return tl.exp2(x * 1.4426950408889634)
 
 
@@ -294,7 +291,7 @@ def reciprocal(x):
 
 @jit
 def tanh(x):
-    # The interpreter has no libdevice. 1 - 2 / (1 + exp(2x)) cancels near 0.
+    # The interpreter has no libdevice. 1 - 2/(1 + exp(2x)) cancels near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

@@ -1,10 +1,10 @@
 """Divergences of student and teacher logits, with sums for their gradients.
 
-    p = softmax(z / T), q = softmax(t / T)        z, t: logits transformed except for the temperature T
+    p = softmax(z/T), q = softmax(t/T)            z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-TVD stores a_v - slope itself, because the subtraction would cancel: `below` where p > q, `-above` where p < q. `below`
-is the mass of p where p < q, plus half of that where p = q; `above` is the rest.
+TVD stores a_v - slope itself, because subtracting would cancel: `below` where p > q, `-above` where p < q. `below` is
+the mass of p where p < q, plus half where p = q; `above` is the rest.
 
 Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """
@@ -58,7 +58,7 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 
 @jit
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
-    """Return `log(p / m)` and `log(q / m)`, `m = (1 - beta) p + beta q`; exactly 0 where p = q.
+    """Return `log(p/m)` and `log(q/m)`, `m = (1 - beta) p + beta q`; exactly 0 where p = q.
 
     CENTRAL, for 16-bit logits and beta far from 0 and 1, errs by `2**-22 max(1, |log(q/p)|)`. The other path factors
     out the larger part of m, the teacher's if `log(q/p) > even`.
@@ -101,14 +101,14 @@ def _compare_block(
     beta, one_minus_beta, even,
     KIND: tl.constexpr, RATIO: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows to the sums; -inf adds 0."""
+    """Add a block of both rows; -inf adds 0."""
     z = transform_block(load_block(z_ptr, cols, n_cols, WHOLE), scale, softcap, None)
     t = transform_block(load_block(t_ptr, cols, n_cols, WHOLE), teacher_scale, teacher_softcap, None)
     if not WHOLE:
         z = tl.where(cols < n_cols, z, -float("inf"))
         t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2; q = p (q / p) saves an exponential.
+        # `log_ratios` in base 2; q = p (q/p) saves an exponential.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -192,7 +192,7 @@ def _second_sweep_kernel(
 
 
 def _even(beta: float) -> float:
-    """Return the `log(q/p)` where `(1 - beta) p = beta q`."""
+    """Return `log(q/p)` where `(1 - beta) p = beta q`."""
     return math.log1p(-beta) - math.log(beta) if 0.0 < beta < 1.0 else 0.0
 
 
@@ -311,7 +311,7 @@ def _cosine_stats(
     if target is not None:
         hard = options.temperature != 1.0
         stats = _normalised(sums(student, None, target, "student", options, options, hard))
-    # d(1 - cos)/dz = cos z / |z|^2 - t / (|z| |t|)
+    # d(1 - cos)/dz = cos z/|z|**2 - t/(|z| |t|)
     return stats._replace(divergence=1.0 - cosine, slope=cosine / norm.square(), other_slope=inv_norms)
 
 
@@ -323,7 +323,7 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Return the divergence of each pair of rows, with sums for its gradient.
+    """Return divergences of pairs of rows, with sums for gradients.
 
     Args:
         student, teacher: (N, V) logits before the transform, rows contiguous.
@@ -342,5 +342,5 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return normalisers of rows without holes, inputs of -inf; `hard` as in `sums`."""
+    """Return normalisers without holes, inputs of -inf; `hard` as in `sums`."""
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

@@ -182,7 +182,6 @@ def _divergence_grad_torch_(
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:
-                # p_v - 1[v = y] before rounding
                 p.scatter_add_(1, target[rows, None], p.new_full((p.shape[0], 1), -1.0))
             grad.addcmul_(p, g_logps[rows, None], value=-1.0)
         grad.mul_(options.logit_scale)
@@ -216,10 +215,7 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 in holes; return it.
-
-    `stats` is from `tail_stats`; the upstream gradients are (N,).
-    """
+    """Overwrite logits with their gradient, 0 in holes; return it. `stats` is from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     # d(hard_log_sum)/dz = p1: -g_logps without a target.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum

@@ -1,4 +1,4 @@
-"""Normalisers, KL and dot products of pairs of logit rows. Bytes: both tiles read once."""
+"""Normalisers, KL and dot products of pairs of rows. Bytes: both tiles read once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
     """Sums of rows, (N,) each; None unless requested."""
 
     centre: Tensor  # near the maximum; -inf for a row of -inf
-    sum_exp: Tensor  # sum exp((z - centre) / T)
+    sum_exp: Tensor  # sum exp((z - centre)/T)
     log_sum: Tensor
     hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
     target_logit: Tensor | None = None
@@ -320,7 +320,7 @@ def sums(
     """Return the sums of rows; arguments as in `divergence_stats`.
 
     Args:
-        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes inputs of -inf.
+        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes -inf.
         hard: add `hard_sum_exp`.
     """
     compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch

@@ -1,4 +1,4 @@
-"""Caches compiled Triton kernels, to launch in a third of the host's time."""
+"""Caches compiled Triton kernels: a cached launch takes a third of the host's time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Compare tensors by identity, numbers by value and type."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -48,7 +47,7 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that caches compiled variants, and runs on its tensors' device.
+    """A Triton kernel with cached variants, run on its tensors' device.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
@@ -223,7 +222,6 @@ class Kernel:
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
-        """Launch through Triton; return the compiled kernel."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is None:
                 continue

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, in float32. Bytes, in units of `x`: forward 2, backward 3."""
+"""LayerNorm over the last dimension, in float32. Bytes: forward 2, backward 3 times `x`."""
 
 from __future__ import annotations
 

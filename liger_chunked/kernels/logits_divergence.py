@@ -1,6 +1,6 @@
 """Divergences of materialized logits, without a softmax in memory.
 
-Bytes, in units of one model's logits: forward 2 (JSD and TVD 4), backward 3.
+Bytes: forward 2 (JSD and TVD 4), backward 3 times one model's logits.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def liger_kl_div_with_logits(
     """Return `KL(q || p)` of student `p` and teacher `q` (Hinton et al. 2015), in nats per row.
 
     Args:
-        student_logits, teacher_logits: (..., V); copied as in `liger_cross_entropy`.
+        student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
         shift_labels: (...) labels; None uses all rows.
         reverse: return `KL(p || q)`.
         reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
@@ -201,7 +201,7 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the total variation distance `sum_v |p_v - q_v| / 2` of student `p` and teacher `q` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
     Args:
         student_logits, teacher_logits: (..., V).

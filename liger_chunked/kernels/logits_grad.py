@@ -37,7 +37,7 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 class LogitsCotangents(NamedTuple):
     """Statistics and upstream gradients of rows, (N,) each or None."""
 
-    max: Tensor  # exp(z - max) / sum_exp is exact for large logits, unlike exp(z - lse)
+    max: Tensor  # exp(z - max)/sum_exp is exact for large logits, unlike exp(z - lse)
     sum_exp: Tensor
     logps: Tensor | None = None  # dL/dlogps and so on
     lse: Tensor | None = None
@@ -134,7 +134,6 @@ def _logits_grad_torch_(
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
-            # 1[v = y] - p_v before rounding
             local = target[rows] - vocab_start
             here = ((local >= 0) & (local < n_cols)).to(p.dtype)
             onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])

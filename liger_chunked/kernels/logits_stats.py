@@ -1,7 +1,7 @@
-"""Reduce logits to statistics, tile by tile. Bytes: the tile read once.
+"""Reduce logits to statistics. Bytes: the tile read once.
 
 `logits_stats` reduces a tile, `merge` joins neighbours, and `finish` returns `TokenStats`. `row_stats` does all of it
-for whole rows, in one launch.
+in one launch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PartialStats(NamedTuple):
     target_logit: Tensor | None = None  # -inf outside the tile
     sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): large z would cancel
     sum_z: Tensor | None = None  # or sum class_weight z
-    sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
-    argmax: Tensor | None = None  # first index of max, int64
+    sum_exp_sq: Tensor | None = None  # sum exp(z - max)**2
+    argmax: Tensor | None = None  # first index, int64
 
 
 @jit
@@ -46,7 +46,7 @@ def _add_block(
     WHOLE: tl.constexpr, PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to the sums; -inf adds 0."""
+    """Add a block; -inf adds 0."""
     z = transform_block(load_block(row_ptr, cols, n_cols, WHOLE), scale, softcap, inv_temperature)
     if MEAN:
         if class_weight_ptr is not None:
@@ -76,8 +76,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The centre is the first block's maximum: a running one would need a reduction per block. A row too far above it is
-    # swept again. FINISH stores the values of `finish`.
+    # The centre is the first block's maximum: a running one takes a reduction per block. A row too far above it is
+    # swept again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -261,7 +261,7 @@ def logits_stats(
 
     Args:
         logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; rows contiguous.
-        target: (N,) int64 index into the whole vocabulary.
+        target: (N,) int64, in the whole vocabulary.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
     if use_triton(logits) or logits.is_meta:
@@ -326,7 +326,6 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
 
 
 def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[str, ...]) -> TokenStats:
-    """Return `TokenStats` from statistics of the whole vocabulary."""
     log_sum = stats.sum_exp.log()
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:

@@ -1,6 +1,6 @@
 """Tiles of a norm's rows, and sums of its weight gradients.
 
-Each backward program writes the float32 sum of its rows, and one launch adds these in a fixed order.
+Each backward program writes the float32 sum of its rows; one launch adds these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class RowTile(NamedTuple):
 
 @functools.cache
 def row_tile(n_cols: int, device: torch.device) -> RowTile:
-    """Return a forward's tile; short rows share a program."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_forward_elements // block)
@@ -36,8 +35,6 @@ def row_tile(n_cols: int, device: torch.device) -> RowTile:
 
 
 class RowSweep(NamedTuple):
-    """A backward's tile, programs and pipeline stages."""
-
     tile: RowTile
     programs: int
     stages: int
@@ -45,7 +42,7 @@ class RowSweep(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return a backward's sweep, whose programs all run at once."""
+    """Return a backward's sweep; its programs all run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)

@@ -15,7 +15,7 @@ from liger_chunked.types import described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
-_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")  # deprecated in torch
+_QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
 # Public queries are slow. Without these, autograd raises its own errors.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -23,9 +23,9 @@ _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Si
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with each tensor as a plain dense `torch.Tensor`.
+    """Return arguments with tensors as plain dense `torch.Tensor`.
 
-    Unwraps subclasses that only tag a tensor, and results of asynchronous collectives.
+    Unwraps subclasses that only tag a tensor, and asynchronous collectives.
 
     Raises:
         TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.

@@ -1,6 +1,6 @@
 """Divergences of (log-)probabilities: row sums of `f(x, t)`, with formulas in `_terms_torch`.
 
-Bytes, in units of the input: forward 2, backward 3.
+Bytes: forward 2, backward 3 times the input.
 """
 
 from __future__ import annotations
@@ -280,12 +280,12 @@ def liger_tvd(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the total variation distance `sum_v |p_v - q_v| / 2` of student `p` and teacher `q` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
     Args:
         p, q: (N, V) probabilities, in one dtype.
         shift_labels, ignore_index: as in `liger_jsd`.
-        reduction: as in `liger_kl_div`, over valid rows; terms of ignored rows are 0.
+        reduction: as in `liger_kl_div`, over valid rows; ignored terms are 0.
 
     Returns:
         float32, or float64 for float64 inputs.

@@ -2,12 +2,12 @@
 
     z = scale x W^T                                       float32, in registers
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
-    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, from unrounded terms
+    rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
-`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit, or
+`rest` excludes the target, so that `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or
 the row's maximum if that is 44 nats higher. A `c` far from the maximum gives the entropy errors of up to 5e-6.
 
-FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V / 32 per statistic, half at H > 1536.
+FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's exponentials and row sums."""
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
@@ -141,7 +140,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Return 1 for rows of NaN or far above their centre."""
+    """Return 1 for NaN or rows far above their centre."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -250,7 +249,7 @@ def project_exp(
 
     Args:
         x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
-        target: (N,) int64 token ids.
+        target: (N,) int64.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
         scale: factor of the logits; not zero.

@@ -1,6 +1,6 @@
 """RMSNorm over the last dimension, in float32.
 
-Bytes, in units of `x`: forward 2, backward 3; 4 each with a residual.
+Bytes: forward 2, backward 3 times `x`; 4 each with a residual.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def liger_rms_norm(
 ) -> Any:
     """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4).
 
-        x / rms(x) * (offset + weight),    rms(x) = sqrt(mean(x ** 2) + eps)
+        x/rms(x) * (offset + weight),    rms(x) = sqrt(mean(x**2) + eps)
 
     Args:
         x: (..., D), rows in any layout.

@@ -1,7 +1,7 @@
 """Rotary position embedding in one launch, computed in float32 and rounded once.
 
-The backward rotates by the negative angle. Results and gradients have the memory layout of q. Bytes: q and k read and
-written once; autograd copies an overwritten view's gradient.
+Results and gradients have the memory layout of q. Bytes: q and k read and written once; autograd copies an overwritten
+view's gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _rotate(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of heads, token by token; in place without y."""
+    """Rotate a tile of heads; in place without y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -188,7 +188,7 @@ class _RotaryPosEmb(torch.autograd.Function):
 class _WrittenOver(torch.autograd.Function):
     """Marks a tensor as overwritten before its rotation, because autograd may raise.
 
-    Autograd allows no second output next to an overwritten view.
+    An overwritten view must be the only output.
     """
 
     @staticmethod
@@ -289,7 +289,7 @@ def liger_rotary_pos_emb(
     Columns from R on are unchanged.
 
     Args:
-        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype, in any layout.
+        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype.
         cos, sin: (B or 1, T, R), R <= D. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads, 1 or 2.

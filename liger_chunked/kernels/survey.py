@@ -1,6 +1,6 @@
 """Count and check targets and a teacher's top-k on the device.
 
-Bytes: the target and a mask; the top-k once, with k**2 / 2 comparisons per row.
+Bytes: the target and a mask; the top-k once, with k**2/2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from liger_chunked.kernels.tuning import TUNING
 
 
 class Survey(NamedTuple):
-    """The valid tokens, and a summary of row blocks."""
+    """Valid tokens, and a summary of row blocks."""
 
     mask: Tensor  # (R, C) bool
     summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
@@ -144,7 +144,7 @@ def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
 
 
 def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
-    """Check a teacher's top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
+    """Check a top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
 
     Returns:
         (5,) int64: `~min(0, ids)`, the highest id, and whether any row repeats an id, has a positive or NaN entry, or

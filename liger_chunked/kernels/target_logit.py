@@ -1,8 +1,8 @@
 """Correct the target's log-probability for its logit's rounding.
 
     z  = transform(x . W[y] + b[y])                       float32
-    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]      p: from the rounded logits, p': corrected
-    d log p' / dz_v = (1 - p') / (1 - p) d log p / dz_v
+    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
+    d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
 Only the target's rounding errors add up over a sequence (docs/tuning.md). Bytes: 4 N H.
 """
@@ -121,9 +121,8 @@ def unround_logps_(
     `x` is (N, H), `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
 
     Returns:
-        (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps`.
+        (N,) `(1 - p')/(1 - p)`, a factor for upstream gradients of `logps`.
     """
-    # The kernel needs contiguous rows.
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if logps.is_meta or (use_triton(logps) and side_by_side) else _move_torch
     return compute(logps, x, head, target, maximum, sum_exp, options)

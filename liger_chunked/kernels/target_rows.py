@@ -3,7 +3,7 @@
 Upstream gradients are of `logps` and `lse` only.
 
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
-    s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
+    s = scale/sum (g_lse - g_logps),     a = scale/sum (g_logps rest + g_lse exp(z_y - c))
     dX = s (E W) + a W[y],               dW = E^T (s x), plus a[n] x[n] at row y[n]
 
 Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H.
@@ -195,7 +195,7 @@ class Occurrences(NamedTuple):
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Return where targets, (N,) int64, occur, with 3 N**2 comparisons."""
+    """Return places of targets, (N,) int64, with 3 N**2 comparisons."""
     n = target.shape[0]
     if n > hopper.MOST_SORTED:
         by_target, order = torch.sort(target, stable=True)

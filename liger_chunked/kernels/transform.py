@@ -47,7 +47,6 @@ def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
 
 @jit
 def transform_and_tanh(z, scale, softcap, inv_temperature):
-    """Return transformed logits, and the tanh for `transform_gradient`."""
     if scale is not None:
         z = z * scale
     tanh_z = z
@@ -67,7 +66,6 @@ def transform_block(z, scale, softcap, inv_temperature):
 
 @jit
 def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
-    """Return the gradient by the logits before the transform."""
     if inv_temperature is not None:
         grad = grad * inv_temperature
     if softcap is not None:

@@ -16,7 +16,7 @@ class Launch(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """Launch constants of one architecture."""
+    """Constants of one architecture."""
 
     # Logits
     logits_stats: Launch = Launch(2048, 4)  # columns of a row
@@ -33,7 +33,7 @@ class Tuning(NamedTuple):
     norm_resident_elements: int = 8192  # per multiprocessor, for its registers
     norm_elements_per_warp: int = 512  # 16 per thread
     norm_most_warps: int = 16
-    norm_narrow: int = 1024  # most columns of 4 warps, which sum over fewer threads: "Launch sizes"
+    norm_narrow: int = 1024  # most columns of 4 warps, to sum over fewer threads: "Launch sizes"
     norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
@@ -59,7 +59,7 @@ REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 # Chunks: "Chunk sizes"
 ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
 CHUNK_TOKENS = 4096  # fewest of a chunk under the automatic budget
-ROUND = 256  # chunks and tiles are multiples: rows of the largest cuBLAS tile
+ROUND = 256  # of chunks and tiles, to rows of the largest cuBLAS tile
 MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
 TEACHER_TOKENS = 2048  # most tokens of teacher logits at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
