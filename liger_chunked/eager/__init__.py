@@ -1,6 +1,6 @@
 """The oracles: every loss on full logits, from its formula, in plain torch.
 
-Functions take the tensors and settings of the fused losses by the same names.
+Arguments are named as in the fused losses.
 """
 
 from liger_chunked.eager.cross_entropy import cross_entropy

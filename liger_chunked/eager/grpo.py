@@ -85,7 +85,7 @@ def grpo(
         clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
         reinforce   -r A
         cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
-        sapo        -4 / tau sigmoid(tau (r - 1)) A
+        sapo        -4/tau sigmoid(tau (r - 1)) A
         vespo       -phi A log pi(y), no gradient through phi, which includes w
 
         grpo        B |y|
@@ -94,8 +94,8 @@ def grpo(
         dr_grpo     B max_completion_length
         luspo       B
 
-    A token's KL is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. Metrics are
-    detached, or None if not applicable.
+    The KL is `exp(d) - d - 1`, `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. Metrics are detached,
+    and None if not applicable.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

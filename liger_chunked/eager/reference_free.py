@@ -52,9 +52,9 @@ def orpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return `nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, averaged over pairs.
+    """Return `nll - beta log sigmoid(log(odds_chosen/odds_rejected))`, averaged over pairs.
 
-    `odds = P / (1 - P)`, with `P` a sequence's geometric mean probability, at most `1 - 1e-12`.
+    `odds = P/(1 - P)`, with `P` a sequence's geometric mean probability, at most `1 - 1e-12`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> orpo(weight, input, target).shape
@@ -83,9 +83,9 @@ def cpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean over pairs of `loss_type`, plus `cpo_alpha` times the NLL of the chosen tokens.
+    """Return the mean of `loss_type` over pairs, plus `cpo_alpha` times the chosen tokens' NLL.
 
-    A nonzero `alphapo_alpha` replaces `log p` by `(1 - p ** -alpha) / alpha`.
+    A nonzero `alphapo_alpha` replaces `log p` by `(1 - p**-alpha)/alpha`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape

@@ -20,7 +20,6 @@ def _logps(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor:
-    """Return sequences' log-probabilities (n,) in nats."""
     tokens = token_stats(weight, input, target, bias, ignore_index=ignore_index, **transform)["logps"]
     return _of_sequences(tokens, target, average, ignore_index)
 
@@ -42,7 +41,6 @@ def _reference(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor | float:
-    """Return the reference's log-probabilities (n,), or 0."""
     if input is not None and weight is not None:
         return _logps(weight, input, target, bias, average, ignore_index, **transform)
     if given is None:
@@ -135,7 +133,7 @@ def bco(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean cross entropy of a classifier whose logit is the sequence's reward minus `delta`.
+    """Return the mean cross entropy of a classifier with the logit `reward - delta`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape
