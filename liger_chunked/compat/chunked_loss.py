@@ -1,6 +1,6 @@
 """The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
 
-`compiled` and `chunk_size` have no effect. Differences in results:
+`compiled` and `chunk_size` have no effect. Differences:
 
 - Means and sums of logits are over valid tokens; Liger-Kernel counts padding.
 - A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the NLL term's arguments; without the term, `alpha` has no effect."""
+    """Return the NLL term's arguments, if it is on."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
@@ -378,7 +378,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Return `num_items` or all ranks' tokens per rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:

@@ -1,8 +1,8 @@
 """The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
 
 `AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>` import transformers on first use. `in_place`,
-`row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: gradients accumulate in float32. Constructors
-raise ValueError for invalid options. Differences:
+`row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and gradients
+accumulate in float32. Constructors raise ValueError for invalid options. Differences:
 
 - Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
 - `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
@@ -10,7 +10,7 @@ raise ValueError for invalid options. Differences:
 - `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
 - `apply_liger_kernel_to_<family>` has all switches on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding
   and granite's fused cross entropy. A switch that matches nothing is an error, as is `layer_norm=True` without a
-  model. Patches can be reverted.
+  model.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and the requested `CrossEntropyMetrics`; others are None."""
+    """A loss and the requested metrics."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -244,7 +244,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """Return the loss, or with a `return_...` flag a `CrossEntropyOutput`."""
+        """Return the loss, or a `CrossEntropyOutput` if requested."""
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
@@ -280,7 +280,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over all tokens, except those labelled `ignore_index`."""
+        """Return the mean over tokens not labelled `ignore_index`."""
         check_same_vocabulary(student_weight, teacher_weight)
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
