@@ -3,8 +3,7 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
-same arguments and defaults. Modules and error messages use the name `input` for `hidden`. A function that torch.compile
-traces may call these functions, with `fullgraph=True` too.
+same arguments and defaults. Modules and error messages use the name `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from liger_chunked import losses
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.engine.calls import answering, once
+from liger_chunked.engine.calls import entry_point, once
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 
-@answering
+@entry_point
 def cross_entropy_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -104,7 +103,7 @@ def cross_entropy_loss(
     return loss(weight, hidden, target, bias, num_items=num_items, token_weights=token_weights, ce_weight=ce_weight)
 
 
-@answering
+@entry_point
 def dpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -177,7 +176,7 @@ def dpo_loss(
     )
 
 
-@answering
+@entry_point
 def orpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -225,7 +224,7 @@ def orpo_loss(
     )
 
 
-@answering
+@entry_point
 def cpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -284,7 +283,7 @@ def cpo_loss(
     )
 
 
-@answering
+@entry_point
 def simpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -343,7 +342,7 @@ def simpo_loss(
     )
 
 
-@answering
+@entry_point
 def kto_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -423,7 +422,7 @@ def kto_loss(
     )
 
 
-@answering
+@entry_point
 def bco_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -497,7 +496,7 @@ def bco_loss(
     )
 
 
-@answering
+@entry_point
 def grpo_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -593,7 +592,7 @@ def grpo_loss(
     )
 
 
-@answering
+@entry_point
 def kl_div_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -661,7 +660,7 @@ def kl_div_loss(
     )
 
 
-@answering
+@entry_point
 def jsd_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -727,7 +726,7 @@ def jsd_loss(
     )
 
 
-@answering
+@entry_point
 def tvd_loss(
     weight: Tensor,
     hidden: Tensor,
@@ -791,7 +790,7 @@ def tvd_loss(
     )
 
 
-@answering
+@entry_point
 def cosine_similarity_loss(
     weight: Tensor,
     hidden: Tensor,

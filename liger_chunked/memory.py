@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine import Group, Layout, StatsLoss, TopK, linear_token_stats
+from liger_chunked.engine import Group, Layout, LossWeights, StatsLoss, Teacher, TopK, linear_token_stats
+from liger_chunked.engine.distillation import distillation_step
 from liger_chunked.engine.divergences import Route
-from liger_chunked.engine.dry_run import Ledger, Projection, rehearse_distillation, rehearse_fused, rehearse_stats
-from liger_chunked.engine.gradients import Needs
-from liger_chunked.engine.step import Plan
+from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.plan import Plan
+from liger_chunked.engine.stats import run_statistics
+from liger_chunked.engine.step import Step, run_step
 from liger_chunked.kernels.backend import has_wide_tiles, wide_tiles
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
@@ -22,7 +32,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import Head, LogitOptions, MemoryEstimate, check_number, shown
+from liger_chunked.types import Head, LogitOptions, MemoryEstimate, TokenStats, check_number, shown
 
 Loss = nn.Module | Callable[..., Any]
 
@@ -53,7 +63,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine's steps run dry on meta tensors, without a GPU. Three things are not counted: permanent memory such as
+    The engine runs the step on meta tensors, without a GPU. Three things are not counted: permanent memory such as
     cuBLAS's workspace, tensors that the loss computes from its numbers per token, and completions for a KL
     (`kl_input`).
 
@@ -110,45 +120,154 @@ def estimate_memory(
     group, options = _read(loss, ref_hidden_size, teacher_hidden_size, teacher_top_k)
     if logits_budget is not None:
         options = dataclasses.replace(options, logits_budget=logits_budget)
-    ledger = Ledger()
-    with ledger:
+    counted = _Bytes()
+    with counted:
         layout = _layout(group, tuple(shape), valid)
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
-
-    def projection(hidden: int, needs: Needs) -> Projection:
-        head = Head(_meta(vocab_size, hidden, dtype=dtype), _meta(vocab_size, dtype=dtype) if bias else None)
-        return Projection(head, _meta(layout.mask.numel(), hidden, dtype=dtype), autocast or dtype, needs)
-
-    no_gradient = Needs(False, False, False)
-    own = projection(hidden_size, Needs(trainable_input, trainable_head, trainable_head and bias))
-    reference, teacher = (
-        None if h is None else projection(h, no_gradient) for h in (ref_hidden_size, teacher_hidden_size)
-    )
-    top_k = None
-    if teacher_top_k is not None:
-        shape_of_top_k = (layout.mask.numel(), teacher_top_k)
-        top_k = _meta(*shape_of_top_k, dtype=torch.float32), _meta(*shape_of_top_k)
-    with torch.no_grad(), ledger:
+    model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
+    head, input = model.given(hidden_size, trainable_head, trainable_input)
+    reference = None if ref_hidden_size is None else model.given(ref_hidden_size)
+    teacher = None
+    if teacher_hidden_size is not None:
+        teacher = Teacher(*model.given(teacher_hidden_size), LogitOptions(), autocast or dtype)
+    with counted:
         if reference is not None:
-            rehearse_stats(ledger, reference, layout, options)
+            _run_statistics(model, *reference, options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
-            route = _route(loss, own.head, layout, teacher, top_k)
-            rehearse_distillation(ledger, own, teacher, layout, options, route, loss.weight_hard_loss > 0)
+            step = _distillation(loss, model, head, options, teacher, teacher_top_k)
+            _differentiate(run_step(step, head, input)[0], head, input)
         elif isinstance(loss, StatsLoss) and not _per_token(loss):
-            plan = Plan.of(
-                own.head,
+            plan = Plan.of_loss(
+                head,
                 layout,
-                own.dtype,
+                model.compute_dtype,
                 outputs=loss._outputs,
                 differentiates=loss._differentiates,
                 options=options,
                 whole_batch=loss._whole_batch,
                 wide_tiles=_wide_tiles(capability),
             )
-            rehearse_fused(ledger, own, plan)
+            objective = functools.partial(_sum, plan.differentiates)
+            _differentiate(run_step(Step(plan, objective, plan.open), head, input)[0], head, input)
         else:
-            rehearse_stats(ledger, own, layout, options)
-    return ledger.most
+            _run_statistics(model, head, input, options)
+    return counted.most
+
+
+Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
+
+# Which part of the estimate the tensors belong to that these functions allocate, and those that they call.
+_ALLOCATE: dict[Part, tuple[Any, ...]] = {
+    "logits": (HeadPass.reserve, EpiloguePass.reserve),
+    "weight_grad": (
+        HeadGradients.__init__, HeadGradients._weight_gradient, HeadGradients.add, HeadGradients.add_exponentials,
+    ),
+    "input_grad": (HeadGradients._input_gradient, HeadGradients.open_input),
+    "hidden": (Layout.input_rows,),
+}  # fmt: skip
+_PARTS = {function.__code__: part for part, functions in _ALLOCATE.items() for function in functions}
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
+
+class _Bytes(TorchDispatchMode):
+    """Counts the bytes of tensors created under it, by part; `most` is the estimate at their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = MemoryEstimate()
+        self._alive = dataclasses.asdict(self.most)
+        self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for storage in given:
+            self._parts.setdefault(storage, None)  # existed before
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage() not in self._parts:
+                of_source = self._parts[given[0]] if func in _COPIES else None
+                self._count(x.untyped_storage(), of_source or _part_of_caller())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, part: Part) -> None:
+        self._parts[storage] = part
+        self._alive[part] += storage.nbytes()
+        weakref.finalize(storage, self._free, part, storage.nbytes())
+        moment = MemoryEstimate(**self._alive)
+        if moment.peak > self.most.peak:
+            self.most = moment
+
+    def _free(self, part: Part, n_bytes: int) -> None:
+        self._alive[part] -= n_bytes
+
+
+def _part_of_caller() -> Part:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _PARTS:
+            return _PARTS[frame.f_code]
+        frame = frame.f_back
+    return "other"
+
+
+class _Model(NamedTuple):
+    """Makes heads and hidden states on the meta device."""
+
+    vocab_size: int
+    layout: Layout
+    dtype: torch.dtype
+    compute_dtype: torch.dtype  # of the matrix products
+    bias: bool
+
+    def given(
+        self, hidden_size: int, trainable_head: bool = False, trainable_input: bool = False
+    ) -> tuple[Head, Tensor]:
+        """Return a head and hidden states (N, H)."""
+        weight = _meta(self.vocab_size, hidden_size, dtype=self.dtype).requires_grad_(trainable_head)
+        bias = _meta(self.vocab_size, dtype=self.dtype).requires_grad_(trainable_head) if self.bias else None
+        input = _meta(self.layout.mask.numel(), hidden_size, dtype=self.dtype).requires_grad_(trainable_input)
+        return Head(weight, bias), input
+
+
+def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
+    """An objective with a gradient for each of the statistics `names`."""
+    return torch.stack([getattr(stats, name).sum() for name in names]).sum()
+
+
+def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
+    trainable = [x for x in (input, *head) if x is not None and x.requires_grad]
+    if trainable:
+        torch.autograd.grad(loss, trainable)
+
+
+def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOptions) -> None:
+    plan = Plan.of_statistics(head.weight.shape, model.layout, model.compute_dtype, outputs=("logps",), options=options)
+    stats = run_statistics(plan, head, input)
+    assert stats.logps is not None
+    _differentiate(stats.logps.sum(), head, input)
+
+
+def _distillation(
+    loss: LigerFusedLinearDistillationBase,
+    model: _Model,
+    head: Head,
+    options: LogitOptions,
+    teacher: Teacher | None,
+    teacher_top_k: int | None,
+) -> Step:
+    layout = model.layout
+    route: Route
+    if teacher is not None:
+        teacher = teacher._replace(options=loss.teacher_options)
+        route = loss._route_of_logits()
+    else:
+        assert teacher_top_k is not None
+        n, every = layout.mask.numel(), slice(0, layout.n_valid)
+        logps, ids = (layout.input_rows(_meta(n, teacher_top_k, dtype=t), every) for t in (torch.float32, torch.int64))
+        route = TopK(loss.divergence, loss.options, logps, ids)
+    hard = loss.weight_hard_loss > 0
+    weights = LossWeights(1.0, -1.0 if hard else None)
+    return distillation_step(head, model.compute_dtype, teacher, layout, weights, route, options, has_target=hard)
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -208,20 +327,6 @@ def _read(
     if isinstance(loss, LigerFusedLinearDistillationBase) and teacher_top_k is not None and not loss.of_distributions:
         raise ValueError(f"{name} needs the teacher's logits, got teacher_top_k={teacher_top_k}")
     return group, options
-
-
-def _route(
-    loss: LigerFusedLinearDistillationBase,
-    head: Head,
-    layout: Layout,
-    teacher: Projection | None,
-    top_k: tuple[Tensor, Tensor] | None,
-) -> Route:
-    if teacher is not None:
-        return loss._route_of_logits()
-    assert top_k is not None
-    logps, ids = (layout.input_rows(x, slice(0, layout.n_valid)) for x in top_k)
-    return TopK(loss.divergence, loss.options, logps, ids)
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:

@@ -1,20 +1,21 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
-batch, plan                  which tokens count; how they are cut
-head, epilogue, gradients    one chunk: statistics, then dX, dW and db
-step, distillation, stats    the three kinds of steps
-divergences, top_k           divergences of a block of logits
-loss, calls, compile         what all loss classes share
-dry_run                      the memory of a step
+batch, plan                      which tokens count; how they are cut
+step                             the loop over chunks, and the autograd Function with gradients in the forward
+head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
+gradients                        accumulators of dX, dW and db
+divergences, top_k               divergences of a tile of logits
+stats                            linear_token_stats
+loss, calls                      what all loss classes share
 side_stream, precision, hooks, checks
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
+from liger_chunked.engine.calls import entry_point
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values, shifted
-from liger_chunked.engine.compile import FusedLoss, Like, Returns, loss_and, one_operation
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.loss import StatsLoss
+from liger_chunked.engine.loss import FusedLoss, StatsLoss
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import NegativeLogLikelihood, fused_loss
 from liger_chunked.engine.top_k import TopK
@@ -26,10 +27,8 @@ __all__ = [
     "FusedLoss",
     "Group",
     "Layout",
-    "Like",
     "LossWeights",
     "NegativeLogLikelihood",
-    "Returns",
     "StatsLoss",
     "Teacher",
     "TopK",
@@ -39,12 +38,11 @@ __all__ = [
     "check_top_k",
     "check_values",
     "distillation_loss",
+    "entry_point",
     "fused_loss",
     "lay_out",
     "lay_out_every",
     "linear_token_stats",
-    "loss_and",
-    "one_operation",
     "plain",
     "shifted",
     "token_stats",

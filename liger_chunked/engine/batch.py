@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,26 @@ class Chunk(NamedTuple):
 
     rows: slice
     groups: slice
+
+
+class Tile(NamedTuple):
+    """The logits in memory at once: `rows` of the chunk, columns `vocab`."""
+
+    rows: slice
+    vocab: slice
+
+
+def row_blocks(tiles: list[Tile]) -> int:
+    """Count how often a chunk adds to each element of dW."""
+    return sum(tile.vocab.start == 0 for tile in tiles)
+
+
+def largest(tiles: list[Tile]) -> int:
+    """Return the logits of the largest tile, the first."""
+    if not tiles:
+        return 0
+    rows, vocab = tiles[0]
+    return (rows.stop - rows.start) * (vocab.stop - vocab.start)
 
 
 @dataclass(frozen=True)
@@ -128,14 +148,14 @@ class Layout:
             target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
-    def join(self, parts: list[TokenStats]) -> TokenStats:
-        """Join the chunks' dense statistics into the batch's."""
-        stats = parts[0]
+    def join(self, parts: list[Any]) -> Any:
+        """Join the chunks' NamedTuples of values into the batch's; statistics become dense."""
+        values = parts[0]
         if len(parts) > 1:
-            stats = TokenStats(*(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True)))
-        if self.group_lengths is not None:
-            return stats
-        return self.scatter_stats({name: f for name, f in stats._asdict().items() if f is not None})
+            values = values._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
+        if self.group_lengths is not None or not isinstance(values, TokenStats):
+            return values
+        return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
         """Move all valid tokens' statistics to the dense layout, with argmax -1 and zeros elsewhere."""

@@ -1,9 +1,8 @@
-"""Let a loss class be called with settings, or with tensors.
+"""How user code reaches a loss: a class called with settings or with tensors, and functions kept out of graphs.
 
-    loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
-    value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
+loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
+value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
 
-The second line breaks a torch.compile graph; `liger_chunked.functional` does not.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked import arguments
-from liger_chunked.types import LogitOptions
+from liger_chunked.kernels.operands import plain
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,65 +63,69 @@ class LossType(ABCMeta):
         return loss
 
 
-Settings = tuple[tuple[str, Any], ...]
+class _Eager:
+    """Holds the entry points that compiled code calls, each under its name."""
 
 
-@functools.lru_cache(maxsize=256)
-def _kept(cls: Any, settings: Settings) -> nn.Module:
-    return cls(**dict(settings))
+_EAGER = _Eager()
+_ENTRY_POINTS: dict[str, Callable[..., Any]] = {}
 
 
-class _OfGraphs:
-    """Holds the losses of compiled graphs: each must outlive its graph."""
-
-
-_OF_GRAPHS = _OfGraphs()
-
-
-def _for_graph(cls: type, settings: Settings) -> str:
-    """Build a loss during tracing, and return its name in `_OF_GRAPHS`. Tracers read `LogitOptions` only as tuples."""
-    given = {name: LogitOptions(*x) if name == "teacher_options" and x else x for name, x in settings}
-    name = f"loss_{len(vars(_OF_GRAPHS))}"
-    setattr(_OF_GRAPHS, name, cls(**given))
+def _kept_out_of_graphs(name: str) -> str:
+    """Put an entry point that Dynamo does not trace on `_EAGER`. Runs while a caller is traced."""
+    if not hasattr(_EAGER, name):
+        reason = "a fused loss waits for the device to count its tokens; compile without fullgraph=True"
+        setattr(_EAGER, name, torch.compiler.disable(_ENTRY_POINTS[name], reason=reason))
     return name
 
 
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which is slow.
-_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What torch.compiler.assume_constant_result sets. Importing the compiler here would be slow.
+_kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _traceable(x: Any) -> Any:
-    if isinstance(x, LogitOptions):
-        return (x.ignore_index, x.softcap, x.logit_scale, x.temperature, x.logits_budget)
-    return x
+def entry_point(function: Function) -> Function:
+    """Make a function, or the `forward` of a loss, an entry point of the library.
 
-
-def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss from a cache, unless a setting is callable: a callable may hold a batch.
-
-    In a compiled function, tracing builds the loss.
+    It gets plain tensors, its `TypeError` for an unknown argument suggests the right name, and torch.compile breaks the
+    graph at its call: a loss waits for the device, and its objective may be any Python code.
     """
-    key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
-    if torch.compiler.is_compiling():
-        name = _for_graph(cls, tuple((name, _traceable(x)) for name, x in key))
-        return getattr(_OF_GRAPHS, name)
-    return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
-
-
-def answering(function: Function) -> Function:
-    """Make the error of an unknown argument suggest the right name."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    is_method = positional[0] == "self"
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+        args = plain(positional, args)
+        if kwargs:
+            given = tuple(kwargs.values())
+            served = plain(tuple(kwargs), given)
+            kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))
         try:
             return function(*args, **kwargs)
         except TypeError as error:
             if not failed_to_bind(error):
                 raise
-            none = arguments.Arguments(())
-            raise arguments.call_error(function.__name__, function, args, kwargs, none) or error from None
+            owner, constructor = function.__name__, arguments.Arguments(())
+            if is_method:
+                owner, constructor = type(args[0]).__name__, arguments.of_constructor(type(args[0]))
+            raise arguments.call_error(owner, function, args, kwargs, constructor) or error from None
 
+    _ENTRY_POINTS[name] = call
     return cast(Function, call)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(cls: Any, settings: tuple[tuple[str, Any], ...]) -> nn.Module:
+    return cls(**dict(settings))
+
+
+def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
+    """Return a loss from a cache, unless a setting is callable: a callable may hold a batch."""
+    key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
+    return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 
 
 def _may_be_kept(x: Any) -> bool:

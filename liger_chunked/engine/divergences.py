@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph, check_values
 from liger_chunked.kernels import divergence_grad_, divergence_stats
+from liger_chunked.kernels.transform import transform
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
 
 # Student and teacher logits (n, V) to (n,).
@@ -49,8 +50,7 @@ class Route(Protocol):
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
     """Apply the transform of `LogitOptions` without the temperature; differentiable."""
-    z = logits * options.logit_scale if options.logit_scale != 1.0 else logits
-    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    return transform(logits, options.logit_scale, options.softcap, 1.0)
 
 
 def tempered(z: Tensor, options: LogitOptions) -> Tensor:

@@ -11,14 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import along
-from liger_chunked.engine.gradients import Gradients, accumulate
-from liger_chunked.engine.plan import Tile, largest
+from liger_chunked.engine.batch import Tile, along, largest
+from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.head import Tokens
 from liger_chunked.engine.side_stream import SideStream
 from liger_chunked.kernels import (
     Exponentials,
-    LogitsCotangents,
-    PartialStats,
     RowScales,
     add_target_rows_of_weight,
     project_exp,
@@ -84,7 +82,7 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
 
 @dataclass
 class EpiloguePass:
-    """The head of one step with the fused epilogue; same methods as `HeadPass`. Each chunk is one tile.
+    """A `Pass` with the fused epilogue. Each chunk is one tile.
 
     With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
     registers. The gradient of the logits is `s E`, except at the target, so
@@ -109,7 +107,8 @@ class EpiloguePass:
 
     head: Head
     options: LogitOptions
-    backward_follows: bool = True
+    outputs: tuple[str, ...]
+    grads: HeadGradients | None = None
     differentiable: ClassVar[tuple[str, ...]] = ("logps", "lse")
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Exponentials | None = field(default=None, init=False, repr=False)
@@ -124,12 +123,11 @@ class EpiloguePass:
 
     def reserve(self, elements: int) -> None:
         """Allocate the buffer for the largest chunk."""
-        if self.backward_follows:
+        if self.grads is not None:
             row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
 
     def release(self) -> None:
-        """Free the buffer."""
         self._buffer = self._held = None
 
     @functools.cached_property
@@ -137,37 +135,32 @@ class EpiloguePass:
         """Sum of the weight over the vocabulary, (H,) float32."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
-    def statistics(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
-    ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk, `x` (n, H) and `target` (n,)."""
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        x, target, _, tiles = tokens
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]
-        weight_sum = self._weight_sum if "mean_logits" in outputs else None
-        exponentials, stats = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, outputs)
-        self._held = exponentials if self.backward_follows else None
-        return PartialStats(exponentials.centre, exponentials.sum_exp), stats
+        weight_sum = self._weight_sum if "mean_logits" in self.outputs else None
+        exponentials, stats = project_exp(x, self.head.weight, target, weight_sum, out, self._scale, self.outputs)
+        self._held = None if self.grads is None else exponentials
+        return stats
 
-    def backward(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        chunk_rows: slice,
-    ) -> None:  # fmt: skip
-        """Add a chunk's dX and dW to `grads`; `chunk_rows` are its tokens in the layout."""
+    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         exponentials, self._held = self._held, None
-        assert exponentials is not None and exponentials.values is not None
-        x = x.contiguous()
-        dx = grads.open_input(x, chunk_rows, one_slice=True)
+        assert self.grads is not None and exponentials is not None and exponentials.values is not None
+        gradients = gradients or {"logps": torch.zeros_like(exponentials.centre)}
+        x, target = tokens.x.contiguous(), tokens.target
+        dx = self.grads.open_input(x, tokens.rows, one_slice=True)
         # Use the memory of dX, which is written last.
-        scaled = (torch.empty_like(x) if dx is None else dx) if grads.open_weight() else None
-        scales = scale_rows(x, exponentials, cotangents.logps, cotangents.lse, self._scale, scaled)
+        scaled = (torch.empty_like(x) if dx is None else dx) if self.grads.open_weight() else None
+        scales = scale_rows(x, exponentials, gradients.get("logps"), gradients.get("lse"), self._scale, scaled)
         with SideStream(x.device) as aside:
             if scaled is not None:
                 with aside.stream() if dx is not None else nullcontext():
-                    grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
+                    self.grads.add_exponentials(exponentials.values, scaled, target, scales.target, x)
             if dx is not None:
                 self._form_input_gradient(dx, exponentials.values, target, scales, before_writing=aside.join)
-        grads.close_chunk(dx, chunk_rows)
+        self.grads.close_chunk(dx, tokens.rows)
 
     def _form_input_gradient(
         self, dx: Tensor, exponentials: Tensor, target: Tensor, scales: RowScales, before_writing: Callable[[], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,27 +53,6 @@ class Needs(NamedTuple):
     input: bool
     weight: bool
     bias: bool
-
-
-class Gradients(Protocol):
-    """What a pass adds to; see `HeadGradients`."""
-
-    @property
-    def accumulates(self) -> bool: ...
-
-    def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]: ...
-
-    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None: ...
-
-    def open_weight(self) -> bool: ...
-
-    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None: ...
-
-    def add_exponentials(
-        self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
-    ) -> None: ...
-
-    def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None: ...
 
 
 class HeadGradients:

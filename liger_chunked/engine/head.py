@@ -8,13 +8,13 @@ backward     for each tile, last first: project again unless in memory,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import along
-from liger_chunked.engine.gradients import Gradients, accumulate
-from liger_chunked.engine.plan import Tile, row_blocks
+from liger_chunked.engine.batch import Tile, along, row_blocks
+from liger_chunked.engine.gradients import HeadGradients, accumulate
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
@@ -26,22 +26,54 @@ from liger_chunked.kernels import (
     unround_logps_,
 )
 from liger_chunked.kernels.logits_stats import concatenate
-from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats
+from liger_chunked.types import Head, LogitOptions, TokenStats
+
+
+class Tokens(NamedTuple):
+    """The tokens of a chunk."""
+
+    x: Tensor  # (n, H) hidden states in the products' dtype
+    target: Tensor  # (n,) int64
+    rows: slice  # in the layout
+    tiles: list[Tile]
+
+
+class Pass(Protocol):
+    """Runs the head of one step, chunk by chunk; `step.py` drives it.
+
+    Implementations: `HeadPass` with plain logits, `EpiloguePass` with the fused epilogue, `DistillationPass` with a
+    teacher. A head whose vocabulary is sharded would be another.
+    """
+
+    def statistics(self, tokens: Tokens) -> Any:
+        """Return a NamedTuple of values (n,) of the chunk's tokens."""
+        ...
+
+    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+        """Add the chunk's dX, dW and db, given the gradients of its values; none if the loss is constant on it.
+
+        Follows `statistics` of the same tokens.
+        """
+        ...
+
+    def release(self) -> None:
+        """Free the logits."""
+        ...
 
 
 @dataclass
 class HeadPass:
-    """The head of one step, in the products' dtype, and one buffer for all tiles.
-
-    Call `backward` after the chunk's `statistics`: it starts from the last tile, still in the buffer.
-    """
+    """A `Pass` with one buffer for the logits of all tiles. The head has the products' dtype."""
 
     head: Head
     options: LogitOptions
+    outputs: tuple[str, ...] = ()  # the fields of `TokenStats` to compute
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
+    grads: HeadGradients | None = None
+    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
-    _held: Tensor | None = field(default=None, init=False, repr=False)
+    _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
 
     @property
     def vocab_size(self) -> int:
@@ -53,7 +85,6 @@ class HeadPass:
             self._buffer = self.head.weight.new_empty(elements)
 
     def release(self) -> None:
-        """Free the buffer."""
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile) -> Tensor:
@@ -65,27 +96,29 @@ class HeadPass:
             return torch.mm(x, weight.t(), out=logits)
         return torch.addmm(along(self.head.bias, tile.vocab), x, weight.t(), out=logits)
 
+    def project_all(self, x: Tensor) -> Tensor:
+        """Return the logits (n, V) in the buffer."""
+        return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)))
+
     def _class_weight(self, tile: Tile) -> Tensor | None:
         return None if self.class_weight is None else along(self.class_weight, tile.vocab)
 
-    def statistics(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
-    ) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of a chunk `x` (n, H), `target` (n,), with logps corrected for rounding."""
-        partial, stats = self._reduce(x, target, tiles, outputs)
-        if stats.logps is not None and x.dtype in (torch.bfloat16, torch.float16):
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        """Return the statistics, with logps corrected for rounding."""
+        partial, stats = self._reduce(tokens)
+        if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(
-                stats.logps, x, self.head, target, partial.max, partial.sum_exp, self.options
+                stats.logps, tokens.x, self.head, tokens.target, partial.max, partial.sum_exp, self.options
             )
-        return partial, stats
+        self.normalisers = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy)
+        return stats
 
-    def _reduce(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], outputs: tuple[str, ...]
-    ) -> tuple[PartialStats, TokenStats]:
+    def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         """Return the statistics of the rounded logits."""
+        x, target, _, tiles = tokens
         if len(tiles) == 1:
             self._held = self.project(x, tiles[0])
-            return row_stats(self._held, target, self.options, outputs, self.class_weight)
+            return row_stats(self._held, target, self.options, self.outputs, self.class_weight)
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             self._held = self.project(x, tile)
@@ -93,7 +126,7 @@ class HeadPass:
                 logits=self._held,
                 target=along(target, tile.rows),
                 options=self.options,
-                outputs=outputs,
+                outputs=self.outputs,
                 vocab_start=tile.vocab.start,
                 class_weight=self._class_weight(tile),
             )
@@ -102,19 +135,17 @@ class HeadPass:
         if by_rows:
             stats = concatenate(list(by_rows.values()))
         else:
-            stats = logits_stats(x.new_empty(0, self.vocab_size), target, self.options, outputs)
-        return stats, finish(stats, target, self.vocab_size, outputs)
+            stats = logits_stats(x.new_empty(0, self.vocab_size), target, self.options, self.outputs)
+        return stats, finish(stats, target, self.vocab_size, self.outputs)
 
-    def backward(
-        self, x: Tensor, target: Tensor, tiles: list[Tile], cotangents: LogitsCotangents, grads: Gradients,
-        chunk_rows: slice,
-    ) -> None:  # fmt: skip
-        """Add a chunk's dX, dW and db to `grads`; `chunk_rows` are its tokens in the layout."""
-        given = {name: g for name in DIFFERENTIABLE if (g := getattr(cotangents, name)) is not None}
-        if self.logps_grad_scale is not None and cotangents.logps is not None:
-            given["logps"] = cotangents.logps * self.logps_grad_scale
-        cotangents = cotangents._replace(**grads.normalize(given))
-        dx = grads.open_input(x, chunk_rows, one_slice=len(tiles) == row_blocks(tiles))
+    def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
+        assert self.grads is not None and self.normalisers is not None
+        x, target, rows, tiles = tokens
+        gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
+        if self.logps_grad_scale is not None and "logps" in gradients:
+            gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
+        cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
+        dx = self.grads.open_input(x, rows, one_slice=len(tiles) == row_blocks(tiles))
         for tile in reversed(tiles):
             logits = self.project(x, tile) if self._held is None else self._held
             self._held = None
@@ -130,13 +161,5 @@ class HeadPass:
             if dx is not None:
                 last_slice = tile.vocab.stop == self.vocab_size
                 accumulate(along(dx, tile.rows), dz, along(self.head.weight, tile.vocab), first=last_slice)
-            grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
-        grads.close_chunk(dx, chunk_rows)
-
-    def backward_from(self, x: Tensor, dz: Tensor, grads: Gradients, chunk_rows: slice) -> None:
-        """Add a chunk's dX, dW and db, given its logits' gradient `dz` (n, V)."""
-        dx = grads.open_input(x, chunk_rows, one_slice=True)
-        if dx is not None:
-            accumulate(dx, dz, self.head.weight, first=True)
-        grads.add(slice(0, self.vocab_size), dz, x, first=True)
-        grads.close_chunk(dx, chunk_rows)
+            self.grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
+        self.grads.close_chunk(dx, rows)

@@ -1,15 +1,15 @@
-"""The base class of losses of token statistics."""
+"""The base classes of losses."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_chunked.engine.batch import Group, Layout
-from liger_chunked.engine.compile import FusedLoss
-from liger_chunked.engine.step import Objective, fused_loss
-from liger_chunked.types import Head, TokenStats
+from liger_chunked.engine.calls import LossType
+from liger_chunked.engine.step import LinearObjective, Objective, fused_loss
+from liger_chunked.types import Head, LogitOptions, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
@@ -25,6 +25,22 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
             raise ValueError(f"{name}.token_outputs must name fields of TokenStats {fields}, got {unknown}")
     if scopes and not hasattr(scope, "__get__") and scope not in scopes:
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
+
+
+class FusedLoss(nn.Module, metaclass=LossType):
+    """The base class of all losses.
+
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
+    such as mypy, accept only the second.
+    """
+
+    options: LogitOptions
+
+    def _made(self) -> None:
+        """Raise RuntimeError unless the constructor called the base's."""
+        if "_parameters" not in vars(self) or not hasattr(self, "options"):
+            name = type(self).__name__
+            raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
 
 
 class StatsLoss(FusedLoss):
@@ -68,7 +84,7 @@ class StatsLoss(FusedLoss):
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Objective,
+        objective: Objective | LinearObjective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
         """Call `fused_loss` for this loss."""

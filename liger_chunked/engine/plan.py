@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from liger_chunked.engine.batch import Chunk, Layout
+from liger_chunked.engine import epilogue
+from liger_chunked.engine.batch import Chunk, Layout, Tile, largest, row_blocks
+from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.gradients import HeadGradients
+from liger_chunked.engine.head import HeadPass
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
     FEWEST_TEACHER_TOKENS,
@@ -22,14 +27,160 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import LogitOptions
+from liger_chunked.types import Head, LogitOptions
 
 
-class Tile(NamedTuple):
-    """The logits in memory at once: `rows` of the chunk, columns `vocab`."""
+@dataclass(frozen=True)
+class Plan:
+    """How a step is cut, and what its head computes. Reads no device and no values, as `estimate_memory` requires."""
 
-    rows: slice
-    vocab: slice
+    layout: Layout
+    chunks: list[Chunk]
+    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows: the blocks of its logits
+    dtype: torch.dtype  # of the matrix products
+    n_contributions: int  # products that are added to each element of dW
+    options: LogitOptions
+    outputs: tuple[str, ...] = ()
+    differentiates: tuple[str, ...] = ()
+    class_weight: Tensor | None = None
+    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `open` allows it
+
+    @classmethod
+    def of_loss(
+        cls,
+        head: Head,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        outputs: tuple[str, ...],
+        differentiates: tuple[str, ...],
+        options: LogitOptions,
+        whole_batch: bool,
+        wide_tiles: bool,
+        class_weight: Tensor | None = None,
+    ) -> Plan:
+        """Plan a step of chunks, each with forward and backward."""
+        vocab_size, hidden_size = head.weight.shape
+        differentiates = tuple(name for name in differentiates if name in outputs)
+        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
+
+        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
+            elements = budget_elements(options, head.weight.shape, dtype, n_valid)
+            found = chunks(layout, vocab_size, elements, whole_batch)
+            return found, [tiles(_length(chunk), vocab_size, elements) for chunk in found]
+
+        def served(tiles: list[list[Tile]]) -> bool:
+            return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
+
+        chosen = cut(layout.n_valid)
+        if len(chosen[0]) == 1 and wide_tiles:
+            several = cut(0)
+            if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
+                chosen = several
+        return cls(
+            layout=layout if len(chosen[0]) == 1 else layout.by_group(),
+            chunks=chosen[0],
+            tiles=chosen[1],
+            dtype=dtype,
+            n_contributions=sum(map(row_blocks, chosen[1])),
+            options=options,
+            outputs=outputs,
+            differentiates=differentiates,
+            class_weight=class_weight,
+            by_epilogue=served(chosen[1]),
+        )
+
+    @classmethod
+    def of_statistics(
+        cls,
+        head_shape: torch.Size,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        outputs: tuple[str, ...],
+        options: LogitOptions,
+        class_weight: Tensor | None = None,
+    ) -> Plan:
+        """Plan a forward of the whole batch, whose backward comes later."""
+        vocab_size = head_shape[0]
+        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
+        cut = tiles(layout.n_valid, vocab_size, budget_elements(options, head_shape, dtype))
+        every = slice(0, layout.n_valid)
+        return cls(
+            layout=layout,
+            chunks=[Chunk(every, every)],
+            tiles=[cut],
+            dtype=dtype,
+            n_contributions=row_blocks(cut),
+            options=options,
+            outputs=outputs,
+            class_weight=class_weight,
+        )
+
+    @classmethod
+    def of_distillation(
+        cls,
+        head_shape: torch.Size,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        bytes_per_logit: int,
+        options: LogitOptions,
+        wants_weight: bool,
+    ) -> Plan:
+        """Plan a step of chunks of student logits, whose tiles also have teacher logits.
+
+        dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic
+        budget uses one chunk if its tile takes at most half the bytes of its logits.
+        """
+        vocab_size, n_valid, logit = head_shape[0], layout.n_valid, dtype.itemsize
+        warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
+        tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
+        tile = tokens
+        beside = max(0, bytes_per_logit - logit)
+        if beside and wants_weight:
+            more = max(1, TEACHER_VOCAB // vocab_size)
+            tile = max(1, min(n_valid, more * TEACHER_TOKENS))
+            one_chunk = options.logits_budget is None and n_valid * vocab_size * logit <= ONE_CHUNK
+            if one_chunk and 2 * tile * beside <= n_valid * logit:
+                tokens = max(tokens, n_valid)
+            else:
+                tile = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
+                tokens = (tokens * bytes_per_logit - tile * beside) // logit
+        found = chunks(layout, vocab_size, tokens * vocab_size)
+        every = slice(0, vocab_size)
+        return cls(
+            layout=layout,
+            chunks=found,
+            tiles=[[Tile(rows, every) for rows in pieces(0, _length(chunk), tile)] for chunk in found],
+            dtype=dtype,
+            n_contributions=len(found) if n_valid else 0,
+            options=options,
+        )
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of the largest chunk."""
+        return max(map(_length, self.chunks))
+
+    @property
+    def largest_tile(self) -> int:
+        """Logits of the largest tile."""
+        return max(map(largest, self.tiles))
+
+    def open(self, head: Head, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
+        """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
+        opened: HeadPass | EpiloguePass
+        if self.by_epilogue and (grads is None or grads.accumulates):
+            opened = EpiloguePass(head, self.options, self.outputs, grads)
+        else:
+            opened = HeadPass(head, self.options, self.outputs, self.class_weight, grads)
+        opened.reserve(self.largest_tile)
+        return opened
+
+
+def _length(chunk: Chunk) -> int:
+    return chunk.rows.stop - chunk.rows.start
 
 
 def budget_elements(
@@ -82,41 +233,6 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
         UserWarning,
         stacklevel=2,
     )
-
-
-class ChunkSize(NamedTuple):
-    """Tokens of a chunk, and of a block, whose teacher logits are in memory too."""
-
-    tokens: int
-    block: int
-
-
-def budget_chunk_size(
-    options: LogitOptions,
-    head_shape: torch.Size,
-    dtype: torch.dtype,
-    n_valid: int,
-    bytes_per_logit: int,
-    wants_weight: bool,
-) -> ChunkSize:
-    """Return sizes of chunk and block within `budget_elements`.
-
-    dW takes one product per chunk, so memory is better spent on long chunks than on long blocks. The automatic budget
-    uses one chunk if its block takes at most half the bytes of its logits.
-    """
-    vocab_size, logit = head_shape[0], dtype.itemsize
-    elements = budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit)
-    tokens = max(1, elements // vocab_size)
-    beside = max(0, bytes_per_logit - logit)
-    if not (beside and wants_weight):
-        return ChunkSize(tokens, tokens)
-    more = max(1, TEACHER_VOCAB // vocab_size)
-    if options.logits_budget is None and n_valid * vocab_size * logit <= ONE_CHUNK:
-        block = max(1, min(n_valid, more * TEACHER_TOKENS))
-        if 2 * block * beside <= n_valid * logit:
-            return ChunkSize(max(tokens, n_valid), block)
-    block = max(min(tokens, more * FEWEST_TEACHER_TOKENS), min(tokens // 2, more * TEACHER_TOKENS))
-    return ChunkSize((tokens * bytes_per_logit - block * beside) // logit, block)
 
 
 def _even(n: int, limit: int) -> int:
@@ -176,16 +292,3 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         for v in range(0, vocab_size, columns)
         for r in range(0, n_rows, rows)
     ]
-
-
-def row_blocks(tiles: list[Tile]) -> int:
-    """Count how often a chunk adds to each element of dW."""
-    return sum(tile.vocab.start == 0 for tile in tiles)
-
-
-def largest(tiles: list[Tile]) -> int:
-    """Return the logits of the largest tile, the first."""
-    if not tiles:
-        return 0
-    rows, vocab = tiles[0]
-    return (rows.stop - rows.start) * (vocab.stop - vocab.start)

@@ -6,68 +6,60 @@ backward   the same slices, last first, into dX and dW; the last is in memory   
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Layout, lay_out
+from liger_chunked.engine.calls import entry_point
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
-from liger_chunked.engine.compile import Like, Returns, one_operation
 from liger_chunked.engine.gradients import HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
-from liger_chunked.engine.plan import Tile, budget_elements, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
-from liger_chunked.kernels import LogitsCotangents, PartialStats
+from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
 
 
-@dataclass(frozen=True)
-class _Plan:
-    layout: Layout
-    tiles: list[Tile]
-    outputs: tuple[str, ...]
-    options: LogitOptions
-    class_weight: Tensor | None
-    dtype: torch.dtype
+def _tokens(plan: Plan, input: Tensor) -> Tokens:
+    """Return the batch as one chunk."""
+    layout, rows = plan.layout, plan.chunks[0].rows
+    x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
+    return Tokens(x, layout.target, rows, plan.tiles[0])
 
-    def rows(self, input: Tensor) -> Tensor:
-        flat = input.reshape(-1, input.shape[-1])
-        return self.layout.input_rows(flat, slice(0, self.layout.n_valid)).to(self.dtype)
 
-    def open(self, given: Head, logps_grad_scale: Tensor | None = None) -> HeadPass:
-        """Return the `HeadPass` with its buffer."""
-        head = Head(*(None if x is None else x.to(self.dtype) for x in given))  # type: ignore[arg-type]
-        head_pass = HeadPass(head, self.options, self.class_weight, logps_grad_scale)
-        head_pass.reserve(largest(self.tiles))
-        return head_pass
+def _open(plan: Plan, given: Head) -> HeadPass:
+    """Return the pass with its buffer."""
+    head = Head(given.weight.to(plan.dtype), None if given.bias is None else given.bias.to(plan.dtype))
+    head_pass = HeadPass(head, plan.options, plan.outputs, plan.class_weight)
+    head_pass.reserve(plan.largest_tile)
+    return head_pass
 
-    def statistics(self, input: Tensor, given: Head) -> tuple[HeadPass, PartialStats, TokenStats]:
-        """Return the pass with the last tile's logits, and the partial and final statistics."""
-        head_pass = self.open(given)
-        with gemms(input.device, self.dtype):
-            partial, stats = head_pass.statistics(self.rows(input), self.layout.target, self.tiles, self.outputs)
-        return head_pass, partial, stats
 
-    def dense(self, stats: TokenStats) -> TokenStats:
-        """Return the statistics of all tokens."""
-        return self.layout.scatter_stats({name: getattr(stats, name) for name in self.outputs})
+def _statistics(plan: Plan, given: Head, input: Tensor) -> tuple[HeadPass, TokenStats]:
+    """Return the pass with the last tile's logits, and the statistics of all tokens."""
+    head_pass = _open(plan, given)
+    with gemms(input.device, plan.dtype):
+        stats = head_pass.statistics(_tokens(plan, input))
+    return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that a backward reads; the caller may own some."""
-        layout = self.layout
-        return tuple(map(_savable, (layout.target, layout.rows, layout.slots, self.class_weight)))
 
-    def holding(
-        self, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
-    ) -> _Plan:
-        """Return a plan with only these tensors."""
-        layout = replace(self.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
-        return replace(self, layout=layout, class_weight=class_weight)
+def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
+    """Return the tensors that a backward reads; the caller may own some."""
+    layout = plan.layout
+    return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
+
+
+def _holding(
+    plan: Plan, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
+) -> Plan:
+    """Return a plan with only these tensors."""
+    layout = replace(plan.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
+    return replace(plan, layout=layout, class_weight=class_weight)
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
@@ -83,14 +75,16 @@ class _LinearTokenStats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        head_pass, partial, stats = plan.statistics(input, Head(weight, bias))
-        of_tokens = partial.max, partial.sum_exp, stats.entropy, head_pass.logps_grad_scale
-        ctx.save_for_backward(input, weight, bias, *of_tokens, *plan.tensors())
-        ctx.plan = plan.holding()
+        head_pass, dense = _statistics(plan, Head(weight, bias), input)
+        assert head_pass.normalisers is not None
+        maximum, sum_exp, *_, entropy = head_pass.normalisers
+        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale
+        ctx.save_for_backward(input, weight, bias, *of_tokens, *_tensors_of(plan))
+        head_pass.normalisers = head_pass.logps_grad_scale = None
+        ctx.plan = _holding(plan)
         ctx.head_pass = None if hooks_active() else head_pass
-        dense = plan.dense(stats)
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
         return tuple(getattr(dense, name) for name in plan.outputs)
 
@@ -100,31 +94,22 @@ class _LinearTokenStats(torch.autograd.Function):
         if all(g is None for g in upstream):
             return None, None, None, None
         input, weight, bias, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
-        plan = ctx.plan.holding(*plan_tensors)
-        layout = plan.layout
-        head_pass, ctx.head_pass = ctx.head_pass, None
-        if head_pass is None:
-            head_pass = plan.open(Head(weight, bias), logps_grad_scale)
+        plan = _holding(ctx.plan, *plan_tensors)
+        layout, given = plan.layout, Head(weight, bias)
+        head_pass, ctx.head_pass = ctx.head_pass or _open(plan, given), None
+        head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
+        head_pass.logps_grad_scale = logps_grad_scale
 
         def compact(g: Tensor) -> Tensor:
             g = g.reshape(-1) if layout.slots is None else g.reshape(-1)[layout.slots]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        given = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
-        cotangents = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy, **given)
-        flat = input.reshape(-1, input.shape[-1])
-        needs = Needs(*ctx.needs_input_grad[:3])
-        grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, row_blocks(plan.tiles))
+        gradients = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
+        flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:3])
+        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions)
         if layout.n_valid:
             with gemms(input.device, plan.dtype):
-                head_pass.backward(
-                    x=plan.rows(input),
-                    target=layout.target,
-                    tiles=plan.tiles,
-                    cotangents=cotangents,
-                    grads=grads,
-                    chunk_rows=slice(0, layout.n_valid),
-                )
+                head_pass.backward(_tokens(plan, input), gradients)
         head_pass.release()
         d_input, d_weight, d_bias = grads.finish()
         return (
@@ -145,36 +130,21 @@ def token_stats(
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
     dtype = compute_dtype(head, input)
-    elements = budget_elements(options, head.weight.shape, dtype)
-    warn_of_few_rows(options, head.weight.shape[0], dtype.itemsize, layout.n_valid)
-    plan = _Plan(
-        layout=layout,
-        tiles=tiles(layout.n_valid, head.weight.shape[0], elements),
-        outputs=outputs,
-        options=options,
-        class_weight=class_weight,
-        dtype=dtype,
+    plan = Plan.of_statistics(
+        head.weight.shape, layout, dtype, outputs=outputs, options=options, class_weight=class_weight
     )
+    return run_statistics(plan, head, input)
+
+
+def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
+    """Return the differentiable statistics of all tokens."""
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head))):
-        return plan.dense(plan.statistics(input, head)[2])
+        return _statistics(plan, head, input)[1]
     values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
-    return TokenStats(**dict(zip(outputs, values, strict=True)))
+    return TokenStats(**dict(zip(plan.outputs, values, strict=True)))
 
 
-_LIKE = {"argmax": Like("token", "int64"), "is_top1": Like("token", "bool")}
-
-
-def _returns(given: Mapping[str, Any]) -> Returns:
-    outputs = given.get("outputs", ("logps",))
-    wanted = [name for name in TokenStats._fields if name in outputs]
-
-    def build(**values: Tensor) -> TokenStats:
-        return TokenStats(**{name: x if name in DIFFERENTIABLE else x.detach() for name, x in values.items()})
-
-    return Returns(build, {name: _LIKE.get(name, Like("token")) for name in wanted})
-
-
-@one_operation(_returns)
+@entry_point
 def linear_token_stats(
     weight: Tensor,
     input: Tensor,

@@ -1,7 +1,7 @@
-"""Compute losses of token statistics with their gradients in the forward.
+"""Compute a loss with its gradients in the forward.
 
-    for chunk in groups:
-        project, reduce to statistics
+    for chunk in plan:
+        project, reduce to values per token          statistics, or divergences from a teacher
         loss, g = autograd on the objective          a few numbers per token; only g if its formula is known
         logits -> gradient in place, dX, dW          while the logits are in memory
 
@@ -13,21 +13,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Chunk, Layout, along
 from liger_chunked.engine.checks import check_graph, compute_dtype
-from liger_chunked.engine.epilogue import EpiloguePass
-from liger_chunked.engine.gradients import Gradients, HeadGradients, Needs
-from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.gradients import HeadGradients, Needs
+from liger_chunked.engine.head import Pass, Tokens
 from liger_chunked.engine.hooks import isolated
-from liger_chunked.engine.plan import Tile, budget_elements, chunks, largest, row_blocks, tiles, warn_of_few_rows
+from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
-from liger_chunked.kernels import LogitsCotangents, scale_
+from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
 
@@ -42,140 +40,74 @@ class Objective(Protocol):
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class NegativeLogLikelihood:
-    """The objective `-sum(logps) / items`, whose constant gradient needs no graph.
+class LinearObjective:
+    """A loss that is linear in the values: its gradients need no autograd."""
 
-    The engine calls it once, with the whole dense batch.
-    """
+    def loss(self, values: Any) -> Tensor:
+        """Return the loss () of the whole batch in float64."""
+        raise NotImplementedError
+
+    def gradients(self, values: Any) -> dict[str, Tensor]:
+        """Return the gradients with respect to a chunk's values."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood(LinearObjective):
+    """The objective `-sum(logps) / items`."""
 
     items: float | Tensor  # a number, or ()
 
-    def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        assert stats.logps is not None
-        return (-stats.logps).sum(dtype=torch.float64) / self.items  # 0 rather than -0 without tokens
+    def loss(self, values: TokenStats) -> Tensor:
+        assert values.logps is not None
+        return (-values.logps).sum(dtype=torch.float64) / self.items  # 0 rather than -0 without tokens
 
-    def gradients(self, stats: TokenStats) -> dict[str, Tensor]:
-        """Return the gradients with respect to the statistics."""
-        assert stats.logps is not None
-        return {"logps": torch.empty_like(stats.logps).fill_(-1 / self.items)}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a step is cut, and which pass runs it. It reads no device and no values, as `estimate_memory` requires."""
-
-    layout: Layout
-    chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk
-    outputs: tuple[str, ...]
-    differentiates: tuple[str, ...]
-    options: LogitOptions
-    class_weight: Tensor | None
-    dtype: torch.dtype  # of the matrix products
-    by_epilogue: bool  # `EpiloguePass` runs the step, if `open` allows it
-
-    @classmethod
-    def of(
-        cls,
-        head: Head,
-        layout: Layout,
-        dtype: torch.dtype,
-        *,
-        outputs: tuple[str, ...],
-        differentiates: tuple[str, ...],
-        options: LogitOptions,
-        whole_batch: bool,
-        wide_tiles: bool,
-        class_weight: Tensor | None = None,
-    ) -> Plan:
-        vocab_size, hidden_size = head.weight.shape
-        differentiates = tuple(name for name in differentiates if name in outputs)
-        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
-
-        def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
-            elements = budget_elements(options, head.weight.shape, dtype, n_valid)
-            found = chunks(layout, vocab_size, elements, whole_batch)
-            return found, [tiles(chunk.rows.stop - chunk.rows.start, vocab_size, elements) for chunk in found]
-
-        def served(tiles: list[list[Tile]]) -> bool:
-            return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
-
-        chosen = cut(layout.n_valid)
-        if len(chosen[0]) == 1 and wide_tiles:
-            several = cut(0)
-            if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
-                chosen = several
-        return cls(
-            layout=layout if len(chosen[0]) == 1 else layout.by_group(),
-            chunks=chosen[0],
-            tiles=chosen[1],
-            outputs=outputs,
-            differentiates=differentiates,
-            options=options,
-            class_weight=class_weight,
-            dtype=dtype,
-            by_epilogue=served(chosen[1]),
-        )
-
-    @property
-    def n_contributions(self) -> int:
-        """Number of products added to each element of dW."""
-        return sum(row_blocks(t) for t in self.tiles)
-
-    def open(self, head: Head, grads: Gradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that runs the step, with its buffer. `head` has the products' dtype."""
-        head_pass: HeadPass | EpiloguePass
-        if self.by_epilogue and (grads is None or grads.accumulates):
-            head_pass = EpiloguePass(head, self.options, backward_follows=grads is not None)
-        else:
-            head_pass = HeadPass(head, self.options, self.class_weight)
-        head_pass.reserve(max(largest(t) for t in self.tiles))
-        return head_pass
+    def gradients(self, values: TokenStats) -> dict[str, Tensor]:
+        assert values.logps is not None
+        return {"logps": torch.empty_like(values.logps).fill_(-1 / self.items)}
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A step, without the tensors that get gradients."""
 
     plan: Plan
-    objective: Objective
+    objective: Objective | LinearObjective
+    open: Callable[[Head, HeadGradients | None], Pass]  # returns the pass for a head in the products' dtype
+    teacher_dtype: torch.dtype | None = None  # of the teacher's products
 
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
-    ) -> tuple[Tensor, TokenStats, tuple[Tensor | None, ...]]:
-        """Return the loss, the batch's dense statistics, and the needed gradients."""
-        plan, layout = self.plan, self.plan.layout
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Return the loss, the batch's values per token, and the needed gradients."""
+        plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat = input.reshape(-1, input.shape[-1])
-        head = Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype))
         grads = None
         if any(needs):
             grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
-        head_pass = plan.open(head, grads)
+        head_pass = self.open(Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)), grads)
 
-        all_dense: list[TokenStats] = []
+        parts: list[Any] = []
         loss: Tensor | None = None
-        has_gradient = False
-        with gemms(input.device, plan.dtype):
-            for chunk, chunk_tiles in zip(plan.chunks, plan.tiles, strict=True):
+        has_gradient = isinstance(objective, LinearObjective)
+        with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
+            for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
-                target = along(layout.target, chunk.rows)
-                partial, stats = head_pass.statistics(x, target, chunk_tiles, plan.outputs)
-                dense, share, gradients = self._differentiate(stats, chunk, with_gradient=grads is not None)
-                all_dense.append(dense)
-                has_gradient |= bool(gradients)
-                if grads is not None and chunk_tiles:
-                    cotangents = LogitsCotangents(
-                        max=partial.max,
-                        sum_exp=partial.sum_exp,
-                        entropy_value=stats.entropy,
-                        # Zero where the loss is constant on this chunk.
-                        **(gradients or {"logps": torch.zeros_like(partial.max)}),
-                    )
-                    head_pass.backward(x, target, chunk_tiles, cotangents, grads, chunk.rows)
+                tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles)
+                values = head_pass.statistics(tokens)
+                share: Tensor | None = None
+                gradients: dict[str, Tensor] = {}
+                if not isinstance(objective, LinearObjective):
+                    values, share, gradients = self._differentiate(values, chunk, with_gradient=grads is not None)
+                    has_gradient |= bool(gradients)
+                elif grads is not None:
+                    gradients = objective.gradients(values)
+                parts.append(values)
+                if grads is not None and tiles:
+                    head_pass.backward(tokens, gradients)
                 if share is not None:
                     # The host checks while the device computes the products.
-                    check_graph("the loss", share, [f for f in dense if f is not None])
+                    check_graph("the loss", share, [f for f in values if f is not None])
                     # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
         head_pass.release()
@@ -183,28 +115,24 @@ class _Step:
             raise ValueError(
                 "the loss has no gradient: it does not depend on the statistics it was given, or is detached from them"
             )
-        joined = layout.join(all_dense)
-        if loss is None:
-            loss = self.objective(joined, slice(None))
+        joined = layout.join(parts)
+        if isinstance(objective, LinearObjective):
+            loss = objective.loss(joined)
+        assert loss is not None
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None, None, None) if grads is None else grads.finish()
 
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
-    ) -> tuple[TokenStats, Tensor | None, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, its share of the loss, and the share's gradients.
-
-        `NegativeLogLikelihood` has no shares.
-        """
-        layout = self.plan.layout
+    ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
+        """Return a chunk's dense statistics, its share of the loss, and the share's gradients."""
+        layout, objective = self.plan.layout, cast(Objective, self.objective)
         dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
-        if isinstance(self.objective, NegativeLogLikelihood):
-            return dense, None, self.objective.gradients(stats) if with_gradient else {}
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
         with torch.set_grad_enabled(with_gradient):
-            loss = self.objective(dense, layout.index(chunk))
+            loss = objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             # Switching to autograd's thread takes longer than these kernels.
@@ -218,8 +146,8 @@ class _Step:
         undeclared = tuple(name for name in reached if name not in self.plan.differentiates)
         if undeclared:
             raise ValueError(
-                f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: set "
-                f"token_outputs = {undeclared}"
+                f"the gradient of the loss reaches {', '.join(undeclared)}, which the loss does not declare: add it to "
+                f"token_outputs, as in token_outputs = {undeclared}"
             )
         by_name = {name: layout.compact(g, chunk) for name, g in reached.items()}
         return dense, loss, by_name
@@ -229,16 +157,6 @@ class _Step:
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the gradient of a loss, 1. Cached, because autograd would launch a kernel for it."""
     return torch.ones((), dtype=dtype, device=device)
-
-
-class Step(Protocol):
-    """A loss, without the tensors that get gradients."""
-
-    def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, values per token, and the needed gradients."""
-        ...
 
 
 def _graph_is_retained() -> bool:
@@ -291,11 +209,17 @@ class GradientInForward(torch.autograd.Function):
         return *scaled, None, None
 
 
+def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss () with its gradients, and the detached values per token that are not None."""
+    loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
+    return loss, values
+
+
 def fused_loss(
     head: Head,
     input: Tensor,
     layout: Layout,
-    objective: Objective,
+    objective: Objective | LinearObjective,
     *,
     outputs: tuple[str, ...],
     options: LogitOptions,
@@ -312,7 +236,7 @@ def fused_loss(
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:
         raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
-    plan = Plan.of(
+    plan = Plan.of_loss(
         head,
         layout,
         compute_dtype(head, input),
@@ -323,7 +247,6 @@ def fused_loss(
         wide_tiles=has_wide_tiles(input.device),
         class_weight=class_weight,
     )
-    step = _Step(plan, objective)
-    loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
+    loss, values = run_step(Step(plan, objective, plan.open), head, input)
     present = [name for name in TokenStats._fields if name in outputs]
     return loss, TokenStats(**dict(zip(present, values, strict=True)))

@@ -1,7 +1,4 @@
-"""Shared by kernels: dispatch, layouts, autograd, device functions.
-
-Kernels of a step accept meta tensors: they allocate, and launch nothing.
-"""
+"""Shared by kernels: dispatch, layouts, autograd, device functions."""
 
 from __future__ import annotations
 
@@ -65,6 +62,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
+    """Return whether `x` takes the Triton path; meta tensors only allocate."""
+    if x.is_meta:
+        return True
     if triton is None or x.dtype == torch.float64:
         return False
     return x.is_cuda or x.is_xpu or (INTERPRETED and x.is_cpu)

@@ -107,6 +107,8 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
+        if tensors[0].is_meta:  # type: ignore[union-attr]
+            return
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if _HAS_CURRENT_DEVICE and device != torch.cuda.current_device():

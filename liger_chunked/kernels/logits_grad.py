@@ -100,7 +100,7 @@ def _logits_grad_triton_(
     vocab_start: int, class_weight: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     n, n_cols = logits.shape
-    if n and not logits.is_meta:
+    if n:
         most, num_warps = TUNING[logits.device].logits_grad
         block = block_size(n_cols, most)
         strides, factors = (logits.stride(0), out.stride(0)), transform_arguments(options).values()
@@ -162,6 +162,6 @@ def logits_grad_(
 
     `vocab_size` is of the whole vocabulary; other arguments as in `logits_stats`.
     """
-    compute = _logits_grad_triton_ if use_triton(logits) or logits.is_meta else _logits_grad_torch_
+    compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out
     return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out)

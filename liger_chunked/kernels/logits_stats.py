@@ -191,7 +191,7 @@ def _logits_stats_triton(
         argmax=buffer(wanted["argmax"], torch.int64),
     )
     lse = buffer(whole and "lse" in outputs)
-    if n and not logits.is_meta:
+    if n:
         tuned = TUNING[logits.device]
         most, num_warps = tuned.logits_stats
         block = block_size(n_cols, tuned.logits_stats_argmax_block if wanted["argmax"] else most)
@@ -264,7 +264,7 @@ def logits_stats(
         target: (N,) int64, in the whole vocabulary.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
-    if use_triton(logits) or logits.is_meta:
+    if use_triton(logits):
         return _logits_stats_triton(logits, target, options, outputs, vocab_start, class_weight, whole=False)[0]
     return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight)
 
@@ -273,7 +273,7 @@ def row_stats(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
 ) -> tuple[PartialStats, TokenStats]:
     """Return `max` and `sum_exp`, maybe more, and `TokenStats` of whole rows."""
-    if not (use_triton(logits) or logits.is_meta):
+    if not use_triton(logits):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
         return partial, finish(partial, target, logits.shape[1], outputs)
     stored, lse = _logits_stats_triton(logits, target, options, outputs, 0, class_weight, whole=True)

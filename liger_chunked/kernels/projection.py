@@ -271,7 +271,7 @@ def project_exp(
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)
     moments = None if stats.entropy is None else buffer(n_parts, n)
-    if x.is_meta:
+    if x.is_meta:  # descriptors need memory
         return exponentials, stats
     most, num_warps = TUNING[x.device].hidden
     _centre_kernel(

@@ -78,7 +78,7 @@ def _move_triton(
 ) -> Tensor:
     n, hidden = x.shape
     grad_scale = torch.empty_like(logps)
-    if n == 0 or logps.is_meta:
+    if n == 0:
         return grad_scale
     bias = None if head.bias is None else head.bias.contiguous()
     most, num_warps = TUNING[x.device].hidden
@@ -124,5 +124,5 @@ def unround_logps_(
         (N,) `(1 - p')/(1 - p)`, a factor for upstream gradients of `logps`.
     """
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
-    compute = _move_triton if logps.is_meta or (use_triton(logps) and side_by_side) else _move_torch
+    compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
     return compute(logps, x, head, target, maximum, sum_exp, options)

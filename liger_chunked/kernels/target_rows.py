@@ -65,8 +65,6 @@ def scale_rows(
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
-    if x.is_meta:
-        return scales
     most, num_warps = TUNING[x.device].hidden
     _scale_rows_kernel[(n,)](
         x_ptr=x,
@@ -110,8 +108,6 @@ def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, s
 
     `product` is E W, (N, H) float32 contiguous.
     """
-    if product.is_meta:
-        return
     n, hidden = product.shape
     most, num_warps = TUNING[product.device].hidden
     _input_kernel[(n,)](
@@ -204,9 +200,8 @@ def occurrences(target: Tensor) -> Occurrences:
         is_first = order[start] == torch.arange(n, device=target.device)
         return Occurrences(order.int(), start, torch.where(is_first, length, 0))
     found = Occurrences(*(torch.empty(n, dtype=torch.int32, device=target.device) for _ in Occurrences._fields))
-    if not target.is_meta:
-        grid = (-(-n // hopper.SORTED[0]), 1, 1)
-        _order_kernel(grid, (target, *found), (n, *hopper.SORTED), hopper.TARGET_WARPS)
+    grid = (-(-n // hopper.SORTED[0]), 1, 1)
+    _order_kernel(grid, (target, *found), (n, *hopper.SORTED), hopper.TARGET_WARPS)
     return found
 
 
@@ -215,8 +210,6 @@ def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Te
 
     `grad` is (V, H) float32, `x` (N, H), `scale` (N,) float32.
     """
-    if x.is_meta:
-        return grad
     n, hidden = x.shape
     block = block_size(hidden, hopper.TARGET_COLS)
     _target_rows_kernel[grid_of_rows(n, -(-hidden // block))](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import jit, tanh, tl
@@ -11,17 +12,17 @@ from liger_chunked.types import LogitOptions
 def transform_and_slope(
     z: Tensor, logit_scale: float, softcap: float | None, temperature: float, needs_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return transformed logits, and the softcap's derivative or None; may overwrite `z`."""
+    """Return transformed logits, and the softcap's derivative or None; autograd can follow."""
     slope = None
     if logit_scale != 1.0:
-        z = z.mul_(logit_scale)
+        z = z * logit_scale
     if softcap is not None:
-        z = z.div_(softcap).tanh_()
+        tanh_z = torch.tanh(z / softcap)
         if needs_slope:
-            slope = 1.0 - z.square()
-        z = z.mul_(softcap)
+            slope = 1.0 - tanh_z.square()
+        z = tanh_z * softcap
     if temperature != 1.0:
-        z = z.div_(temperature)
+        z = z / temperature
     return z, slope
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +13,12 @@ from typing_extensions import Unpack
 from liger_chunked.engine import (
     Group,
     Layout,
-    Like,
     NegativeLogLikelihood,
-    Returns,
     StatsLoss,
     check_projection,
     check_target,
+    entry_point,
     lay_out,
-    loss_and,
-    one_operation,
     plain,
     token_stats,
 )
@@ -210,19 +206,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         self.options = LogitOptions.of(type(self), options)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
 
-    def _returns(self, given: Mapping[str, Any]) -> Returns:
-        loss = Like("token" if self.reduction == "none" else "batch")
-        asked = {
-            "z_loss": (self.return_z_loss, loss if self.lse_square_scale else Like(dtype="float32")),
-            "token_accuracy": (self.return_token_accuracy, Like(dtype="float32")),
-            "predicted_tokens": (self.return_predicted_tokens, Like("token", "int64")),
-        }
-        metrics = {name: like for name, (is_asked, like) in asked.items() if is_asked}
-        if not metrics:
-            return Returns(lambda loss: loss, {"loss": loss})
-        return loss_and(CrossEntropyMetrics, metrics, loss)
-
-    @one_operation(_returns)
+    @entry_point
     def forward(
         self,
         weight: Tensor,

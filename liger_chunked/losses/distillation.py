@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from liger_chunked.engine import (
     FusedLoss,
     Group,
     Layout,
-    Like,
     LossWeights,
-    Returns,
     Teacher,
     TopK,
     along,
@@ -26,10 +23,9 @@ from liger_chunked.engine import (
     check_target,
     check_top_k,
     distillation_loss,
+    entry_point,
     lay_out,
     lay_out_every,
-    loss_and,
-    one_operation,
 )
 from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
@@ -114,10 +110,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """Return the same divergence for the kernels, or None to use autograd."""
         return None
 
-    def _returns(self, given: Mapping[str, Any]) -> Returns:
-        return loss_and(DistillationMetrics, dict.fromkeys(DistillationMetrics._fields, Like()), Like())
-
-    @one_operation(_returns)
+    @entry_point
     def forward(
         self,
         weight: Tensor,
@@ -160,7 +153,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
-        loss, divergence, logps = distillation_loss(
+        loss, (divergence, logps) = distillation_loss(
             head, input, teacher, layout, weights, route, self.options, has_target=target is not None
         )
         soft_loss = divergence.sum() / n_items
@@ -220,7 +213,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         shared = slice(0, vocab_size)
         cut = Head(along(weight.detach(), shared), None if bias is None else along(bias.detach(), shared))
-        return Teacher(cut, teacher_input.detach(), self.teacher_options)
+        return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
 
     def _route_of_logits(self) -> ClosedForm | ByAutograd:
         closed_form = self.closed_form()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from typing_extensions import Unpack
 
 from liger_chunked.engine import (
     Group,
-    Like,
-    Returns,
     StatsLoss,
     check_projection,
     check_target,
+    entry_point,
     lay_out,
-    loss_and,
-    one_operation,
 )
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
@@ -217,17 +214,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         estimate = torch.expm1(difference) - difference
         return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
 
-    def _returns(self, given: Mapping[str, Any]) -> Returns:
-        fields = {"entropy": Like()}
-        if "ref_logps" in given or "ref_input" in given:
-            by_ratio = self.use_bias_correction_kl and IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
-            fields["kl"] = Like(dtype="float64" if by_ratio else "wide")
-        if self.clipped is not None:
-            sides = ("clip_ratio_low", "clip_ratio_high") if self.clips_low else ("clip_ratio_high",)
-            fields |= dict.fromkeys((*sides, "clip_ratio"), Like())
-        return loss_and(PolicyMetrics, fields, Like())
-
-    @one_operation(_returns)
+    @entry_point
     def forward(
         self,
         weight: Tensor,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,16 +14,13 @@ from typing_extensions import Unpack
 from liger_chunked.engine import (
     Group,
     Layout,
-    Like,
-    Returns,
     StatsLoss,
     along,
     check_projection,
     check_target,
     check_values,
+    entry_point,
     lay_out,
-    loss_and,
-    one_operation,
 )
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -183,12 +180,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     def preference_loss(self, pairs: Pairs) -> Tensor:
         """Return the loss of each pair, (n,), for a part of the batch."""
 
-    def _returns(self, given: Mapping[str, Any]) -> Returns:
-        of_batch = ("chosen_logits_mean", "rejected_logits_mean", "nll_loss")
-        fields = {name: Like("batch" if name in of_batch else "pair") for name in PreferenceMetrics._fields}
-        return loss_and(PreferenceMetrics, fields, Like())
-
-    @one_operation(_returns)
+    @entry_point
     def forward(
         self,
         weight: Tensor,

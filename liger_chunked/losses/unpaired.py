@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,16 +13,13 @@ from typing_extensions import Unpack
 from liger_chunked.engine import (
     Group,
     Layout,
-    Like,
-    Returns,
     StatsLoss,
     along,
     check_projection,
     check_target,
     check_values,
+    entry_point,
     lay_out,
-    loss_and,
-    one_operation,
 )
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -116,13 +112,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     def preference_loss(self, examples: Examples) -> Tensor:
         """Return the loss of each sequence, (n,), for a part of the batch."""
 
-    def _returns(self, given: Mapping[str, Any]) -> Returns:
-        fields = dict.fromkeys(UnpairedPreferenceMetrics._fields, Like())
-        counts = ("chosen_count", "rejected_count", "chosen_tokens", "rejected_tokens")
-        fields |= dict.fromkeys(counts, Like(dtype="int64"))
-        return loss_and(UnpairedPreferenceMetrics, fields, Like())
-
-    @one_operation(_returns)
+    @entry_point
     def forward(
         self,
         weight: Tensor,

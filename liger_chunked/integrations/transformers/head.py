@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
-from liger_chunked.engine import Like, Returns, loss_and, one_operation
 from liger_chunked.integrations.transformers import detect
 from liger_chunked.integrations.transformers.detect import HeadFacts, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
@@ -89,7 +88,7 @@ def forward(
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
     if head_fn is not None:
-        return _run_untraced(model, run_backbone(model, **kwargs), head_fn)
+        return run_head(model, run_backbone(model, **kwargs), head_fn)
     states = (vars(model).get(STATE), getattr(type(model), STATE, None))
     fusion = next((state.fusion for state in states if state is not None and state.fusion is not None), None)
     if fusion is not None:
@@ -127,21 +126,7 @@ def _without_logits(
 ) -> ModelOutput:
     input = run_backbone(model, forward, **kwargs)
 
-    def cross_entropy(head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
-        return _cross_entropy(
-            head.weight,
-            input.hidden_states,
-            input.target,
-            head.bias,
-            num_items=input.num_items_in_batch,
-            token_accuracy=token_accuracy,
-            ignore_index=input.options.ignore_index,
-            softcap=input.options.softcap,
-            logit_scale=input.options.logit_scale,
-            logits_budget=fusion.logits_budget,
-        )
-
-    loss, accuracy = run_head(model, input, cross_entropy)
+    loss, accuracy = run_head(model, input, _CrossEntropy(fusion.logits_budget, bool(token_accuracy)))
     shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
     if input.aux_loss is not None:
         loss = loss + input.aux_loss_coef * input.aux_loss.to(loss.device)
@@ -152,26 +137,24 @@ def _without_logits(
     return result
 
 
-def _cross_entropy_returns(given: dict[str, Any]) -> Returns:
-    accuracy = {"token_accuracy": Like(dtype="float32")} if given["token_accuracy"] else {}
-    return loss_and(lambda token_accuracy=None: token_accuracy, accuracy, Like())
+@dataclass(frozen=True)
+class _CrossEntropy:
+    """The head_fn of a patched model: the loss, and its accuracy or None."""
 
+    logits_budget: int | None
+    token_accuracy: bool
 
-@one_operation(_cross_entropy_returns)
-def _cross_entropy(
-    weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    num_items: int | Tensor | None = None, token_accuracy: bool, ignore_index: int, softcap: float | None = None,
-    logit_scale: float, logits_budget: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        logits_budget=logits_budget,
-        return_token_accuracy=bool(token_accuracy),
-    )
-    result = loss(weight, input, target, bias, num_items=num_items)
-    return (result[0], result[1].token_accuracy) if token_accuracy else (result, None)
+    def __call__(self, head: Head, input: HeadInput) -> tuple[Tensor, Tensor | None]:
+        options = input.options
+        loss = LigerFusedLinearCrossEntropyLoss(
+            ignore_index=options.ignore_index,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            logits_budget=self.logits_budget,
+            return_token_accuracy=self.token_accuracy,
+        )
+        result = loss(head.weight, input.hidden_states, input.target, head.bias, num_items=input.num_items_in_batch)
+        return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
 
 
 def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
@@ -182,11 +165,6 @@ def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
 
 # The cached facts about heads.
 
-# Attributes of configs and models that may transform logits. They guard a compiled graph.
-_LOGIT_NAMES = (
-    "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
-    "output_multiplier", "lm_head_multiplier", "logits_mup_width_multiplier",
-)  # fmt: skip
 _CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -196,11 +174,6 @@ def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
     return [{name: x for name, x in vars(o).items() if x is None or type(x) in (int, float)} for o in owners]
 
 
-def _named(model: PreTrainedModel) -> tuple[Any, ...]:
-    owners = (model, model.config, model.config.get_text_config())
-    return tuple(getattr(owner, name, None) for owner in owners for name in _LOGIT_NAMES)
-
-
 class _CheckedHead:
     """The facts about a head, and the forward and numbers that they hold for."""
 
@@ -208,11 +181,9 @@ class _CheckedHead:
         self.forward = forward
         self.facts = detect.check_head(model, forward)
         self.has_causal_loss = False
-        self._config, self._numbers, self._named = model.config, _numbers(model), _named(model)
+        self._config, self._numbers = model.config, _numbers(model)
 
     def holds_for(self, model: PreTrainedModel) -> bool:
-        if torch.compiler.is_compiling():
-            return self._named == _named(model)
         return model.config is self._config and self._numbers == _numbers(model)
 
 
@@ -235,32 +206,8 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-def _checked(
-    model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...] = ()
-) -> HeadFacts:
-    """Check a head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
-    checked = _known(model, forward)
-    if checked is None:
-        checked = _CheckedHead(model, forward)
-        heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
-        heads[:] = [head for head in heads if head.forward is not forward] + [checked]
-        _CHECKED_MODELS.add(model)
-    if loss and not checked.has_causal_loss:
-        detect.check_loss(model, forward)
-        checked.has_causal_loss = True
-    return checked.facts
-
-
-# A constant for Dynamo, which cannot pass a module before torch 2.13.
-if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
-    _checked_while_tracing = torch.compiler.assume_constant_result(_checked)
-else:
-    _checked_while_tracing = torch.compiler.disable(
-        _checked,
-        reason="the head of a model is checked once: call logit_options(model) before a step with fullgraph=True",
-    )
-
-
+# Graphs break here and at the head: the facts are measured on values, and a `head_fn` may be any code.
+@torch.compiler.disable
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
@@ -274,11 +221,15 @@ def head_facts(
         of_class = type(model).forward
         forward = getattr(of_class, STOCK, of_class)
     checked = _known(model, forward)
-    if checked is not None and (checked.has_causal_loss or not causal_loss):
-        return checked.facts
-    if torch.compiler.is_compiling():
-        return _checked_while_tracing(model, forward, causal_loss, _named(model))
-    return _checked(model, forward, causal_loss)
+    if checked is None:
+        checked = _CheckedHead(model, forward)
+        heads = vars(model).setdefault(_CHECKED, _CheckedHeads()).heads
+        heads[:] = [head for head in heads if head.forward is not forward] + [checked]
+        _CHECKED_MODELS.add(model)
+    if causal_loss and not checked.has_causal_loss:
+        detect.check_loss(model, forward)
+        checked.has_causal_loss = True
+    return checked.facts
 
 
 def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
@@ -368,6 +319,7 @@ _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
+@torch.compiler.disable
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
 
@@ -381,14 +333,11 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Whether only `nn.Linear.forward` would run, so that a compiled graph need not break."""
+    """Return whether only `nn.Linear.forward` would run. Then nothing needs to be replaced."""
     if type(lm_head) is not nn.Linear:
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
     return not any(hooks) and "forward" not in lm_head.__dict__
-
-
-_run_untraced = torch.compiler.disable(run_head)  # user code may not be traceable
 
 
 def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
@@ -405,7 +354,6 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-@torch.compiler.disable
 def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     lm_head = model.get_output_embeddings()
     with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn), contextlib.ExitStack() as changes:
