@@ -1,4 +1,4 @@
-"""Count and check targets and a teacher's top-k on the device.
+"""Check targets and a teacher's top-k on the device.
 
 Bytes: the target and a mask; the top-k once, with k**2/2 comparisons per row.
 """
