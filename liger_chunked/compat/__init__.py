@@ -1,14 +1,11 @@
-"""The names and signatures of Liger-Kernel 0.8.5, so that its users change only their imports.
+"""Liger-Kernel 0.8.5's names and signatures: users change only their imports.
 
-    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss           # before
-    from liger_chunked.compat.chunked_loss import LigerFusedLinearDPOLoss   # after
-
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from liger_chunked.compat.transformers import apply_liger_kernel_to_llama
+    import liger_kernel.chunked_loss, liger_kernel.transformers                     # before
+    import liger_chunked.compat.chunked_loss, liger_chunked.compat.transformers     # after
 
 Constructors, argument order, defaults and return values are Liger-Kernel's; the computation is this library's.
-Arguments that only tune Liger-Kernel's kernels have no effect. An unsupported argument that would change the result
-raises NotImplementedError. Each module lists where the numbers differ.
+Arguments that only tune kernels have no effect. Unsupported ones that would change the result raise
+NotImplementedError. Each module lists where the numbers differ.
 
-New code should use the names of `liger_chunked`: one order of arguments, metrics by name, more options.
+New code should use `liger_chunked`: one argument order, metrics by name, more options.
 """

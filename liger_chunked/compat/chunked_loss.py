@@ -1,16 +1,13 @@
-"""`liger_kernel.chunked_loss`, version 0.8.5: its signatures over the losses of `liger_chunked`.
+"""The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
 
-`compiled` and `chunk_size` have no effect: nothing is compiled per call, and chunks follow from memory. Results are
-Liger-Kernel's, except that:
+`compiled` and `chunk_size` have no effect. Differences:
 
-- Tokens with `ignore_index`, or outside the attention mask, are never projected. Means and sums of logits are therefore
-  over valid tokens; Liger-Kernel counts padding.
+- Means and sums of logits are over valid tokens; Liger-Kernel counts padding.
 - A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
-- Sums over tokens are in float32 or float64 for inputs of any dtype.
-- A second reference model, or one that `use_ref_model=False` would ignore, is an error.
+- Sums over tokens are in float32 or float64.
 
 Constructors raise ValueError if a name is unknown or a number is out of range. Calls raise it if shapes do not fit, or
-a reference model is missing, unread or given twice.
+a reference model is missing, given twice, or unread because of `use_ref_model=False`.
 """
 
 from __future__ import annotations
@@ -41,12 +38,12 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the arguments of the NLL term; without the term, `alpha` has no effect."""
+    """Return the NLL term's arguments, if it is on."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
 class PairMetrics(NamedTuple):
-    """Liger-Kernel's metrics of paired losses: the first fields of `PreferenceMetrics`."""
+    """Liger-Kernel's paired metrics: the first fields of `PreferenceMetrics`."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -62,13 +59,10 @@ def _as_liger_kernel(loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, 
 
 
 class LigerFusedLinearDPOLoss(nn.Module):
-    """`losses.LigerFusedLinearDPOLoss`, with all its loss types.
-
-    Liger-Kernel documents `label_smoothing` with "sigmoid" as conservative DPO, but ignores it.
-    `liger_chunked.LigerFusedLinearDPOLoss` implements it. Unread settings have no effect, as in Liger-Kernel.
+    """`losses.LigerFusedLinearDPOLoss`, with all its loss types. Unread settings have no effect.
 
     Raises:
-        NotImplementedError: if `label_smoothing` is set with "sigmoid".
+        NotImplementedError: `label_smoothing` with "sigmoid"; Liger-Kernel ignores it, `liger_chunked` implements it.
     """
 
     def __init__(
@@ -110,14 +104,16 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, the metrics in Liger-Kernel's order."""
+        """Return `(loss, metrics)`, in Liger-Kernel's order."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias))
 
 
 class LigerFusedLinearORPOLoss(nn.Module):
-    """`losses.LigerFusedLinearORPOLoss`. Liger-Kernel reads only the chosen half of `nll_target`.
+    """`losses.LigerFusedLinearORPOLoss`.
 
-    Here it needs `compute_nll_loss`, and must agree with `target` where neither is ignored, or ValueError is raised.
+    Raises:
+        ValueError: `nll_target` without `compute_nll_loss`, or different from `target` where neither is ignored.
+            Liger-Kernel reads only its chosen half.
     """
 
     def __init__(
@@ -140,9 +136,9 @@ class LigerFusedLinearORPOLoss(nn.Module):
         bias: Tensor | None = None,
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return `(loss, metrics)`: those of `LigerFusedLinearDPOLoss`, then `log_odds_ratio` and `log_odds_chosen`.
+        """Return `(loss, metrics)`: those of DPO, then the means of `log sigmoid(d)` and `d`.
 
-        With `d = log odds(chosen) - log odds(rejected)`, these are the means of `log sigmoid(d)` and `d`.
+        `d` is `log odds(chosen) - log odds(rejected)`.
         """
         loss, metrics = _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, nll_target=nll_target))
         difference = log_odds(metrics.chosen_logps) - log_odds(metrics.rejected_logps)
@@ -164,7 +160,7 @@ class LigerFusedLinearCPOLoss(nn.Module):
         chunk_size: int = 1,
     ) -> None:
         super().__init__()
-        # With a margin of 0, "simpo" is "sigmoid" on means over tokens.
+        # "simpo" without a margin is "sigmoid" on means over tokens.
         by_token = {"loss_type": "simpo", "simpo_gamma": 0.0}
         kind: dict[str, Any] = by_token if average_log_prob else {"loss_type": "sigmoid"}
         self.loss = losses.LigerFusedLinearCPOLoss(
@@ -178,15 +174,12 @@ class LigerFusedLinearCPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, as `LigerFusedLinearDPOLoss` does."""
+        """Return `(loss, metrics)`, as for DPO."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearSimPOLoss(nn.Module):
-    """`losses.LigerFusedLinearSimPOLoss`, with the NLL term on by default.
-
-    Without the term, `alpha` has no effect.
-    """
+    """`losses.LigerFusedLinearSimPOLoss`, with the NLL term by default."""
 
     def __init__(
         self,
@@ -211,14 +204,12 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, as `LigerFusedLinearDPOLoss` does."""
+        """Return `(loss, metrics)`, as for DPO."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight.
-
-    `kl` defaults to 0, and negative values count as 0, as in TRL.
+    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight. `kl` is 0 by default, and at least 0.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -250,7 +241,7 @@ class LigerFusedLinearKTOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return `(loss, sums)`: of log-probabilities, logits and rewards, each chosen before rejected."""
+        """Return `(loss, sums)` of log-probabilities, logits and rewards, each chosen before rejected."""
         if isinstance(kl, Tensor) and kl.numel() != 1:
             raise NotImplementedError(f"kl of shape {tuple(kl.shape)} is not supported: it is one value for the batch")
         loss, metrics = self.loss(
@@ -268,7 +259,6 @@ class LigerFusedLinearKTOLoss(nn.Module):
 
 
 def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, ...]:
-    """Convert means to Liger-Kernel's sums."""
     m = metrics
     return (
         m.chosen_logps * m.chosen_count,
@@ -281,12 +271,11 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight.
+    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight. Unread settings have no effect.
 
-    Unread settings have no effect, as in Liger-Kernel. Across ranks, `dapo`, `cispo` and `vespo` divide by the mean
-    number of tokens per rank. Unlike Liger-Kernel:
+    Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
-    - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as its own reference model.
+    - Without `use_ref_model` the KL is 0; Liger-Kernel uses the policy as reference.
     - Sequence and trajectory level work with every loss type.
     - `luspo` ignores padding.
     """
@@ -359,8 +348,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 for a loss that does not clip. Sequence level counts sequences; Liger-Kernel weights them by
-        length.
+        `clip_ratio` is 0 without clipping. Sequence level counts sequences; Liger-Kernel weights them by length.
         """
         reference = {
             "ref_logps": ref_per_token_logps,
@@ -390,7 +378,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) -> float | Tensor | None:
-    """Return the tokens of the accumulated batch, or of all ranks, per rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return num_items
     if num_items is None:
@@ -400,7 +387,7 @@ def _items_per_rank(attention_mask: Tensor, num_items: float | Tensor | None) ->
 
 
 class _Distillation(nn.Module):
-    """Base of the distillation losses. `scale` is Liger-Kernel's factor of the reported soft loss."""
+    """Base of the distillation losses; `scale` multiplies the reported soft loss."""
 
     def __init__(
         self, loss: losses.LigerFusedLinearDistillationBase, scale: float, return_soft_hard_loss: bool
@@ -420,10 +407,10 @@ class _Distillation(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, or `(loss, soft_loss, hard_loss)` with the last two before their weights.
+        """Return the loss, or `(loss, soft_loss, hard_loss)` with unweighted terms.
 
         Raises:
-            NotImplementedError: if the teacher has a larger vocabulary.
+            NotImplementedError: the teacher has a larger vocabulary.
         """
         check_same_vocabulary(student_weight, teacher_weight)
         loss, metrics = self.loss(
@@ -433,7 +420,7 @@ class _Distillation(nn.Module):
 
 
 def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    """Raise NotImplementedError for a larger teacher vocabulary, for which Liger-Kernel pads with 0."""
+    """Raise NotImplementedError for a larger teacher vocabulary; Liger-Kernel pads with 0."""
     if teacher_weight.shape[0] > student_weight.shape[0]:
         raise NotImplementedError(
             f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
@@ -442,7 +429,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights, and student before teacher."""
+    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights."""
 
     def __init__(
         self,
@@ -466,10 +453,7 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss`, ordered as in `LigerFusedLinearJSDLoss`.
-
-    The soft loss is `beta (1 - cos)`.
-    """
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs before weights and soft loss `beta (1 - cos)`."""
 
     def __init__(
         self,

@@ -1,17 +1,16 @@
-"""`liger_kernel.transformers`, version 0.8.5: its signatures over the kernels and models of `liger_chunked`.
+"""The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
 
 `AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>` import transformers on first use. `in_place`,
 `row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and gradients
-accumulate in float32. Constructors raise ValueError if an option is invalid. Differences from Liger-Kernel:
+accumulate in float32. Constructors raise ValueError for invalid options. Differences:
 
-- Losses are float32 for inputs of any dtype, and 0 instead of NaN over no tokens.
-- `LigerGEGLUMLP` uses its config's gelu, not always the tanh approximation. Both gated MLPs have biases if the config
-  sets `mlp_bias`.
-- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`, as transformers does.
+- Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
+- `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
+- `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
 - `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
-- `apply_liger_kernel_to_<family>` has Liger-Kernel's switches in its order, all on but `cross_entropy`. Liger-Kernel
-  does not patch glm4's rotary embedding, and does not fuse granite's cross entropy. A switch that matches nothing is an
-  error, as is `layer_norm=True` without a model. Patches can be reverted.
+- `apply_liger_kernel_to_<family>` has all switches on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding
+  and granite's fused cross entropy. A switch that matches nothing is an error, as is `layer_norm=True` without a
+  model.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ class LigerRMSNorm(nn.Module):
     Args:
         offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
-        init_fn: initial weight, "ones" or "zeros".
+        init_fn: "ones" or "zeros".
 
     Raises:
-        NotImplementedError: if `casting_mode` is "none", which computes in the dtype of the input.
+        NotImplementedError: `casting_mode` is "none", which computes in the input's dtype.
     """
 
     weight: nn.Parameter | None
@@ -103,9 +102,9 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm over the last dimension; see `liger_chunked.liger_layer_norm`.
+    """LayerNorm; see `liger_chunked.liger_layer_norm`.
 
-    The bias is always trainable; `bias` says whether it starts from a normal distribution or from 0.
+    The bias is always trainable; `bias` initialises it from a normal distribution instead of 0.
     """
 
     def __init__(
@@ -141,10 +140,10 @@ def liger_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Apply `liger_chunked.liger_rotary_pos_emb` to the first `rotary_dim` columns of a head.
 
-    By default these are as many as `cos` has; otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
+    The default is the columns of `cos`. Otherwise `cos` and `sin` need only `rotary_dim // 2` columns.
 
     Raises:
-        ValueError: if `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
+        ValueError: `rotary_dim` is odd or more than twice the columns of `cos`, or shapes do not fit.
     """
     if rotary_dim is not None:
         if rotary_dim % 2 or not 0 < rotary_dim <= 2 * cos.shape[-1]:
@@ -154,10 +153,10 @@ def liger_rotary_pos_emb(
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """`liger_chunked.LigerCrossEntropyLoss`. It does not overwrite the logits.
+    """`liger_chunked.LigerCrossEntropyLoss`, which does not overwrite the logits.
 
     Raises:
-        NotImplementedError: if a `return_...` flag is set.
+        NotImplementedError: a `return_...` flag is set.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and the requested fields of `CrossEntropyMetrics`; the others are None."""
+    """A loss and the requested metrics."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -204,8 +203,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """`losses.LigerFusedLinearCrossEntropyLoss`; `use_token_scaling` is `dft`.
 
     Raises:
-        NotImplementedError: if `use_token_scaling` is combined with `label_smoothing` or `lse_square_scale`, which
-            Liger-Kernel scales too, or `return_token_accuracy` with the reduction "none".
+        NotImplementedError: `use_token_scaling` with `label_smoothing` or `lse_square_scale`, which Liger-Kernel
+            scales too, or `return_token_accuracy` with the reduction "none".
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """Return the loss, or a `CrossEntropyOutput` if a `return_...` flag is set."""
+        """Return the loss, or a `CrossEntropyOutput` if requested."""
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
@@ -257,7 +256,7 @@ class LigerFusedLinearJSD(nn.Module):
     """`losses.LigerFusedLinearJSDLoss` without a hard loss.
 
     Raises:
-        NotImplementedError: in forward, if the teacher has a larger vocabulary.
+        NotImplementedError: in forward, for a larger teacher vocabulary.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class LigerFusedLinearJSD(nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean over tokens whose label is not `ignore_index`; without labels, over all."""
+        """Return the mean over tokens not labelled `ignore_index`."""
         check_same_vocabulary(student_weight, teacher_weight)
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         loss, _ = self.loss(student_weight, student_input, teacher_weight, teacher_input, mask=mask)
@@ -292,10 +291,10 @@ _EPS = 1e-10
 
 
 class LigerKLDIVLoss(nn.Module):
-    """`liger_chunked.LigerKLDIVLoss`. `eps`, Liger-Kernel's lower bound in a logarithm, only makes `0 log 0` 0.
+    """`liger_chunked.LigerKLDIVLoss`, where `0 log 0` is 0 without `eps`.
 
     Raises:
-        NotImplementedError: if `eps` is not 1e-10, or `size_average` or `reduce`, deprecated in torch, is set.
+        NotImplementedError: `eps` is not 1e-10, or the deprecated `size_average` or `reduce` is set.
     """
 
     def __init__(
@@ -335,7 +334,6 @@ _ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """Wrap `apply`, which takes keywords only, to take `order` by position."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
 

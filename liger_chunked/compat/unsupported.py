@@ -1,4 +1,4 @@
-"""Refuses unsupported arguments of Liger-Kernel that would change the result."""
+"""Refuses Liger-Kernel's unsupported arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from liger_chunked.types import shown
 
 
 def refuse(name: str, value: object, reason: str) -> None:
-    """Raise NotImplementedError if the argument is set: not None, False or zero."""
+    """Raise NotImplementedError unless the value is None, False or zero."""
     if isinstance(value, Tensor) or value:
         raise NotImplementedError(f"{name}={shown(value)} is not supported: {reason}")

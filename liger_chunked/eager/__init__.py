@@ -1,6 +1,6 @@
-"""The oracles: every loss on full logits, written from its formula in plain torch.
+"""The oracles: every loss on full logits, from its formula, in plain torch.
 
-Each function takes the tensors and the settings of the fused loss by the same names.
+Arguments are named as in the fused losses.
 """
 
 from liger_chunked.eager.cross_entropy import cross_entropy

@@ -1,4 +1,4 @@
-"""Distillation from full logits, or from a teacher's top-k."""
+"""Distillation from logits or a teacher's top-k."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ DIVERGENCES = ("kl", "reverse_kl", "skew_kl", "skew_reverse_kl", "jsd", "tvd", "
 
 
 def _relative_entropy(a: Tensor, b: Tensor) -> Tensor:
-    """Return `sum(a * log(a / b))`, where `0 * log(0 / b)` is 0."""
+    """Return `sum a log(a/b)`, with `0 log 0` as 0."""
     there = a > 0
     return (a * (torch.where(there, a, 1) / torch.where(there, b, 1)).log()).sum(-1)
 
 
 def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tensor:
-    """Return a divergence between teacher logits `t` and student logits `z` from its definition; (..., V) to (...).
+    """Return the divergence of student and teacher logits `z` and `t`, (..., V) to (...).
 
-        kl               sum q log(q / p)                        p = softmax(z), q = softmax(t)
-        reverse_kl       sum p log(p / q)
-        skew_kl          sum q log(q / (a q + (1 - a) p))        a: the parameter
-        skew_reverse_kl  sum p log(p / (a p + (1 - a) q))
-        jsd              b sum q log(q / m) + (1 - b) sum p log(p / m)    b: the parameter, m = (1 - b) p + b q
+        kl               sum q log(q/p)                        p = softmax(z), q = softmax(t)
+        reverse_kl       sum p log(p/q)
+        skew_kl          sum q log(q/(a q + (1 - a) p))        a, b: the parameter
+        skew_reverse_kl  sum p log(p/(a p + (1 - a) q))
+        jsd              b sum q log(q/m) + (1 - b) sum p log(p/m)    m = (1 - b) p + b q
         tvd              1/2 sum |p - q|
-        squared_error    1/V sum (z - t) ** 2
-        cosine           1 - z.t / (|z| |t|)
+        squared_error    1/V sum (z - t)**2
+        cosine           1 - z.t/(|z| |t|)
 
-    With a parameter of 0, jsd is kl; with 1, reverse_kl.
+    A jsd of parameter 0 is kl, and of 1 reverse_kl.
 
     >>> z, t = torch.randn(3, 7), torch.randn(3, 7)
     >>> bool(torch.allclose(divergence("jsd", z, t), divergence("jsd", t, z)))
@@ -61,7 +61,7 @@ def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tenso
 
 
 def _bins(log_p: Tensor, ids: Tensor, present: Tensor) -> Tensor:
-    """Return log-probabilities (..., V) as one bin per present token of `ids`, and one for all other tokens."""
+    """Return log-probabilities of the present `ids`, and of all others together."""
     chosen = torch.zeros_like(log_p, dtype=torch.int).scatter_add(-1, ids, present.int()) > 0
     others = log_p.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids).masked_fill(~present, -torch.inf), others], -1)
@@ -94,8 +94,7 @@ def distillation(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
 
-    `name` and `parameter` select the `divergence`. Rows of the teacher beyond V are cut; with a top-k, the rest of the
-    probability is one bin. The teacher's transform defaults to the student's.
+    The teacher's rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
 
     >>> weight, input, teacher = torch.randn(11, 4), torch.randn(3, 4), torch.randn(11, 4)
     >>> loss, metrics = distillation(weight, input, weight, input)
@@ -111,7 +110,7 @@ def distillation(
     s, z = s[counts], z[counts]
 
     if teacher_logps is not None and teacher_ids is not None:
-        # Clamp the logarithm of absent bins: their probability stays 0, and the arithmetic stays finite.
+        # Clamped, because absent bins of -inf would give NaN.
         given = teacher_logps[counts].detach().to(z.dtype)
         log_p = z.log_softmax(-1)
         student = _bins(log_p, teacher_ids[counts], given > -torch.inf)

@@ -1,4 +1,4 @@
-"""DPO and its variants from full logits, pair by pair."""
+"""DPO and its variants, pair by pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_TYPES = (
 
 
 class _Pair(NamedTuple):
-    """One pair: log-probabilities () in nats, lengths in tokens, and its weight."""
+    """One pair: log-probabilities in nats, lengths in tokens, weight."""
 
     chosen: Tensor
     rejected: Tensor
@@ -34,7 +34,7 @@ class _Divergence(NamedTuple):
     alpha: float
 
     def score(self, logratio: Tensor) -> Tensor:
-        """Return `f'(t)` of f-DPO (table 1) at `t = pi / pi_ref`."""
+        """Return `f'(t)` of f-DPO (table 1), `t = pi/pi_ref`."""
         t = logratio.exp()
         match self.name:
             case "reverse_kl":
@@ -51,13 +51,12 @@ class _Divergence(NamedTuple):
 
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
-    """Return `-(q log sigmoid(x) + (1 - q) log sigmoid(-x))` for a label that is true with probability `q`."""
-    # The gradient sigmoid(x) - q of F.binary_cross_entropy_with_logits cancels if the loss is small.
+    # The gradient sigmoid(x) - q of F.binary_cross_entropy_with_logits cancels in small losses.
     return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 
 def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: float, divergence: _Divergence) -> Tensor:
-    """Return one pair's loss from its paper; rewards are `beta log(pi / pi_ref)`, or those of another divergence."""
+    """Return one pair's loss from its paper, with rewards `beta f'(pi/pi_ref)`."""
     chosen = divergence.score(pair.chosen - pair.ref_chosen)
     rejected = divergence.score(pair.rejected - pair.ref_rejected)
     per_token = chosen / max(1, pair.chosen_length) - rejected / max(1, pair.rejected_length)
@@ -96,7 +95,7 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
 
 
 def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
-    """Return AOT's losses: the logistic loss between equal quantiles of two distributions over the batch."""
+    """Return AOT's logistic losses between the batch's quantiles."""
     if loss_type == "aot":
         high = [pair.chosen - pair.rejected for pair in pairs]
         low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]
@@ -108,7 +107,7 @@ def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: f
 
 
 def _counts(valid: Tensor, ld_alpha: float | None) -> Tensor:
-    """Return (2 n, T) token weights: 1, 0 at ignored tokens, `ld_alpha` past the length of the other sequence."""
+    """Return (2 n, T) token weights, `ld_alpha` past the other sequence's length."""
     counts = valid.double()
     if ld_alpha is not None:
         n = valid.shape[0] // 2
@@ -145,17 +144,17 @@ def dpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean over pairs of `loss_type`, plus `alpha` times the NLL of the chosen tokens, and detached metrics.
+    """Return the mean of `loss_type` over pairs, plus `alpha` times the chosen tokens' NLL, and detached metrics.
 
-    `log pi(y|x)` is the sum of a sequence's token log-probabilities, or their mean with `average_log_prob`. Without a
-    reference, `log pi_ref` is 0. A pair without tokens adds 0, but counts in the mean. `loss_type` is one of
-    `LOSS_TYPES`, or several, added with `loss_weights`. `beta`, `label_smoothing` and `discopop_tau` are beta, eps and
-    tau of the formulas.
+    `log pi(y|x)` is the sum over tokens, or the mean with `average_log_prob`; `log pi_ref` is 0 without a reference.
+    A pair without tokens adds 0, but counts in the mean.
 
     Args:
-        f_divergence_type, f_alpha_divergence_coef: replace `log(pi / pi_ref)` by `f'(pi / pi_ref)` (f-DPO).
-        ld_alpha: weight of tokens past the length of the pair's other sequence (LD-DPO).
-        use_weighting: weight pairs by how likely the policy is to write them (WPO).
+        loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
+        beta, label_smoothing, discopop_tau: beta, eps and tau of the formulas.
+        f_divergence_type, f_alpha_divergence_coef: replace `log(pi/pi_ref)` by `f'(pi/pi_ref)` (f-DPO).
+        ld_alpha: weight of tokens past the other sequence's length (LD-DPO).
+        use_weighting: weight pairs by the policy's likelihood (WPO).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

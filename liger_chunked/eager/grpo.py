@@ -1,4 +1,4 @@
-"""Policy gradient losses from full logits, sequence by sequence."""
+"""Policy gradient losses, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ IMPORTANCE_LEVELS = ("token", "sequence", "trajectory")
 
 
 def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
-    """Return the importance ratio of each token of a sequence, (t,)."""
     ratios = (logps - old_logps).exp()
     match level:
         case "token":
@@ -28,7 +27,7 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
 
 
 def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
-    """Return PPO's minimum: the ratio is at most `high` for positive advantages, and at least `low` for others."""
+    """Return PPO's clipped cost, with ratios also at most `delta`."""
     most = math.inf if delta is None else delta
     good = ratio.clamp(max=min(high, most))
     bad = ratio.clamp(low, max(high, most))
@@ -36,7 +35,7 @@ def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, del
 
 
 def _gamma_weight(log_w: float, k: float, rate: float) -> float:
-    """Return VESPO's `phi(w)`, with TRL's clamps."""
+    """Return VESPO's `phi(w)` with TRL's clamps."""
     log_w = min(max(log_w, math.log(1e-8)), 20.0)
     w = math.exp(log_w)
     return math.exp(k * log_w + rate * (1 - w))
@@ -81,22 +80,22 @@ def grpo(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the sum over tokens of `(w * cost + beta * kl) / denominator`, minus `entropy_coef` times mean entropy.
 
-    With importance ratio `r`, advantage `A`, and sampled token `y`:
+    Cost and denominator, with importance ratio `r`, advantage `A` and token `y`:
 
         clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
         reinforce   -r A
         cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
-        sapo        -4 / tau sigmoid(tau (r - 1)) A
+        sapo        -4/tau sigmoid(tau (r - 1)) A
         vespo       -phi A log pi(y), no gradient through phi, which includes w
 
-        grpo        denominator B |y|
-        bnpo        the tokens of the batch
-        dapo        num_items, or else the tokens of the batch
+        grpo        B |y|
+        bnpo        tokens of the batch
+        dapo        num_items, or tokens of the batch
         dr_grpo     B max_completion_length
         luspo       B
 
-    The KL of a token is `exp(d) - d - 1` with `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. The
-    metrics are detached, and None if they do not apply.
+    The KL is `exp(d) - d - 1`, `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. Metrics are detached,
+    and None if not applicable.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -1,4 +1,4 @@
-"""Preference losses without a reference model, from full logits: ORPO, CPO with AlphaPO, SimPO."""
+"""Preference losses without a reference model: ORPO, CPO with AlphaPO, SimPO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sequences(
     ignore_index: int,
     transform: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, 2) of sequences, which pairs have tokens (n,), and the NLL ()."""
+    """Return log-probabilities (n, 2), whether pairs have tokens (n,), and the NLL."""
     n = target.shape[0] // 2
     in_sequence = target != ignore_index
     in_nll = in_sequence if nll_target is None else nll_target != ignore_index
@@ -37,7 +37,7 @@ def _sequences(
 
 
 def _logistic(logits: Tensor, epsilon: float) -> Tensor:
-    # The gradient sigmoid(x) - 1 of F.binary_cross_entropy_with_logits cancels if the loss is small.
+    # F.binary_cross_entropy_with_logits would cancel, see dpo.py.
     return -((1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits))
 
 
@@ -52,9 +52,9 @@ def orpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return `nll - beta log sigmoid(log(odds_chosen / odds_rejected))`, averaged over pairs.
+    """Return `nll - beta log sigmoid(log(odds_chosen/odds_rejected))`, averaged over pairs.
 
-    `odds = P / (1 - P)`, where `P` is the geometric mean of a sequence's probabilities, at most `1 - 1e-12`.
+    `odds = P/(1 - P)`, with `P` a sequence's geometric mean probability, at most `1 - 1e-12`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> orpo(weight, input, target).shape
@@ -63,7 +63,7 @@ def orpo(
     logps, has_tokens, nll = _sequences(weight, input, target, bias, nll_target, True, ignore_index, transform)
     logps = logps.clamp(max=-1e-12)
     odds = logps.exp() / -torch.expm1(logps)
-    penalty = beta * torch.log1p(odds[:, 1] / odds[:, 0])  # -log sigmoid(log x) = log(1 + 1 / x)
+    penalty = beta * torch.log1p(odds[:, 1] / odds[:, 0])  # -log sigmoid(log x) = log(1 + 1/x)
     return nll + penalty[has_tokens].sum() / max(1, len(penalty))
 
 
@@ -83,9 +83,9 @@ def cpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean over pairs of the `loss_type`, plus `cpo_alpha` times the NLL of the chosen tokens.
+    """Return the mean of `loss_type` over pairs, plus `cpo_alpha` times the chosen tokens' NLL.
 
-    An `alphapo_alpha` other than 0 replaces `log p` by `(1 - p ** -alpha) / alpha`.
+    A nonzero `alphapo_alpha` replaces `log p` by `(1 - p**-alpha)/alpha`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
@@ -125,9 +125,11 @@ def simpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return SimPO's equation 6, the mean of `-log sigmoid(beta / |y_w| log p(y_w) - beta / |y_l| log p(y_l) - gamma)`.
+    """Return SimPO's equation 6, the mean of `-log sigmoid(x)`.
 
-    With "hinge" it is `max(0, 1 - x)` of the same `x`. `compute_nll_loss` adds `alpha` times the NLL.
+        x = beta/|y_w| log p(y_w) - beta/|y_l| log p(y_l) - gamma
+
+    "hinge" is `max(0, 1 - x)`. `compute_nll_loss` adds `alpha` times the NLL.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> simpo(weight, input, target).shape

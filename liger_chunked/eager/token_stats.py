@@ -1,4 +1,4 @@
-"""Token statistics from full logits."""
+"""Token statistics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def logits(
 ) -> Tensor:
     """Return all logits (..., V): `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
 
-    The product is computed in the dtype of the inputs, the rest in float32 or float64. Without a softcap there is no
-    tanh. Shapes: weight (V, H), input (..., H), bias (V,).
+    Without a softcap there is no tanh. Shapes: weight (V, H), input (..., H), bias (V,). The product is in the inputs'
+    dtype, the rest in float32 or float64.
     """
     z = F.linear(input, weight, bias)
     z = z if z.dtype == torch.float64 else z.float()
@@ -43,7 +43,7 @@ def token_stats(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
-    """Return statistics of the logits `z` of each token in nats, by name, with `p = softmax(z)` and target `y`.
+    """Return token statistics in nats, with logits `z`, `p = softmax(z)` and target `y`.
 
         logps             log p_y
         lse               log sum_v exp z_v
@@ -51,10 +51,9 @@ def token_stats(
         mean_logits       1/V sum_v z_v
         argmax            argmax_v z_v
         is_top1           argmax_v z_v = y
-        log_sum_sq_probs  log sum_v p_v ** 2
+        log_sum_sq_probs  log sum_v p_v**2
 
-    Statistics have the shape of `target`, and are 0 at `ignore_index` (argmax: -1). For the other arguments see
-    `logits`.
+    They have the shape of `target`, and are 0 at `ignore_index` (argmax: -1).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> stats = token_stats(weight, input, torch.tensor([[1, 2, 3], [4, 5, -100]]), outputs=("logps", "argmax"))
@@ -69,7 +68,7 @@ def token_stats(
     stats = {
         "logps": log_p.gather(-1, y[..., None])[..., 0],
         "lse": z.logsumexp(-1),
-        # The limit of p log p at p = 0; the product would be 0 * -inf.
+        # p log p is 0 at p = 0, not NaN.
         "entropy": -(p * log_p.masked_fill(p == 0, 0)).sum(-1),
         "mean_logits": z.mean(-1),
         "argmax": z.argmax(-1),

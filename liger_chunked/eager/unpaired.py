@@ -1,4 +1,4 @@
-"""Losses on unpaired preferences from full logits, sequence by sequence: KTO, unpaired APO-zero, BCO."""
+"""Losses on unpaired preferences, sequence by sequence: KTO, unpaired APO-zero, BCO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def _logps(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor:
-    """Return the log-probability of each sequence (n,) in nats, the sum or the mean over its tokens."""
     tokens = token_stats(weight, input, target, bias, ignore_index=ignore_index, **transform)["logps"]
     return _of_sequences(tokens, target, average, ignore_index)
 
@@ -42,7 +41,6 @@ def _reference(
     ignore_index: int,
     **transform: Any,
 ) -> Tensor | float:
-    """Return the reference's log-probabilities (n,); 0 without a reference."""
     if input is not None and weight is not None:
         return _logps(weight, input, target, bias, average, ignore_index, **transform)
     if given is None:
@@ -51,7 +49,7 @@ def _reference(
 
 
 def _mean(losses: list[Tensor], target: Tensor, ignore_index: int, zero: Tensor) -> Tensor:
-    """Return the mean over all sequences; those without tokens add 0."""
+    """Return the mean; sequences without tokens add 0."""
     has_tokens = (target != ignore_index).any(1).tolist()
     return sum((loss for loss, counts in zip(losses, has_tokens, strict=True) if counts), zero) / max(1, len(losses))
 
@@ -81,13 +79,12 @@ def kto(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean over sequences of `lambda_y - v(x, y)`, where `v` is the value of the log-ratio `r` to a human.
+    """Return the mean over sequences of `lambda - v`, with the value `v` of the log-ratio `r`.
 
-        v = lambda_d sigmoid(beta (r - z))      desirable
-        v = lambda_u sigmoid(beta (z - r))      undesirable
+        v = lambda sigmoid(beta (r - z))      lambda = desirable_weight
+        v = lambda sigmoid(beta (z - r))      lambda = undesirable_weight
 
-    The lambdas are `desirable_weight` and `undesirable_weight`. `z` is the KL between policy and reference, clamped at
-    0: `kl`, or the mean log-ratio of the completions `kl_input`, `kl_target`; 0 for "apo_zero_unpaired".
+    `z`, at least 0, is `kl` or the mean log-ratio of `kl_input` and `kl_target`; 0 for "apo_zero_unpaired".
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> kto(weight, input, target, torch.tensor([True, False]), kl=0.5).shape
@@ -136,7 +133,7 @@ def bco(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean cross entropy over sequences of a classifier whose logit is the reward minus `delta`.
+    """Return the mean cross entropy of a classifier with the logit `reward - delta`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape

@@ -1,4 +1,4 @@
-"""Kernels, one operation per file: a Triton kernel, a torch path, and a function that picks one of them.
+"""One operation per file: a Triton kernel, a torch path, a function that picks one.
 
 a head's logits     logits_stats.py, logits_grad.py, target_logit.py
 fused epilogue      projection.py, target_rows.py

@@ -1,4 +1,4 @@
-"""Shared by kernels: paths, layouts, autograd, device functions."""
+"""Shared by kernels: dispatch, layouts, autograd, device functions."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_MOST_ROWS = 65_535  # of a grid's axes y and z
+_MOST_ROWS = 65_535  # limit of a grid's y and z
 
-# Hopper and data-centre Blackwell (not measured): a tensor memory accelerator and 227 KiB of shared memory.
+# Hopper and data-centre Blackwell (not measured) have TMA and 227 KiB of shared memory.
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
 
 def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
-    """Return the major compute capabilities that run `project_exp`, by default Hopper's.
-
-    Raises ValueError for unknown ones.
+    """Return major compute capabilities that run `project_exp`; raise ValueError for unknown ones.
 
     >>> wide_tiles_setting("9,10")
     (9, 10)
@@ -55,7 +53,7 @@ WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
-# Largest distance of a maximum from its centre: squared exponentials still fit in float32.
+# Largest distance of a maximum from its centre: sums of squared exponentials fit in float32.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
@@ -64,10 +62,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether Triton kernels serve `x`; float64 takes the torch path.
-
-    They serve meta tensors too: a launch then does nothing, and only the allocations are left.
-    """
+    """Return whether `x` takes the Triton path; meta tensors only allocate."""
     if x.is_meta:
         return True
     if triton is None or x.dtype == torch.float64:
@@ -81,16 +76,15 @@ def wide_tiles(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def has_wide_tiles(device: torch.device) -> bool:
-    """Return whether `project_exp` runs on the device."""
     if triton is None or INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
     return wide_tiles(torch.cuda.get_device_capability(device))
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the operator `liger_chunked::<name>` under a compiler; `fake` returns outputs of its shapes.
+    """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    None becomes an empty tensor. Eager code calls the function: dispatch takes longer than a small kernel.
+    It returns an empty tensor for None. Eager code skips its dispatch, slower than a small kernel.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -116,7 +110,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` (..., D) and the one stride of its contiguous rows; copy only if necessary."""
+    """Return `x` (..., D), copied unless its rows are contiguous, and the rows' stride."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.stride(-1) != 1:
@@ -126,12 +120,10 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return `x` (..., D) as (N, D), by `strided_rows`."""
     return strided_rows(x)[0].view(-1, x.shape[-1])
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Return whether all elements have their own memory."""
     reached = 0
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n > 1:
@@ -142,21 +134,21 @@ def has_own_memory(x: Tensor) -> bool:
 
 
 def may_overwrite(x: Tensor) -> bool:
-    """Return whether a backward may overwrite `x`; a compiled operator may not."""
+    # A compiled operator may not change its inputs.
     return not torch.compiler.is_compiling() and has_own_memory(x)
 
 
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor like `x`, faster than `x.new_empty(x.shape)`."""
+    """Return `x.new_empty(x.shape)`, faster."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# Private; if it is missing, torch raises its own error.
+# Private; if missing, torch raises its own error.
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make second derivatives raise, also of saved tensors, unlike torch's `once_differentiable`."""
+    """Make second derivatives raise; torch's `once_differentiable` misses those by saved tensors."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -176,7 +168,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # requires_grad_, so that a gradient without sources raises too.
+        # A gradient without sources must raise too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)
@@ -190,7 +182,7 @@ def refuse_second_derivative(*_: Any) -> NoReturn:
 
 
 class _Unpacked:
-    """A context with its tensors unpacked: a checkpoint allows that once."""
+    """A context with unpacked tensors: checkpoints unpack only once."""
 
     def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
         vars(self).update(_ctx=ctx, saved_tensors=saved_tensors)
@@ -215,34 +207,31 @@ class _Once(torch.autograd.Function):
 
 
 def power_of_two(n: int) -> int:
-    """Return the next power of two. `triton.next_power_of_2` is too slow to call per launch."""
+    """Return the next power of two, faster than `triton.next_power_of_2`."""
     return 1 << (n - 1).bit_length()
 
 
 def block_size(n: int, most: int) -> int:
-    """Return the next power of two, at most `most`."""
     return most if n >= most else 1 << (n - 1).bit_length()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 2 in the interpreter, to test sweeps."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
         return torch.xpu.get_device_properties(device).max_compute_units
-    return 2
+    return 2  # to test sweeps
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Yield slices of rows of `x` (N, V), about `TORCH_BLOCK` elements each."""
     rows = max(1, TORCH_BLOCK.get(x.device.type, TORCH_BLOCK_DEFAULT) // max(1, x.shape[1]))
     for start in range(0, x.shape[0], rows):
         yield slice(start, min(start + rows, x.shape[0]))
 
 
 def grid_of_rows(n_rows: int, blocks: int) -> tuple[int, int, int]:
-    """Return a launch grid for `grid_row`, row by row (docs/tuning.md)."""
+    """Return a grid, row by row (docs/tuning.md)."""
     y = min(n_rows, _MOST_ROWS)
     return blocks, y, -(-n_rows // y)
 
@@ -257,19 +246,19 @@ def grid_row():
 def exp(x, PRECISE: tl.constexpr):
     """Return exp(x); PRECISE keeps the bits of large float32 arguments."""
     if PRECISE:
-        # exp(x - n log 2) 2**n, 0 below -120. log 2 has two parts: n times the first is exact.
+        # log 2 in two parts: n times the first is exact.
         x = tl.where(x < -120.0, -120.0, x)
         n = tl.floor(x * 1.4426950408889634 + 0.5)
         x = (x - n * 0.693359375) + n * 2.12194440e-4
         return tl.exp2(x * 1.4426950408889634) * tl.exp2(n)
     else:
-        # tl.exp takes three more instructions, for subnormal results.
+        # tl.exp takes three more instructions.
         return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def factor(x):
-    """Prepare an operand of `tl.dot`: the interpreter multiplies the bits of bfloat16."""
+    """Prepare an operand of `tl.dot`: the interpreter cannot multiply bfloat16."""
     if PTX:
         return x
     else:
@@ -278,7 +267,7 @@ def factor(x):
 
 @jit
 def log2(x):
-    """Return log2 with an error of 2**-22, absolute near 1, else relative. tl.log2 takes twenty instructions."""
+    """Return log2 in one instruction, with an error of 2**-22, absolute near 1, else relative."""
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -295,14 +284,14 @@ def log(x):
 
 @jit
 def reciprocal(x):
-    """Return 1 / x with a Newton step: division is off by two units in the last place."""
+    """Return 1 / x; a Newton step corrects an error of 2 ulp."""
     y = 1.0 / x
     return tl.fma(tl.fma(-x, y, 1.0), y, y)
 
 
 @jit
 def tanh(x):
-    # The interpreter has no libdevice. 1 - 2 / (1 + exp(2x)) cancels near 0.
+    # The interpreter has no libdevice. 1 - 2/(1 + exp(2x)) cancels near 0.
     s = x * x
     p = -0.0059058417
     p = p * s + 0.0208053611

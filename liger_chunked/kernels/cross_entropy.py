@@ -1,6 +1,6 @@
-"""Cross entropy of materialized logits, from logits_stats.py and logits_grad.py.
+"""Cross entropy of materialized logits.
 
-Bytes, in units of the logits: forward 1, backward 2.
+Bytes: forward 1, backward 2 times the logits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def _stats(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, regularized: bool, softcap: float | None,
     logit_scale: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `logps`, `lse` and `mean_logits` (None unless `regularized`), `max` and `sum_exp` of each row."""
     target = target.reshape(-1)
     vocab_size = logits.shape[-1]
-    if target.device.type == "cpu":  # on a GPU the check would wait for the device
+    if target.device.type == "cpu":  # on a GPU the check would synchronize
         _check_range(target, vocab_size, ignore_index)
     outputs = _REGULARIZED if regularized else ("logps",)
     options = LogitOptions(softcap=softcap, logit_scale=logit_scale)
@@ -133,33 +132,32 @@ def liger_cross_entropy(
     logit_scale: float = 1.0,
     inplace: bool = False,
 ) -> Tensor:
-    """Return `F.cross_entropy` of logits in nats, computed in float32 without a float32 copy of them.
+    """Return `F.cross_entropy` in nats, in float32 without a float32 copy of the logits.
 
-    The loss of a token with target `y`, `s = label_smoothing` and `lse = logsumexp(z)` is
+    A token with target `y`, transformed logits `z`, `lse = logsumexp(z)` and `s = label_smoothing` has the loss
 
-        (1 - s) * w_y * (lse - z_y) + s / V * sum_v(w_v * (lse - z_v)) + lse_square_scale * lse ** 2
-
-    where `z = softcap * tanh(logit_scale * logits / softcap)`, or `z = logit_scale * logits` without a softcap.
+        (1 - s) w_y (lse - z_y) + s/V sum_v w_v (lse - z_v) + lse_square_scale lse**2
 
     Args:
         logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad the labels instead.
-        target: (...) class indices. One outside the vocabulary raises on a CPU, and makes the loss infinite on a GPU.
+        target: (...) class indices. Invalid ones raise on a CPU, and make the loss infinite on a GPU.
         weight: (V,) class weights `w`; None for ones.
         ignore_index: target of ignored tokens.
-        reduction: "mean" divides the cross entropy by the sum of valid tokens' `w_y`, and the last term by their
-            number; 0 without valid tokens. "none" returns (...), 0 at ignored tokens.
+        reduction: "mean" divides the cross entropy by the sum of `w_y`, and the last term by the number of valid
+            tokens; 0 without any. "none" returns (...), 0 at ignored tokens.
         label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
-        softcap, logit_scale: the logit transform.
-        inplace: let the backward overwrite `logits`; a second backward raises. No effect under torch.compile, or for
-            expanded logits.
+        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or without a softcap
+            `z = logit_scale * logits`.
+        inplace: let the backward overwrite `logits`, except expanded ones or under torch.compile; a second backward
+            raises.
 
     Returns:
         float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: `logits` is not floating-point, or `target` not of integers.
-        ValueError: shapes or devices differ, a target or option is out of range, or `weight` requires a gradient.
+        TypeError: `logits` is not floating-point, or `target` not integer.
+        ValueError: shapes or devices differ, a value is out of range, or `weight` requires a gradient.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])
     >>> torch.allclose(liger_cross_entropy(logits, target), torch.nn.functional.cross_entropy(logits, target))

@@ -1,12 +1,12 @@
-"""Divergences of student and teacher logits, and the sums that their gradients need.
+"""Divergences of student and teacher logits, with sums for their gradients.
 
-    p = softmax(z / T), q = softmax(t / T)        z, t: logits transformed except for the temperature T
+    p = softmax(z/T), q = softmax(t/T)            z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-For TVD, a - slope would cancel. It is `below`, the mass of p where p < q, if p > q, and `-above`, the mass of p where
-p > q, if p < q. Both include half of the mass where p = q.
+TVD stores a_v - slope itself, because subtracting would cancel: `below` where p > q, `-above` where p < q. `below` is
+the mass of p where p < q, plus half where p = q; `above` is the rest.
 
-Bytes: KL and cosine read both tiles once, in divergence_sums.py. JSD, skewed KL and TVD read them again.
+Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class DivergenceStats(NamedTuple):
-    """Statistics of rows, (N,) each."""
+    """Statistics of rows, (N,) each; fields as in `Sums`."""
 
     divergence: Tensor  # log_sum without a teacher
     centre: Tensor
-    sum_exp: Tensor  # p = exp((z - centre) / T) / sum_exp
+    sum_exp: Tensor
     log_sum: Tensor
-    hard_sum_exp: Tensor | None = None  # at temperature 1, if that differs
-    logps: Tensor | None = None  # log p(target) at temperature 1
+    hard_sum_exp: Tensor | None = None
+    logps: Tensor | None = None  # log p(target) at T = 1
     teacher_centre: Tensor | None = None
     teacher_sum_exp: Tensor | None = None
     teacher_log_sum: Tensor | None = None
-    slope: Tensor | None = None  # cosine: coefficient of z in the gradient; TVD: `below`
-    other_slope: Tensor | None = None  # cosine: coefficient of t; TVD: `above`
+    slope: Tensor | None = None  # TVD: `below`; cosine: factor of z in the gradient
+    other_slope: Tensor | None = None  # TVD: `above`; cosine: factor of t
 
 
 @jit
@@ -58,12 +58,12 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 
 @jit
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
-    """Return `log(p / m)` and `log(q / m)`, `m = one_minus_beta * p + beta * q`; exactly 0 where p = q.
+    """Return `log(p/m)` and `log(q/m)`, `m = (1 - beta) p + beta q`; exactly 0 where p = q.
 
-    CENTRAL, for 16-bit logits and beta far from 0 and 1, has an error of `2**-22 max(1, |log(q / p)|)`. The other path
-    factors out the larger part of m. The parts are equal at the gap `even`.
+    CENTRAL, for 16-bit logits and beta far from 0 and 1, errs by `2**-22 max(1, |log(q/p)|)`. The other path factors
+    out the larger part of m, the teacher's if `log(q/p) > even`.
     """
-    # -1e4 is LOG_ZERO. The hardware's maximum drops NaN.
+    # LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
     gap = tl.maximum(log_q, -1e4, propagate_nan=tl.PropagateNan.ALL) - log_p
     if CENTRAL:
@@ -85,7 +85,7 @@ def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
 
 @jit
 def _log2_prob(z, centre, log_sum, inv_temperature):
-    """Return `log2 p`, at least -120, more exactly than 16-bit logits need."""
+    """Return `log2 p`, at least -120, for 16-bit logits."""
     z = z - centre
     if inv_temperature is not None:
         z = z * inv_temperature
@@ -101,14 +101,14 @@ def _compare_block(
     beta, one_minus_beta, even,
     KIND: tl.constexpr, RATIO: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr, CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows to each lane's sums; -inf adds nothing."""
+    """Add a block of both rows; -inf adds 0."""
     z = transform_block(load_block(z_ptr, cols, n_cols, WHOLE), scale, softcap, None)
     t = transform_block(load_block(t_ptr, cols, n_cols, WHOLE), teacher_scale, teacher_softcap, None)
     if not WHOLE:
         z = tl.where(cols < n_cols, z, -float("inf"))
         t = tl.where(cols < n_cols, t, -float("inf"))
     if KIND == "mixture" and CENTRAL:
-        # `log_ratios` in base 2. q = p (q / p) saves a special function.
+        # `log_ratios` in base 2; q = p (q/p) saves an exponential.
         log_p = _log2_prob(z, centre, log_sum, inv_temperature)
         gap = _log2_prob(t, teacher_centre, teacher_log_sum, teacher_inv_temperature) - log_p
         p, ratio = tl.exp2(log_p), tl.exp2(gap)
@@ -192,7 +192,7 @@ def _second_sweep_kernel(
 
 
 def _even(beta: float) -> float:
-    """Return `log(q / p)` where `(1 - beta) * p = beta * q`."""
+    """Return `log(q/p)` where `(1 - beta) p = beta q`."""
     return math.log1p(-beta) - math.log(beta) if 0.0 < beta < 1.0 else 0.0
 
 
@@ -285,7 +285,7 @@ def _normalised(sums: Sums) -> DivergenceStats:
     logps = None
     if sums.target_logit is not None:
         hard_log_sum = sums.log_sum if sums.hard_sum_exp is None else sums.hard_sum_exp.log()
-        # This order is exact for large logits.
+        # Exact for large logits.
         logps = (sums.target_logit - sums.centre) - hard_log_sum
     return DivergenceStats(
         divergence=sums.log_sum if sums.divergence is None else sums.divergence,
@@ -311,7 +311,7 @@ def _cosine_stats(
     if target is not None:
         hard = options.temperature != 1.0
         stats = _normalised(sums(student, None, target, "student", options, options, hard))
-    # d(1 - cos)/dz = cos z / |z|^2 - t / (|z| |t|)
+    # d(1 - cos)/dz = cos z/|z|**2 - t/(|z| |t|)
     return stats._replace(divergence=1.0 - cosine, slope=cosine / norm.square(), other_slope=inv_norms)
 
 
@@ -323,11 +323,11 @@ def divergence_stats(
     options: LogitOptions,
     teacher_options: LogitOptions,
 ) -> DivergenceStats:
-    """Return the divergence of each pair of rows, and the sums that its gradient needs.
+    """Return divergences of pairs of rows, with sums for gradients.
 
     Args:
-        student, teacher: (N, V) logits before the transform, each row contiguous.
-        target: (N,) int64 token ids for `logps`, or None.
+        student, teacher: (N, V) logits before the transform, rows contiguous.
+        target: (N,) int64 for `logps`, or None.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options)
@@ -342,5 +342,5 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return the normalisers of rows without their holes, inputs of -inf; `hard` as in `sums`."""
+    """Return normalisers without holes, inputs of -inf; `hard` as in `sums`."""
     return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))

@@ -1,6 +1,6 @@
-"""Gradients of a divergence and of the target's log-probability by the student's logits.
+"""Gradients of divergences and the target's log-probability by the student's logits.
 
-    dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at temperature 1
+    dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at T = 1
 
 and back through the student's transform. Bytes: both tiles read, the student's written.
 """
@@ -121,7 +121,6 @@ def _divergence_grad_triton_(
             dz_ptr=out,
             dz_stride=out.stride(0),
             target_ptr=target,
-            # Autograd may pass any strides.
             g_divergence_ptr=g_divergence.contiguous(),
             g_logps_ptr=None if g_logps is None else g_logps.contiguous(),
             n_rows=n,
@@ -136,7 +135,6 @@ def _soft_gradient_torch(
     options: LogitOptions, teacher_options: LogitOptions,
 ) -> Tensor:  # fmt: skip
     """Return `T dD/dz` of some rows."""
-    # Forward KL needs no slope.
     slope = (stats.centre if stats.slope is None else stats.slope)[rows, None]
     if divergence.kind == "cosine":
         assert stats.other_slope is not None
@@ -184,7 +182,6 @@ def _divergence_grad_torch_(
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:
-                # p_v - 1[v = y] before rounding
                 p.scatter_add_(1, target[rows, None], p.new_full((p.shape[0], 1), -1.0))
             grad.addcmul_(p, g_logps[rows, None], value=-1.0)
         grad.mul_(options.logit_scale)
@@ -206,11 +203,9 @@ def divergence_grad_(
     teacher_options: LogitOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradient by the student's logits to `out`, or to `student`; return it.
+    """Write the student's gradient to `out` or `student`; return it.
 
-    Args:
-        stats: `divergence_stats` of the same arguments.
-        g_divergence, g_logps: (N,) upstream gradients; `g_logps` may be None.
+    `stats` is from `divergence_stats`; `g_divergence` and `g_logps` are (N,) upstream gradients of any stride.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
@@ -220,13 +215,8 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 in holes; return it.
-
-    Args:
-        stats: `tail_stats` of the logits.
-        g_log_sum, g_hard_log_sum: (N,) upstream gradients.
-    """
+    """Overwrite logits with their gradient, 0 in holes; return it. `stats` is from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
-    # d(hard_log_sum)/dz = p1: the negative g_logps term without a target.
+    # d(hard_log_sum)/dz = p1: -g_logps without a target.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

@@ -1,4 +1,4 @@
-"""Normalisers, KL divergences and dot products of pairs of rows of logits. Bytes: both tiles read once."""
+"""Normalisers, KL and dot products of pairs of rows. Bytes: both tiles read once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class Sums(NamedTuple):
-    """Sums of rows, (N,) each, None if not requested."""
+    """Sums of rows, (N,) each; None unless requested."""
 
     centre: Tensor  # near the maximum; -inf for a row of -inf
-    sum_exp: Tensor  # sum exp((z - centre) / T)
+    sum_exp: Tensor  # sum exp((z - centre)/T)
     log_sum: Tensor
     hard_sum_exp: Tensor | None = None  # sum exp(z - centre)
     target_logit: Tensor | None = None
@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 
 class Products(NamedTuple):
-    """`sum z t`, `sum z ** 2` and `sum t ** 2` of each pair of rows, (N,)."""
+    """`sum z t`, `sum z**2` and `sum t**2` of each pair of rows, (N,)."""
 
     dot: Tensor
     square: Tensor
@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
 @jit
 def _load(ptr, cols, n_cols, scale, softcap, WHOLE: tl.constexpr, HOLES: tl.constexpr):
-    """Load transformed logits, -inf past the row's end. HOLES keeps inputs of -inf."""
+    """Load transformed logits, -inf past the row. HOLES keeps inputs of -inf."""
     raw = load_block(ptr, cols, n_cols, WHOLE)
     z = transform_block(raw, scale, softcap, None)
     if HOLES:
@@ -71,7 +71,7 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows to each lane's sums, as in logits_stats.py."""
+    """Add a block of both rows, as in logits_stats.py."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -89,7 +89,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # Relative to the centres: large logits would cancel. 0 * -inf would be NaN.
+        # Centred, because large logits would cancel. 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -199,7 +199,7 @@ def _products_kernel(
     teacher_square = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
-        # The transform keeps zeros past the row's end.
+        # The transform keeps the zeros past the row.
         z = transform_block(load_block(z_ptr, cols, n_cols, False), scale, softcap, None)
         t = transform_block(load_block(t_ptr, cols, n_cols, False), teacher_scale, teacher_softcap, None)
         dot += z * t
@@ -213,7 +213,6 @@ def _products_kernel(
 def pair_arguments(
     student: Tensor, teacher: Tensor | None, options: LogitOptions, teacher_options: LogitOptions
 ) -> dict[str, Any]:
-    """Return the arguments of kernels on pairs of rows, temperatures apart."""
 
     def factors(options: LogitOptions) -> dict[str, float | None]:
         inv_temperature = None if options.temperature == 1.0 else 1.0 / options.temperature
@@ -271,13 +270,12 @@ def centred_(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(logits: Tensor, options: LogitOptions, dtype: torch.dtype, holes: bool = False) -> Tensor:
-    """Return a transformed copy, except for the temperature; `holes` keeps -inf."""
+    """Return a copy, transformed except for the temperature; `holes` keeps -inf."""
     z = transform(logits.to(dtype, copy=True), options.logit_scale, options.softcap, 1.0)
     return z.masked_fill_(logits == -torch.inf, -torch.inf) if holes else z
 
 
 def weighted(p: Tensor, x: Tensor) -> Tensor:
-    """Return `p * x`, 0 where `p` is 0."""
     return torch.where(p == 0, 0.0, p * x)
 
 
@@ -319,18 +317,17 @@ def sums(
     student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
     teacher_options: LogitOptions, hard: bool = False,
 ) -> Sums:  # fmt: skip
-    """Return the sums of rows of logits, or pairs of rows; arguments as of `divergence_stats`.
+    """Return the sums of rows; arguments as in `divergence_stats`.
 
     Args:
-        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes inputs of -inf.
-        hard: add the student's normaliser at temperature 1.
+        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes -inf.
+        hard: add `hard_sum_exp`.
     """
     compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch
     return compute(student, teacher, target, kind, options, teacher_options, hard)
 
 
 def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
-    """Return the `Products` of logits transformed except for the temperature."""
     n = student.shape[0]
     dtype = accumulation_dtype(student.dtype)
     found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))

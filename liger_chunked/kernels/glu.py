@@ -1,8 +1,8 @@
-"""Gated linear units, computed in float32 and rounded once.
+"""Gated linear units, in float32, rounded once.
 
-    y = act(gate) * up,  dgate = dy * up * act'(gate),  dup = dy * act(gate)
+    y = act(gate) up,  dgate = dy up act'(gate),  dup = dy act(gate)
 
-Bytes, in units of `gate`: forward 3, backward 5.
+Bytes: forward 3, backward 5 times `gate`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import accumulation_dtype, shown
 
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
-# Fewer instructions: (1 + tanh(u)) / 2 = sigmoid(2 u), 2 u = sqrt(8 / pi) (z + 0.044715 z**3)
+# (1 + tanh(u))/2 = sigmoid(2u), which is faster; 2u = sqrt(8/pi) (z + 0.044715 z**3)
 _TANH_LINEAR = math.sqrt(8.0 / math.pi)
 _TANH_CUBIC = 0.044715 * _TANH_LINEAR
 
 
 @jit
 def _activation(z, KIND: tl.constexpr):
-    """Return `act(z)` and `act'(z)`."""
     if KIND == "silu":
         s = 1.0 / (1.0 + exp(-z, False))
         y = z * s
         slope = s + y * (1.0 - s)
     elif KIND == "gelu_tanh":
-        # See `_TANH_LINEAR`. exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
+        # exp(-|2 u|) cannot overflow, and 1 - sigmoid does not cancel.
         square = z * z
         e = exp(-tl.abs(z * (1.5957691216057308 + 0.0713548162726 * square)), False)
         larger = 1.0 / (1.0 + e)
@@ -98,13 +97,12 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Kernel, kind: str, *tensors: Tensor) -> None:
-    """Launch over tensors of one shape; contiguous ones as one row, with one partial block."""
     first = tensors[0]
     n_rows, n_cols = 1, first.numel()
     if not n_cols:
         return
     strides: tuple[int, ...] = (0,) * len(tensors)
-    if not all(map(Tensor.is_contiguous, tensors)):
+    if not all(map(Tensor.is_contiguous, tensors)):  # else one long row
         n_cols = first.shape[-1]
         n_rows = first.numel() // n_cols
         tensors, strides = zip(*map(strided_rows, tensors), strict=True)
@@ -163,20 +161,19 @@ def _backward_torch(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, grad
     dgate, dup = _halves(*grads)
     dy = dy.to(accumulation_dtype(gate.dtype))
     activated, slope = _activation_torch(gate.to(dy.dtype), kind)
-    gradients = dy * up * slope, dy * activated  # both first: dy may share their memory
+    gradients = dy * up * slope, dy * activated  # both before writing: dy may share their memory
     dgate.copy_(gradients[0])
     dup.copy_(gradients[1])
 
 
 def _backward_into(grads: Halves, dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> Halves:
-    """Write the gradients to `grads`, maybe `gate` and `up`."""
+    """Write to `grads`, which may be `gate` and `up`."""
     (_backward_triton if use_triton(gate) else _backward_torch)(dy, gate, up, kind, grads)
     return grads
 
 
 @operator("glu_backward", fake=lambda dy, gate, up, kind: _gradients(gate, up))
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return `dgate` and `dup`, or the packed gradient and None."""
     return _backward_into(_gradients(gate, up), dy, gate, up, kind)  # type: ignore[return-value]
 
 
@@ -193,7 +190,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A new version makes other operations that saved gate or up raise. Gradients are not in that graph: detach.
+            # Makes other operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -204,12 +201,10 @@ class _GLU(torch.autograd.Function):
 
 
 def _is_intermediate(x: Tensor) -> bool:
-    """Return whether `x` is a contiguous non-leaf."""
     return x.requires_grad and not x.is_leaf and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _are_free(gate: Tensor, up: Tensor | None) -> bool:
-    """Return whether gradients may overwrite gate and up."""
     if up is None:
         return _is_intermediate(gate)
     apart = _is_intermediate(gate) and _is_intermediate(up)
@@ -236,11 +231,11 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
     """Return `F.silu(gate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side (Phi-3, GLM-4, fused experts).
-        up: (..., I) of the same dtype; None for packed halves.
+        gate: (..., I), rows in any layout; or (..., 2 I), both halves side by side (Phi-3, GLM-4).
+        up: (..., I) of the same dtype, or None for packed halves.
         inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
-            share memory. Other operations that saved them raise, or read gradients if hooks (as a checkpoint's) pack
-            their saved tensors.
+            share memory. Other operations that saved them raise; under saved-tensor hooks (checkpoints), they read
+            gradients.
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.
@@ -263,14 +258,11 @@ def liger_geglu(
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
     Args:
-        gate: (..., I), rows in any layout; or (..., 2 I), gate and up side by side.
-        up: (..., I) of the same dtype; None for packed halves.
+        gate, up, inplace: (..., I) each, or (..., 2 I) and None, as in `liger_swiglu`.
         approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function.
-        inplace: let the backward overwrite `gate` and `up`, as in `liger_swiglu`.
 
     Raises:
-        TypeError: an argument is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, a packed size is odd, or `approximate` is unknown.
+        TypeError, ValueError: as in `liger_swiglu`, or `approximate` is unknown.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

@@ -1,4 +1,4 @@
-"""Cache compiled Triton kernels: a cached launch takes a third of the host's time."""
+"""Caches compiled Triton kernels: a cached launch takes a third of the host's time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Run, handle, launch options, and the function that returns a device's current stream.
+# Run function, handle, launch options, getter of a device's current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
 def _readable(x: Tensor, strided: bool) -> bool:
-    """Return whether `Kernel` supports the layout of `x`."""
     if x.is_contiguous():
         return True
     if strided:
@@ -41,7 +40,6 @@ def _readable(x: Tensor, strided: bool) -> bool:
 
 
 def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    """Return whether tensors are identical, and numbers equal with their types."""
     return len(received) == len(expected) and all(
         a is b or (isinstance(b, (int, float, tuple, str)) and type(a) is type(b) and a == b)
         for a, b in zip(received, expected, strict=True)
@@ -49,21 +47,20 @@ def _same(received: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 class Kernel:
-    """A Triton kernel that caches compiled variants, and runs on its tensors' device.
+    """A Triton kernel with cached variants, run on its tensors' device.
 
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    A launch with the numbers of an earlier one, and 16-byte aligned tensors of its dtypes, reuses its variant.
+    Launches of 16-byte aligned tensors with equal numbers and dtypes share a variant.
 
-    - `*_ptr` parameters are tensors or None, the first never None, on one device or in pinned memory. With a
-      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous. Otherwise a
-      tensor must have no gaps or repetitions.
-    - `*_desc` parameters are tensor descriptors or None.
-    - Numbers include compile-time constants. Each must keep one Python type, because 1 equals 1.0 and True.
+    - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
+    - `*_desc`: tensor descriptors or None.
+    - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
 
-    A cached launch uses Triton's private interface. A kernel's second equal launch verifies that Triton makes the same
-    call. If not, or while a launch hook, a compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
+    Cached launches use Triton's private interface, which a kernel's second equal launch checks. If the check fails, or
+    a launch hook, compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False
@@ -110,7 +107,6 @@ class Kernel:
         num_stages: int | None = None,
         descriptors: tuple[TensorDescriptor | None, ...] = (),
     ) -> None:
-        """Launch like `triton.jit(function)[grid](...)`; do nothing on meta tensors."""
         if tensors[0].is_meta:  # type: ignore[union-attr]
             return
         call = grid, tensors, numbers, num_warps, num_stages, descriptors
@@ -144,7 +140,7 @@ class Kernel:
                 return
             else:
                 address = x.data_ptr()
-                if not address:  # an empty tensor, or an error
+                if not address:  # empty, or an error
                     self._launch(*call)
                     return
                 bits |= address
@@ -188,7 +184,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton, and compare with a cached launch."""
+        """Launch through Triton; compare with a cached launch."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))
@@ -228,7 +224,6 @@ class Kernel:
         num_stages: int | None,
         descriptors: tuple[TensorDescriptor | None, ...],
     ) -> Any:
-        """Launch through Triton, and return the compiled kernel."""
         for name, strided, x in zip(self._tensors, self._strided, tensors, strict=True):
             if x is None:
                 continue

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, in float32. Bytes, in units of `x`: forward 2, backward 3."""
+"""LayerNorm over the last dimension, in float32. Bytes: forward 2, backward 3 times `x`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def _forward_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @operator("layer_norm", fake=_forward_torch)
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `y`, and (2, N) means and rstds."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, bias, eps)
 
@@ -168,7 +167,6 @@ def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, needs_dx: bool, dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `(dx, dw, db)`, each None unless needed."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, x, weight, stats, needs_dx, dw_dtype, db_dtype)  # type: ignore[return-value]
 

@@ -1,6 +1,6 @@
-"""Divergences of materialized logits, from divergence.py and divergence_grad.py, without a softmax in memory.
+"""Divergences of materialized logits, without a softmax in memory.
 
-Bytes, in units of one logits tensor: forward 2 (JSD and TVD 4), backward 3.
+Bytes: forward 2 (JSD and TVD 4), backward 3 times one model's logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liger_chunked.kernels.operands import check_floating, check_labels, describ
 from liger_chunked.kernels.pointwise_divergence import REDUCTIONS, reduced_rows
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype, shown
 
-# For the backward. The slope of reverse KL is the divergence.
+# Saved for the backward. The slope of reverse KL is the divergence.
 _SAVED = ("centre", "sum_exp", "log_sum", "teacher_centre", "teacher_sum_exp", "teacher_log_sum")
 _SLOPES = {"mixture": ("slope",), "tvd": ("slope", "other_slope")}
 
@@ -36,7 +36,6 @@ def _stats_fake(student: Tensor, teacher: Tensor, kind: str, *_: float) -> list[
 def _stats(
     student: Tensor, teacher: Tensor, kind: str, beta: float, on_student: float, on_teacher: float, temperature: float
 ) -> list[Tensor]:
-    """Return the divergence of each row, then its `_fields`."""
     divergence = Divergence(kind, beta, on_student, on_teacher)  # type: ignore[arg-type]
     options = LogitOptions(temperature=temperature)
     stats = divergence_stats(matrix(student), matrix(teacher), None, divergence, options, options)
@@ -125,16 +124,13 @@ def liger_kl_div_with_logits(
 ) -> Tensor:
     """Return `KL(q || p)` of student `p` and teacher `q` (Hinton et al. 2015), in nats per row.
 
-    `p` and `q` are the softmax of the logits over `temperature`. The result is not multiplied by `temperature ** 2`.
-
     Args:
-        student_logits, teacher_logits: (..., V) of floating dtypes. Rows without a uniform stride, such as
-            `logits[:, :-1]`, are copied: pad the labels instead.
+        student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
         shift_labels: (...) labels; None uses all rows.
         reverse: return `KL(p || q)`.
         reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
             (...), 0 in ignored rows.
-        temperature: divides both models' logits.
+        temperature: divides all logits; the result is not multiplied by `temperature ** 2`.
         ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
@@ -173,23 +169,16 @@ def liger_jsd_with_logits(
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    This formula is 0 at `beta` 0 and 1: there the result is `KL(q || p)` and `KL(p || q)`.
-
     Args:
-        student_logits, teacher_logits: (..., V) of floating dtypes.
-        shift_labels: (...) labels; None uses all rows.
-        beta: weight of the teacher, in [0, 1].
-        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
-        temperature: divides both models' logits.
-        ignore_index: label of ignored rows.
-        inplace: let the backward overwrite `student_logits`.
+        student_logits, teacher_logits: (..., V).
+        beta: weight of the teacher, in [0, 1]. 0 gives `KL(q || p)`, and 1 `KL(p || q)`.
+        shift_labels, reduction, temperature, ignore_index, inplace: as in `liger_kl_div_with_logits`.
 
     Returns:
         float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError: an input is not floating-point.
-        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
+        TypeError, ValueError: as in `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -212,22 +201,17 @@ def liger_tvd_with_logits(
     ignore_index: int = -100,
     inplace: bool = False,
 ) -> Tensor:
-    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
     Args:
-        student_logits, teacher_logits: (..., V) of floating dtypes.
-        shift_labels: (...) labels; None uses all rows.
-        reduction: "none", "sum", "mean" or "batchmean", as in `liger_kl_div_with_logits`.
-        temperature: divides both models' logits.
-        ignore_index: label of ignored rows.
-        inplace: let the backward overwrite `student_logits`.
+        student_logits, teacher_logits: (..., V).
+        shift_labels, reduction, temperature, ignore_index, inplace: as in `liger_kl_div_with_logits`.
 
     Returns:
         float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError: an input is not floating-point.
-        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
+        TypeError, ValueError: as in `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

@@ -2,7 +2,7 @@
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
-and back through the logit transform. Bytes: the tile read once and written once.
+and back through the logit transform. Bytes: the tile read and written once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from liger_chunked.types import LogitOptions, accumulation_dtype
 
 
 class LogitsCotangents(NamedTuple):
-    """Statistics and upstream gradients of rows, (N,) each, None for absent terms."""
+    """Statistics and upstream gradients of rows, (N,) each or None."""
 
-    max: Tensor  # p = exp(z - max) / sum_exp is exact for large logits, unlike exp(z - lse)
+    max: Tensor  # exp(z - max)/sum_exp is exact for large logits, unlike exp(z - lse)
     sum_exp: Tensor
-    logps: Tensor | None = None  # dL/dlogps, and so on
+    logps: Tensor | None = None  # dL/dlogps and so on
     lse: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
-    entropy_value: Tensor | None = None  # the entropy
+    entropy_value: Tensor | None = None
 
     def at(self, rows: slice | tuple[slice, None]) -> LogitsCotangents:
-        """Return the fields of some rows."""
         optional = (None if field is None else field[rows] for field in self[2:])
         return LogitsCotangents(self.max[rows], self.sum_exp[rows], *optional)
 
@@ -76,7 +75,7 @@ def _logits_grad_kernel(
     if logps_ptr is not None:
         g = tl.load(logps_ptr + row)
         is_target = cols == tl.load(target_ptr + row) - vocab_start
-        # p - 1 before rounding. Two branches, because the compiler keeps 0 + x as an addition.
+        # p - 1 before rounding. Two branches, because the compiler does not drop 0 + x.
         onehot_minus_p = tl.where(is_target, 1.0 - p, -p)
         if lse_ptr is not None:
             grad += g * onehot_minus_p
@@ -131,11 +130,10 @@ def _logits_grad_torch_(
             grad.addcmul_(p, row.lse)
         if row.entropy is not None:
             assert row.entropy_value is not None
-            # masked_fill_, because 0 * -inf is NaN
+            # 0 * -inf would be NaN.
             log_p = centred.sub_(row.sum_exp.log())
             grad.sub_((row.entropy * p * (log_p + row.entropy_value)).masked_fill_(p == 0, 0.0))
         if row.logps is not None:
-            # 1[v = y] - p_v before rounding
             local = target[rows] - vocab_start
             here = ((local >= 0) & (local < n_cols)).to(p.dtype)
             onehot_minus_p = p.neg_().scatter_add_(1, local.clamp(0, n_cols - 1)[:, None], here[:, None])
@@ -160,12 +158,9 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradient of a tile of logits to `out`, or to `logits`; return it.
+    """Write a tile's gradient to `out` or `logits`; return it.
 
-    Args:
-        logits, target, options, vocab_start, class_weight: as in `logits_stats`.
-        cotangents: the rows' normalisers and upstream gradients.
-        vocab_size: `V` of the whole vocabulary.
+    `vocab_size` is of the whole vocabulary; other arguments as in `logits_stats`.
     """
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out

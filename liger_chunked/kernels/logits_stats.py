@@ -1,7 +1,7 @@
-"""Reduce logits to statistics, tile by tile. Bytes: the tile read once.
+"""Reduce logits to statistics. Bytes: the tile read once.
 
-`logits_stats` reduces a tile to `PartialStats`, `merge` joins neighbouring tiles, and `finish` returns `TokenStats`.
-`row_stats` does all of this for whole rows, in one launch.
+`logits_stats` reduces a tile, `merge` joins neighbours, and `finish` returns `TokenStats`. `row_stats` does all of it
+in one launch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype
 
 
 class PartialStats(NamedTuple):
-    """Statistics of rows `z` of a tile, (N,) each, None if not requested."""
+    """Statistics of a tile's rows `z`, (N,) each; None unless requested."""
 
     max: Tensor
     sum_exp: Tensor  # sum exp(z - max)
-    target_logit: Tensor | None = None  # z at the target, -inf if it is outside the tile
+    target_logit: Tensor | None = None  # -inf outside the tile
     sum_exp_z: Tensor | None = None  # sum exp(z - max) (z - max): large z would cancel
     sum_z: Tensor | None = None  # or sum class_weight z
-    sum_exp_sq: Tensor | None = None  # sum exp(z - max) ** 2
-    argmax: Tensor | None = None  # first index of max, int64
+    sum_exp_sq: Tensor | None = None  # sum exp(z - max)**2
+    argmax: Tensor | None = None  # first index, int64
 
 
 @jit
@@ -46,7 +46,7 @@ def _add_block(
     WHOLE: tl.constexpr, PRECISE: tl.constexpr, ARGMAX: tl.constexpr, MOMENT: tl.constexpr, SQUARES: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of logits to each lane's sums; -inf adds nothing."""
+    """Add a block; -inf adds 0."""
     z = transform_block(load_block(row_ptr, cols, n_cols, WHOLE), scale, softcap, inv_temperature)
     if MEAN:
         if class_weight_ptr is not None:
@@ -76,8 +76,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The centre is the maximum of the row's first block: a running maximum would need a reduction per block. A row that
-    # rises too far above it is swept again. FINISH stores the values of `finish`.
+    # The centre is the first block's maximum: a running one takes a reduction per block. A row too far above it is
+    # swept again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -126,7 +126,7 @@ def _logits_stats_kernel(
 
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # In float64, because the error of a row's factor does not average out.
+        # float64, because the error of a row's factor does not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -141,7 +141,6 @@ def _logits_stats_kernel(
     mean = tl.sum(sum_z, axis=0)
     if FINISH:
         log_sum = tl.log(normaliser)
-        # This order is exact for large logits.
         of_target = (of_target - row_max) - log_sum
         moment = log_sum - moment / normaliser
         squares = tl.log(squares) - 2 * log_sum
@@ -175,7 +174,7 @@ def _logits_stats_triton(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], vocab_start: int,
     class_weight: Tensor | None, whole: bool,
 ) -> tuple[PartialStats, Tensor | None]:  # fmt: skip
-    """Return the sums; for `whole` rows, finished values and the lse."""
+    """Return sums; for `whole` rows, finished values and the lse."""
     n, n_cols = logits.shape
 
     def buffer(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -258,11 +257,11 @@ def logits_stats(
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
 ) -> PartialStats:
-    """Return the partial statistics of a tile of logits that `outputs`, fields of `TokenStats`, need.
+    """Return a tile's statistics that `outputs`, fields of `TokenStats`, need.
 
     Args:
-        logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; each row contiguous.
-        target: (N,) int64 index into the whole vocabulary.
+        logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; rows contiguous.
+        target: (N,) int64, in the whole vocabulary.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
     if use_triton(logits):
@@ -273,7 +272,7 @@ def logits_stats(
 def row_stats(
     logits: Tensor, target: Tensor, options: LogitOptions, outputs: tuple[str, ...], class_weight: Tensor | None = None
 ) -> tuple[PartialStats, TokenStats]:
-    """Return the `PartialStats`, at least `max` and `sum_exp`, and `TokenStats` of whole rows."""
+    """Return `max` and `sum_exp`, maybe more, and `TokenStats` of whole rows."""
     if not use_triton(logits):
         partial = _logits_stats_torch(logits, target, options, outputs, 0, class_weight)
         return partial, finish(partial, target, logits.shape[1], outputs)
@@ -298,14 +297,14 @@ def concatenate(parts: list[PartialStats]) -> PartialStats:
 
 
 def merge(a: PartialStats, b: PartialStats) -> PartialStats:
-    """Return the statistics of two tiles, `a` before `b`; associative."""
+    """Join two tiles, `a` before `b`; associative."""
     maximum = torch.maximum(a.max, b.max)
     shift = torch.where(maximum == -math.inf, 0.0, maximum)
     scale_a, scale_b = torch.exp(a.max - shift), torch.exp(b.max - shift)
 
     def moved(part: PartialStats, scale: Tensor) -> Tensor:
         assert part.sum_exp_z is not None
-        # From part.max to the joint maximum; a tile of -inf has no moment.
+        # Relative to the joint maximum; a tile of -inf has no moment.
         return scale * (part.sum_exp_z + torch.where(part.sum_exp == 0, 0.0, part.sum_exp * (part.max - shift)))
 
     def both(x: Tensor | None, y: Tensor | None) -> bool:
@@ -327,7 +326,6 @@ def merge(a: PartialStats, b: PartialStats) -> PartialStats:
 
 
 def finish(stats: PartialStats, target: Tensor, vocab_size: int, outputs: tuple[str, ...]) -> TokenStats:
-    """Return the `TokenStats` of rows from statistics of the whole vocabulary."""
     log_sum = stats.sum_exp.log()
     fields: dict[str, Tensor] = {}
     if "logps" in outputs:

@@ -1,7 +1,6 @@
-"""Tiles of a norm's rows, and the sum of the programs' weight gradients.
+"""Tiles of a norm's rows, and sums of its weight gradients.
 
-A backward's program accumulates over its rows in registers, and writes a (D,) float32 sum. One launch adds these in a
-fixed order.
+Each backward program writes the float32 sum of its rows; one launch adds these.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class RowTile(NamedTuple):
 
 @functools.cache
 def row_tile(n_cols: int, device: torch.device) -> RowTile:
-    """Return the tile of a forward; short rows share a program."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_forward_elements // block)
@@ -37,8 +35,6 @@ def row_tile(n_cols: int, device: torch.device) -> RowTile:
 
 
 class RowSweep(NamedTuple):
-    """How a backward's programs sweep tiles of rows."""
-
     tile: RowTile
     programs: int
     stages: int
@@ -46,7 +42,7 @@ class RowSweep(NamedTuple):
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def row_sweep(n_rows: int, n_cols: int, element_size: int, device: torch.device) -> RowSweep:
-    """Return a backward's sweep, with as many programs as run at once."""
+    """Return a backward's sweep; its programs all run at once."""
     tuned = TUNING[device]
     block = power_of_two(n_cols)
     rows = max(1, tuned.norm_backward_elements // block)
@@ -82,7 +78,7 @@ def _sum_kernel(
 
 
 def sum_partials(partial: Tensor, *sums: Tensor) -> None:
-    """Write the sums over P of `partial`, (1 or 2, P, D) float32 contiguous, to `sums`, (D,) each."""
+    """Sum `partial`, (1 or 2, P, D) float32 contiguous, over P into `sums`, (D,) each."""
     _, n_partials, n_cols = partial.shape
     first, second = sums if len(sums) == 2 else (*sums, None)
     rows, cols, num_warps = TUNING[partial.device].norm_sums

@@ -1,6 +1,6 @@
-"""Divergences of probabilities or log-probabilities: sums of `f(x, t)` over rows of input `x` and target `t`.
+"""Divergences of (log-)probabilities: row sums of `f(x, t)`, with formulas in `_terms_torch`.
 
-`_terms_torch` has the formulas; zero probabilities give 0. Bytes, in units of the input: forward 2, backward 3.
+Bytes: forward 2, backward 3 times the input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _term(
     x, t, beta, one_minus_beta, even, GRADIENT: tl.constexpr, KIND: tl.constexpr, PRECISE: tl.constexpr,
     CENTRAL: tl.constexpr,
 ):  # fmt: skip
-    """Return `f(x, t)`, or `df/dx`."""
+    """Return `f(x, t)` or `df/dx`, 0 for zero probabilities."""
     if KIND == "kl":
         term = -t if GRADIENT else tl.where(t > 0.0, t * (tl.log(t) - x), 0.0)
     elif KIND == "kl_log":
@@ -58,7 +58,7 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # Zeros past the row's end give terms of 0.
+        # Zeros past the row add 0.
         x = load_block(x_ptr + row * x_stride, cols, n_cols, False)
         t = load_block(t_ptr + row * t_stride, cols, n_cols, False)
         total += _term(x, t, beta, one_minus_beta, even, False, KIND, PRECISE, CENTRAL)
@@ -224,7 +224,7 @@ def liger_kl_div(
     Args:
         input: (N, V) log-probabilities.
         target: (N, V) probabilities, in the dtype of `input`.
-        reduction: "batchmean" divides the sum by N, "mean" by N * V; "none" returns the (N, V) terms.
+        reduction: "batchmean" divides the sum by N, "mean" by N V; "none" returns the (N, V) terms.
         log_target: whether `target` holds log-probabilities.
 
     Returns:
@@ -232,7 +232,7 @@ def liger_kl_div(
 
     Raises:
         TypeError: an input is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, the reduction is unknown, or the target requires a gradient.
+        ValueError: shapes or devices differ, `reduction` is unknown, or `target` requires a gradient.
     """
     input, target = plain(("input", "target"), (input, target))
     _check(input, "input", target, "target", None, reduction)
@@ -247,24 +247,21 @@ def liger_jsd(
     beta: float = 0.5,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the mean Jensen-Shannon divergence of teacher `p` and student `q` over the valid rows, in nats.
+    """Return the mean Jensen-Shannon divergence of teacher `p` and student `q` over valid rows, in nats.
 
         beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q        (Agarwal et al. 2024)
 
-    This formula is 0 at `beta` 0 and 1: there the result is `KL(p || q)` and `KL(q || p)`.
-
     Args:
-        log_q, log_p: (N, V) log-probabilities of student and teacher, in one dtype.
+        log_q, log_p: (N, V) log-probabilities, in one dtype.
         shift_labels: (N,) labels; None uses all rows.
-        beta: weight of the teacher, in [0, 1].
+        beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
         ignore_index: label of ignored rows.
 
     Returns:
         float32, or float64 for float64 inputs; 0 without valid rows.
 
     Raises:
-        TypeError: an input is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, `beta` is out of range, or the teacher requires a gradient.
+        TypeError, ValueError: as in `liger_kl_div`, or `beta` is out of range.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -283,21 +280,18 @@ def liger_tvd(
     reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the total variation distance of student `p` and teacher `q`, `sum_v |p_v - q_v| / 2` per row.
+    """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
     Args:
         p, q: (N, V) probabilities, in one dtype.
-        shift_labels: (N,) labels; None uses all rows.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V; "none" returns the
-            (N, V) terms, 0 in ignored rows.
-        ignore_index: label of ignored rows.
+        shift_labels, ignore_index: as in `liger_jsd`.
+        reduction: as in `liger_kl_div`, over valid rows; ignored terms are 0.
 
     Returns:
         float32, or float64 for float64 inputs.
 
     Raises:
-        TypeError: an input is not floating-point, or dtypes differ.
-        ValueError: shapes or devices differ, the reduction is unknown, or the teacher requires a gradient.
+        TypeError, ValueError: as in `liger_kl_div`.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

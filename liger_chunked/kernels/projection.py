@@ -2,12 +2,12 @@
 
     z = scale x W^T                                       float32, in registers
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
-    rest[n] = sum over v != y of exp(z[n, v] - c[n])      float32, from unrounded terms
+    rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
-`rest` excludes the target, so that `1 - p_y = rest / sum` does not cancel. The centre `c` is the target's logit. If a
-row rises 44 nats above it, two launches find the maximum and recompute the row's block. Far from the maximum, the
-entropy has errors of up to 5e-6. FLOPs: 2 N V H. Bytes: E, x, W, and 4 (V / 128) N of partial sums per statistic, half
-of that at H > 1536.
+`rest` excludes the target, so that `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or
+the row's maximum if that is 44 nats higher. A `c` far from the maximum gives the entropy errors of up to 5e-6.
+
+FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _product(x_desc, w_desc, row_block, col_block, hidden, ROWS: tl.constexpr, C
 def _write_part(
     z, cols, exp_desc, first_row, first_col, target, centre, n_cols, scale, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the exponentials of a tile's columns; return the row sums of `e` and `e log2 e`."""
+    """Write exponentials `e`; return the row sums of `e` and `e log2 e`."""
     centred = tl.fma(z, scale, -centre[:, None])
     e = tl.exp2(centred)
     if MASKED:
@@ -73,7 +73,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply `_write_part` to halves of a tile, to leave shared memory for loads."""
+    """Write half a tile at a time, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -91,7 +91,6 @@ def _write_block(
     acc, exp_desc, row_block, col_block, target_ptr, centre_ptr, rest_ptr, moment_ptr,
     n_rows, n_cols, scale, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's exponentials and partial row sums, in base 2."""
     first_row = row_block * ROWS
     first_col = col_block * COLS
     rows = first_row + tl.arange(0, ROWS)
@@ -123,7 +122,7 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Flattened: a tile's first loads overlap the last tile's epilogue.
+    # Flattened: a tile's epilogue overlaps the next loads.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -141,7 +140,7 @@ def _project_kernel(
 
 @jit
 def _out_of_reach(sum_exp_ptr, rows, n_rows):
-    """Return 1 for rows too far above their centre, or NaN."""
+    """Return 1 for NaN or rows far above their centre."""
     sum_exp = tl.load(sum_exp_ptr + rows, mask=rows < n_rows, other=1.0)
     return tl.where(sum_exp <= LARGEST_SUM, 0, 1)
 
@@ -152,7 +151,7 @@ def _rescue_kernel(
     sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE a row block's centres to the maxima, or write the block again.
+    # RAISE lost rows' centres to their maxima, or write their blocks again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_rows)
@@ -163,7 +162,7 @@ def _rescue_kernel(
         if RAISE:
             cols = col_block * COLS + tl.arange(0, COLS)
             top = tl.max(tl.where((cols < n_cols)[None, :], acc * scale, -float("inf")), axis=1)
-            # Deterministic: maxima have no order.
+            # Deterministic: maxima need no order.
             tl.atomic_max(centre_ptr + rows, top, mask=lost != 0)
         else:
             _write_block(
@@ -226,7 +225,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # This order is exact for large logits.
+        # Exact for large logits, unlike target_logit - lse.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)
@@ -246,13 +245,13 @@ def project_exp(
     outputs: tuple[str, ...],
     tiling: Tiling | None = None,
 ) -> tuple[Exponentials, TokenStats]:
-    """Return the exponentials of a chunk's logits, and its statistics `outputs`.
+    """Return the exponentials and statistics `outputs` of a chunk.
 
     Args:
-        x, weight: (N, H) and (V, H) bfloat16, contiguous and 16-byte aligned; H a multiple of 8.
-        target: (N,) int64 index into the vocabulary.
-        weight_sum: (H,) float32 sum of all weights; its dot product with `x` is "mean_logits".
-        out: (N, V) bfloat16 for E, with a row stride that is a multiple of 8, or None.
+        x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
+        target: (N,) int64.
+        weight_sum: (H,) float32 sum over V, for "mean_logits".
+        out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
         scale: factor of the logits; not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
         tiling: None selects it for H.
@@ -267,7 +266,7 @@ def project_exp(
 
     stats = TokenStats(**{name: buffer(n) for name in outputs})
     assert (stats.mean_logits is None) == (weight_sum is None)
-    # One padded allocation of aligned tensors, because the GPU waits for the host.
+    # One allocation, padded for alignment: the GPU waits for the host.
     centre, rest, target_exp, sum_exp, target_logit = buffer(5, -(-n // 4) * 4)[:, :n].unbind()
     exponentials = Exponentials(out, centre, rest, target_exp, sum_exp)
     parts = buffer(n_parts, n)

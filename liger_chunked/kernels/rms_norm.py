@@ -1,6 +1,6 @@
 """RMSNorm over the last dimension, in float32.
 
-Bytes, in units of `x`: forward 2, backward 3; both 4 with a residual.
+Bytes: forward 2, backward 3 times `x`; 4 each with a residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liger_chunked.kernels.tuning.generic import MAX_ROW
 from liger_chunked.types import accumulation_dtype, shown
 
 Casting = Literal["llama", "gemma", "olmo2"]
-# Whether the cast precedes the product with the weight.
+# Whether to cast before multiplying by the weight.
 _CASTS_FIRST = {"llama": True, "gemma": False, "olmo2": False}
 
 
@@ -84,7 +84,7 @@ def _backward_kernel(
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the dtype of the models' code, which promotes after the cast."""
+    """Return the dtype that the models' code promotes to."""
     if weight is None or weight.dtype == x.dtype or not cast_first:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
@@ -131,7 +131,6 @@ def _forward_torch(
 def _forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `y`, the rstds, and `x + residual`."""
     compute = _forward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _forward_torch
     return compute(x, weight, residual, eps, offset, cast_first)  # type: ignore[return-value]
 
@@ -188,7 +187,6 @@ def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `(dx, dw)`, each None unless needed."""
     compute = _backward_triton if use_triton(x) and x.shape[-1] <= MAX_ROW else _backward_torch
     return compute(dy, dtotal, x, weight, rstd, offset, needs_dx, needs_dw)  # type: ignore[return-value]
 
@@ -200,7 +198,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        # The order of a compiled graph, because a checkpoint may run eagerly, then compiled.
+        # A compiled graph's order: a checkpoint may run eagerly, then compiled.
         ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 
@@ -227,20 +225,20 @@ def liger_rms_norm(
 ) -> Any:
     """Return the RMSNorm of `x`, or `(norm, sum)` of `x + residual` (Zhang and Sennrich 2019, equation 4).
 
-        x / rms(x) * (offset + weight),    rms(x) = sqrt(mean(x ** 2) + eps)
+        x/rms(x) * (offset + weight),    rms(x) = sqrt(mean(x**2) + eps)
 
     Args:
         x: (..., D), rows in any layout.
-        weight: (D,) or None; its gradient is a deterministic float32 sum.
+        weight: (D,) or None; its gradient is a deterministic sum.
         eps: added to the mean square.
         offset: added to the weight in float32; 1.0 for Gemma.
-        casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight` (Llama,
-            Mistral, Qwen, Phi-3, Granite, GLM-4); "gemma" and "olmo2" cast the result to the dtype of `x`.
+        casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight`;
+            "gemma" and "olmo2" cast the result to the dtype of `x`.
         residual: same shape and dtype as `x`.
 
     Raises:
-        TypeError: an argument is not floating-point, or the residual has another dtype.
-        ValueError: shapes or devices differ, or the casting is unknown.
+        TypeError: an argument is not floating-point, or `residual` has another dtype.
+        ValueError: shapes or devices differ, or `casting` is unknown.
 
     >>> x = torch.randn(2, 5, 64)
     >>> torch.allclose(liger_rms_norm(x, torch.ones(64)), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-6)

@@ -1,7 +1,7 @@
-"""Rotary position embedding of queries and keys in one launch, computed in float32 and rounded once.
+"""Rotary position embedding in one launch, computed in float32 and rounded once.
 
-The backward rotates by the negative angle. Results and gradients have the memory layout of q. Bytes: q and k read and
-written once in either direction. In place, autograd copies the gradient of an overwritten view twice.
+Results and gradients have the memory layout of q. Bytes: q and k read and written once; autograd copies an overwritten
+view's gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _rotate(
     ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of heads, in the order of tokens; in place without y."""
+    """Rotate a tile of heads; in place without y."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     tokens = rows // n_heads
     head = (rows % n_heads).to(tl.int64)
@@ -93,7 +93,6 @@ def _rope_kernel(
 
 @functools.cache
 def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the heads per tile, blocks of pairs and copied columns, and warps."""
     pairs, num_warps = TUNING[device].rope
     half = power_of_two(rotary_dim // 2)
     rest = power_of_two(head_dim - rotary_dim) if head_dim > rotary_dim else 0
@@ -101,7 +100,6 @@ def _tiling(head_dim: int, rotary_dim: int, device: torch.device) -> tuple[int, 
 
 
 def _empty(x: Tensor, by_token: bool) -> Tensor:
-    """Return an empty tensor like `x` (B, heads, T, D), by token or by head."""
     _, n_heads, n_tokens, head_dim = x.shape
     head, token = (1, n_heads) if by_token else (n_tokens, 1)
     strides = (n_heads * n_tokens * head_dim, head * head_dim, token * head_dim, 1)
@@ -169,7 +167,6 @@ def _rope(
 
 
 def _is_by_token(q: Tensor) -> bool:
-    """Return whether q is stored token by token."""
     return q.stride(1) <= q.stride(2)
 
 
@@ -189,9 +186,9 @@ class _RotaryPosEmb(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """Marks `x` as overwritten before its rotation, because autograd may raise.
+    """Marks a tensor as overwritten before its rotation, because autograd may raise.
 
-    Autograd allows no other output next to an overwritten view.
+    An overwritten view must be the only output.
     """
 
     @staticmethod
@@ -216,7 +213,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) 
 
 def _rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        # A compiler that owns q and k removes these copies.
+        # The compiler removes these copies if it owns q and k.
         rotated = _rotated(q, k, cos, sin, interleaved)
         return q.copy_(rotated[0]), k.copy_(rotated[1])
     for name, x in (("q", q), ("k", k)):
@@ -287,23 +284,22 @@ def liger_rotary_pos_emb(
     """Return queries and keys rotated by their positions (Su et al. 2021, equation 34).
 
         y_1 = x_1 cos_i - x_2 sin_i
-        y_2 = x_2 cos_i + x_1 sin_i        (x_1, x_2) = x[i], x[i + R / 2], or interleaved x[2 i], x[2 i + 1]
+        y_2 = x_2 cos_i + x_1 sin_i        x_1, x_2 = x[i], x[i + R/2], or interleaved x[2i], x[2i + 1]
 
     Columns from R on are unchanged.
 
     Args:
-        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype, in any layout.
-        cos, sin: (B or 1, T, R) of any floating dtype, R <= D. The second half is not read: it repeats the first.
+        q, k: (B, heads, T, D), or (B, T, heads, D) with `unsqueeze_dim=2`, of one dtype.
+        cos, sin: (B or 1, T, R), R <= D. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
-        unsqueeze_dim: dimension of the heads in `q` and `k`, 1 or 2.
+        unsqueeze_dim: dimension of the heads, 1 or 2.
         interleaved: whether pairs are neighbouring columns (GLM-4).
         inplace: overwrite `q` and `k`, which must not share elements. A checkpointed region must not overwrite its
             inputs: its recompute would rotate them again.
 
     Raises:
         TypeError: an argument is not floating-point.
-        ValueError: shapes, dtypes or devices do not match, `cos` or `sin` requires a gradient, or `q` or `k` cannot be
-            overwritten.
+        ValueError: shapes, dtypes or devices differ, `cos` or `sin` requires a gradient, or `inplace` is impossible.
         RuntimeError: `inplace` for a result of `split`, `chunk` or `unbind`.
 
     >>> angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)

@@ -1,6 +1,6 @@
-"""Multiply gradients by the upstream scalar, read on the device.
+"""Multiply gradients by the upstream scalar on the device.
 
-Bytes: none for a scalar of 1, otherwise each tensor read and written once.
+Bytes: each tensor read and written once, none if the scalar is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _scale_kernel(
 
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
-    """Compute `x *= scalar` in the accumulation dtype, for up to three contiguous tensors on the scalar's device."""
+    """Compute `x *= scalar` in the accumulation dtype for up to three contiguous tensors."""
     served = [x for x in tensors if use_triton(x) and x.numel()]
     if served:
         tuned = TUNING[served[0].device]

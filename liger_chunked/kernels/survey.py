@@ -1,6 +1,6 @@
-"""Count and check targets, to cut chunks, and check a teacher's top-k, on the device.
+"""Check targets and a teacher's top-k on the device.
 
-Bytes: the target, and a mask byte per token; the top-k once, with k k / 2 comparisons per row.
+Bytes: the target and a mask; the top-k once, with k**2/2 comparisons per row.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from liger_chunked.kernels.tuning import TUNING
 
 
 class Survey(NamedTuple):
-    """The valid tokens, and a summary of each block of a row."""
+    """Valid tokens, and a summary of row blocks."""
 
     mask: Tensor  # (R, C) bool
-    summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest and highest target
-    on_host: Tensor | None = None  # in pinned memory
+    summary: Tensor  # (3, R, blocks) int64: valid tokens, lowest target, highest
+    on_host: Tensor | None = None  # pinned
 
     def read(self) -> list[list[list[int]]]:
-        """Return the summary; waits for the device."""
+        """Return the summary; wait for the device."""
         if self.on_host is None:
             return self.summary.tolist()
         torch.cuda.current_stream(self.summary.device).synchronize()
@@ -61,7 +61,7 @@ def _survey_triton(target: Tensor, ignore_index: int) -> Survey:
     block = block_size(n_cols, most)
     shape = 3, n_rows, -(-n_cols // block)
     summary = torch.empty(shape, dtype=torch.int64, device=target.device)
-    # Pinned memory saves a copy: docs/tuning.md.
+    # Saves a copy: docs/tuning.md.
     on_host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True) if target.is_cuda else None
     grid = n_rows, shape[2], 1
     _survey_kernel(grid, (target, mask, summary, on_host), (n_cols, ignore_index, block), num_warps)
@@ -75,7 +75,7 @@ def _survey_torch(target: Tensor, ignore_index: int) -> Survey:
 
 
 def survey(target: Tensor, ignore_index: int) -> Survey:
-    """Return the survey of a target, (R, C) int64 contiguous, with ignored tokens as 0."""
+    """Survey a target, (R, C) int64 contiguous; ignored tokens count as 0."""
     if not target.numel():
         return Survey(torch.empty_like(target, dtype=torch.bool), target.new_zeros(3, target.shape[0], 1))
     return (_survey_triton if use_triton(target) else _survey_torch)(target, ignore_index)
@@ -144,11 +144,11 @@ def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
 
 
 def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
-    """Check a teacher's top-k, (N, k) `logps` and integer `ids`, not empty. Entries of -inf are absent.
+    """Check a top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
 
     Returns:
-        (5,) int64: `~min(0, ids)`, the highest id, and whether an id is twice in a row, an entry is positive or NaN, a
-        row has no entry.
+        (5,) int64: `~min(0, ids)`, the highest id, and whether any row repeats an id, has a positive or NaN entry, or
+        is empty.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

@@ -1,10 +1,10 @@
-"""Correct the target's log-probability for the rounding of its logit.
+"""Correct the target's log-probability for its logit's rounding.
 
     z  = transform(x . W[y] + b[y])                       float32
-    log(p' / (1 - p')) = log(p / (1 - p)) + z - z[y]      p: from the rounded logits, p': corrected
-    d log p' / dz_v = (1 - p') / (1 - p) d log p / dz_v
+    log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
+    d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
-Other logits' rounding errors average out, but the target's add up over a sequence (docs/tuning.md). Bytes: 4 N H.
+Only the target's rounding errors add up over a sequence (docs/tuning.md). Bytes: 4 N H.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from liger_chunked.kernels.transform import load_block, transform, transform_arg
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Head, LogitOptions, accumulation_dtype
 
-# Largest correction. Larger errors are correlated in a row, and cancel if no logit is corrected.
+# Largest correction: larger errors are correlated in a row, and cancel (docs/tuning.md).
 _FARTHEST = 2.0
 
 
 @jit
 def _one_minus_exp(x):
-    # For x <= 0. The series has a relative error of 1e-8.
+    # The series has a relative error of 1e-8.
     series = -x * (1.0 + x * (0.5 + x * (0.16666667 + x * 0.041666667)))
     return tl.where(x > -0.03, series, 1.0 - tl.exp(x))
 
@@ -67,7 +67,7 @@ def _move_kernel(
     small = tl.exp(-tl.abs(odds))
     exact = tl.minimum(odds, 0.0) - _log1p(small)
     exactly_left = tl.where(odds > 0.0, small, 1.0) / (1.0 + small)
-    # Skip infinite and NaN corrections, and rows where p = 1.
+    # Skips infinities, NaN, and rows of p = 1.
     moves = (tl.abs(moved) <= FARTHEST) & (left > 0.0)
     tl.store(logps_ptr + row, tl.where(moves, exact, logp))
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
@@ -116,14 +116,13 @@ def _move_torch(
 def unround_logps_(
     logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Overwrite `logps` of rounded logits, (N,) in the accumulation dtype, with those of exact target logits.
+    """Correct `logps`, (N,) in the accumulation dtype, in place.
 
-    `x` is (N, H) in the head's dtype, `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
+    `x` is (N, H), `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
 
     Returns:
-        (N,) `(1 - p') / (1 - p)`, a factor for the upstream gradient of `logps`.
+        (N,) `(1 - p')/(1 - p)`, a factor for upstream gradients of `logps`.
     """
-    # The kernel takes only row strides.
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
     return compute(logps, x, head, target, maximum, sum_exp, options)

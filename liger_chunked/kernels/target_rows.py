@@ -1,12 +1,13 @@
-"""Add the target's terms to the head's gradients, after the products with `E` of `project_exp`.
+"""Add the target's terms to the head's gradients: `E` of `project_exp` is 0 at the target `y`.
 
-`E` is zero at the target. For upstream gradients of only `logps` and `lse`,
+Upstream gradients are of `logps` and `lse` only.
 
     dL/dz[n, v] = s[n] E[n, v] + a[n] 1[v = y[n]]
-    s = scale (g_lse - g_logps) / sum,   a = scale (g_logps rest + g_lse exp(z_y - c)) / sum
-    dX = s (E W) + a W[y],               dW = E^T (s x) + sum over n of a[n] x[n] at row y[n]
+    s = scale/sum (g_lse - g_logps),     a = scale/sum (g_logps rest + g_lse exp(z_y - c))
+    dX = s (E W) + a W[y],               dW = E^T (s x), plus a[n] x[n] at row y[n]
 
 Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H.
+All matrices have contiguous rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from liger_chunked.kernels.tuning import TUNING, hopper
 
 
 class RowScales(NamedTuple):
-    """Factors of rows' gradients, (N,) float32 each."""
+    """Factors of rows, (N,) float32 each."""
 
     others: Tensor  # `s`
     target: Tensor  # `a`
@@ -58,9 +59,9 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """Return the factors `s` and `a` of rows; write `s x`, rounded once, to `scaled` if given.
+    """Return `s` and `a`; write `s x`, rounded once, to `scaled` if given.
 
-    `x` is (N, H) with contiguous rows, `scaled` (N, H) contiguous; `logps` and `lse` are (N,) upstream gradients.
+    `x` and contiguous `scaled` are (N, H); `logps` and `lse` are (N,) upstream gradients.
     """
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
@@ -103,9 +104,9 @@ def _input_kernel(
 
 
 def add_target_rows_of_weight(product: Tensor, weight: Tensor, target: Tensor, scales: RowScales, out: Tensor) -> None:
-    """Write `s * product + a * weight[target]` to `out`, rounded once.
+    """Write `s product + a weight[target]` to `out`, rounded once.
 
-    `product` is E W, (N, H) float32 contiguous; `weight` (V, H) and `out` (N, H) have contiguous rows.
+    `product` is E W, (N, H) float32 contiguous.
     """
     n, hidden = product.shape
     most, num_warps = TUNING[product.device].hidden
@@ -153,7 +154,7 @@ def _target_rows_kernel(
     grad_ptr, grad_stride, x_ptr, x_stride, scale_ptr, target_ptr, order_ptr, start_ptr, length_ptr, n_rows, hidden,
     RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A target's first token adds all of its tokens.
+    # A target's first token adds them all.
     row = grid_row()
     if row >= n_rows:
         return
@@ -182,15 +183,15 @@ def _target_rows_kernel(
 
 
 class Occurrences(NamedTuple):
-    """Where targets occur, (N,) int32 each."""
+    """Places of targets, (N,) int32."""
 
     order: Tensor  # tokens sorted by target, stable
-    start: Tensor  # first place of this target in `order`
-    length: Tensor  # tokens of this target; 0 after its first token
+    start: Tensor  # first place of the target in `order`
+    length: Tensor  # its number of tokens; 0 after the first
 
 
 def occurrences(target: Tensor) -> Occurrences:
-    """Return where each target of (N,) int64 occurs, with 3 N N comparisons."""
+    """Return places of targets, (N,) int64, with 3 N**2 comparisons."""
     n = target.shape[0]
     if n > hopper.MOST_SORTED:
         by_target, order = torch.sort(target, stable=True)
@@ -205,9 +206,9 @@ def occurrences(target: Tensor) -> Occurrences:
 
 
 def add_target_rows_(grad: Tensor, target: Tensor, found: Occurrences, scale: Tensor, x: Tensor) -> Tensor:
-    """Add `scale[n] * x[n]` to `grad[target[n]]` for every n, in a fixed order; return `grad`.
+    """Add `scale[n] x[n]` to `grad[target[n]]` in a fixed order; return `grad`.
 
-    `grad` (V, H) float32 and `x` (N, H) have contiguous rows; `scale` is (N,) float32.
+    `grad` is (V, H) float32, `x` (N, H), `scale` (N,) float32.
     """
     n, hidden = x.shape
     block = block_size(hidden, hopper.TARGET_COLS)

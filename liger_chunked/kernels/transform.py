@@ -1,4 +1,4 @@
-"""The logit transform of `LogitOptions` and its derivative, in torch and in Triton."""
+"""The transform of `LogitOptions` and its derivative, in torch and Triton."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def transform_and_slope(
 
 
 def transform(z: Tensor, logit_scale: float, softcap: float | None, temperature: float) -> Tensor:
-    """Return transformed logits, or `z` itself if nothing transforms them; autograd can follow."""
     return transform_and_slope(z, logit_scale, softcap, temperature, needs_slope=False)[0]
 
 
@@ -49,7 +48,6 @@ def transform_arguments(options: LogitOptions) -> dict[str, float | None]:
 
 @jit
 def transform_and_tanh(z, scale, softcap, inv_temperature):
-    """Return transformed logits, and the tanh for `transform_gradient`."""
     if scale is not None:
         z = z * scale
     tanh_z = z
@@ -69,7 +67,6 @@ def transform_block(z, scale, softcap, inv_temperature):
 
 @jit
 def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
-    """Return the logits' gradient from that of transformed logits."""
     if inv_temperature is not None:
         grad = grad * inv_temperature
     if softcap is not None:
@@ -81,7 +78,7 @@ def transform_gradient(grad, tanh_z, scale, softcap, inv_temperature):
 
 @jit
 def load_block(ptr, cols, n_cols, WHOLE: tl.constexpr):
-    """Load a block of a row in float32, zero past its end, which WHOLE blocks do not reach."""
+    """Load a block in float32; unless WHOLE, 0 past the row."""
     if WHOLE:
         x = tl.load(ptr + cols)
     else:

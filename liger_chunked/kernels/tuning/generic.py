@@ -1,6 +1,6 @@
 """Constants of devices without a table, and of all devices, chosen on an H200.
 
-Quotes name the section of docs/tuning.md that backs a constant, or a heading's. The default is "Launch sizes".
+Quotes name sections of docs/tuning.md, by default "Launch sizes".
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Elements that a program handles at a time, a power of two, and warps."""
+    """Elements at a time, a power of two, and warps."""
 
     block: int
     num_warps: int
 
 
 class Tuning(NamedTuple):
-    """Launch constants of one architecture."""
+    """Constants of one architecture."""
 
     # Logits
     logits_stats: Launch = Launch(2048, 4)  # columns of a row
-    logits_stats_argmax_block: int = 1024  # with an argmax, which takes registers
+    logits_stats_argmax_block: int = 1024  # an argmax takes registers
     logits_grad: Launch = Launch(1024, 2)  # columns of a row: "Order of blocks"
     divergence: Launch = Launch(2048, 4)  # columns of both rows: "Divergence sweeps"
     pointwise_divergence: Launch = Launch(2048, 4)  # columns of both rows
-    loads_in_flight: int = 4  # blocks that a sweep loads ahead
-    hidden: Launch = Launch(1024, 4)  # columns of a hidden state
+    loads_in_flight: int = 4  # blocks loaded ahead
+    hidden: Launch = Launch(1024, 4)  # columns of hidden states
 
     # Norms: "Norms and gated units"
     norm_forward_elements: int = 2048  # of a tile: "Launch sizes"
     norm_backward_elements: int = 4096  # of a tile
-    norm_resident_elements: int = 8192  # of a multiprocessor's tiles, for its registers
+    norm_resident_elements: int = 8192  # per multiprocessor, for its registers
     norm_elements_per_warp: int = 512  # 16 per thread
     norm_most_warps: int = 16
-    norm_narrow: int = 1024  # most columns of 4 warps, which sum over fewer threads: "Launch sizes"
+    norm_narrow: int = 1024  # most columns of 4 warps, to sum over fewer threads: "Launch sizes"
     norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
@@ -41,7 +41,7 @@ class Tuning(NamedTuple):
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns
     scale: Launch = Launch(4096, 8)
-    scale_programs: int = 2048  # a few waves, few enough to return at once
+    scale_programs: int = 2048  # a few waves
     survey: Launch = Launch(4096, 4)  # targets: "Survey of the target"
     survey_top_k_block: int = 64  # entries compared at a time
     survey_top_k_most: int = 1024  # longer rows are sorted by torch
@@ -50,17 +50,17 @@ class Tuning(NamedTuple):
 GENERIC = Tuning()
 
 # Paths
-MAX_ROW = 1 << 15  # columns of a norm; torch serves wider rows, which would spill registers
-TORCH_BLOCK = {"cpu": 1 << 18}  # elements per block of the torch path, for a CPU's cache
+MAX_ROW = 1 << 15  # columns of a norm; wider rows would spill registers
+TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
 UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"
 ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
-CHUNK_TOKENS = 4096  # fewest tokens of a chunk under the automatic budget
-ROUND = 256  # chunks and tiles are multiples: rows of the largest cuBLAS tile
+CHUNK_TOKENS = 4096  # fewest of a chunk under the automatic budget
+ROUND = 256  # of chunks and tiles, to rows of the largest cuBLAS tile
 MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
 TEACHER_TOKENS = 2048  # most tokens of teacher logits at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
-TEACHER_VOCAB = 152_000  # smaller vocabularies allow proportionally more tokens
+TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens

@@ -1,7 +1,4 @@
-"""Constants of Hopper, and of the fused epilogue, which was measured only there.
-
-Quotes name sections of docs/tuning.md.
-"""
+"""Constants of Hopper, and of the fused epilogue, measured only there; quotes as in generic.py."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ HOPPER = Tuning()
 
 
 class Tiling(NamedTuple):
-    """Tile sizes and launch parameters of the fused product: "Fused epilogue".
+    """Tile sizes and launch parameters of the product: "Fused epilogue".
 
     `group` row blocks share a column block of weights in the L2 cache; `programs` is per multiprocessor.
     """
@@ -28,7 +25,6 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, hidden: int) -> Tiling:
-        """Return the tiling for a hidden size."""
         if hidden > 1536:
             return cls()
         return cls(cols=128, stages=3, num_warps=4, group=32 if hidden <= 1024 else 8, programs=2)
@@ -44,9 +40,9 @@ TARGET_COLS = 512  # columns of dW per program
 TARGET_WARPS = 4  # for sorting and adding
 
 # "When a step uses the fused epilogue"
-WIDEST = 3072  # largest H for which it is faster than storing logits
+WIDEST = 3072  # largest H; above, storing logits is faster
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
-FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that could be one chunk of logits
+FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one chunk of logits
 LARGE = 1 << 39  # multiplications of a product in each of its chunks
 WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"
