@@ -19,10 +19,10 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    averaged over the batch, as in TRL 1.0. The paper adds the means of both sides.
+    averaged over the batch, as in TRL. The paper adds the means of both sides.
 
-    Every call gets `delta`, a running mean: the paper's of `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` of
-    earlier calls, TRL's of all rewards, this call's included.
+    `delta` is a running mean: in the paper over `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` of earlier
+    calls, in TRL over all rewards, this call's included.
 
     `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)`, with
     `p` the probability that the prompt has a desirable one. TRL clamps them to [0.5, 10]. Constructor: see

@@ -49,7 +49,7 @@ class DistillationOptionsDict(LogitOptionsDict, total=False):
 
 
 class _Given(NamedTuple):
-    """The caller's teacher: its head and hidden states, or its top-k."""
+    """The caller's arguments."""
 
     teacher_weight: Tensor | None
     teacher_input: Tensor | None
@@ -68,7 +68,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) multiply by `temperature ** 2`; TRL and Liger-Kernel do not.
+    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is left to the caller.
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
@@ -185,7 +185,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
 
     def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
-        """Return the teacher cut to the student's vocabulary, or None if its top-k is given."""
+        """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
         given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]

@@ -210,8 +210,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    `c` and `r` are the log-ratios `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in nats,
-    `c'` and `r'` the same per token, `d = c - r`, `d' = c' - r'`, `L = -log sigmoid`, `S = sigmoid`. Per pair:
+    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of the chosen and the rejected sequence in nats, and
+    `c'` and `r'` the same per token. `d = c - r`, `d' = c' - r'`, `L = -log sigmoid` and `S = sigmoid`.
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -231,7 +231,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change them:
+    TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
       `t = pi / pi_ref`, with exponents of at most 80. Losses that use `c` or `r` alone are refused: the normaliser

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation."""
+"""ORPO."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 
 class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
-    """ORPO (Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 4, 6 and 7), fused.
+    """Odds ratio preference optimisation (Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. 4, 6 and 7), fused.
 
     With `P = exp(mean of log p over a sequence's tokens)`, at most `1 - 1e-12`, and `odds = P / (1 - P)`, in nats,
 

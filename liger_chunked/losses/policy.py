@@ -91,7 +91,7 @@ class Clipped(NamedTuple):
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return the mask (n, T) of the `share` of valid tokens with the highest entropy."""
+    """Return (n, T), True at the `share` of valid tokens with the highest entropy."""
     entropy = rollouts.entropy.detach()
     valid = entropy[rollouts.mask]
     if valid.numel() == 0:
@@ -100,7 +100,7 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens, or of values (n, 1) over sequences that have some."""
+    """Return the mean over valid tokens, of values (n, 1) over sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

@@ -26,7 +26,7 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Return a number, or a floating tensor with one element, as detached float64 ()."""
+    """Return a number or one-element tensor as detached float64 ()."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")

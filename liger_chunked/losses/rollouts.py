@@ -36,7 +36,7 @@ def rows(values: Tensor) -> Tensor:
 
 
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """Raise unless `x` has one value per token, or `per_sequence`."""
+    """Raise ValueError unless `x` has one value per token, or `per_sequence`."""
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
     if not isinstance(x, Tensor) or x.shape not in shapes:

@@ -33,7 +33,6 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raise unless a setting is finite and above 0."""
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
@@ -61,7 +60,6 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """Raise unless the `scope` of a loss is in `known`."""
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 

@@ -157,8 +157,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             example_weights: (n,) factors of the losses; the mean divides by n.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing or
-                refused.
+            ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
         """
         head = Head(weight, bias)
         check_projection(head, input)

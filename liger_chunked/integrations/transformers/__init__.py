@@ -1,14 +1,14 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
 
 head.py            the head and loss of a patched model
-patch.py           patches and restores a model or a family
+patch.py           patches and restores models
 layers.py          layers that base kernels replace
 detect.py          facts about a model's code
 overrides.py       the table of families
 verify.py          compares kernels with the code that they replace
 check.py           compares a patched model with the original one
 
-These are not public yet, because they have not run on a GPU:
+These are not public, because they have not run on a GPU:
 
 shared_prefix.py   computes shared prompts once
 trie.py            packs a batch as a trie

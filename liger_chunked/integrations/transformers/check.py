@@ -23,7 +23,7 @@ _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "traini
 
 @dataclass(frozen=True)
 class Comparison:
-    """Norms."""
+    """Norms of errors and of the exact result."""
 
     ours: float
     stock: float
@@ -79,9 +79,9 @@ def check_model(
     float64 model may differ by float32 rounding, because the kernels compute in float32. The model stays as it is.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT), not quantized, sharded or offloaded.
+        model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
         input_ids, labels: (B, T), as in `model(input_ids, labels=labels)`; None for random tokens.
-        factor: the allowed multiple of the stock error, plus the rounding of the dtype.
+        factor: the allowed multiple of the original's error, plus rounding.
         logits_budget, **switches: see `apply_liger_kernel`. Without any, a patched model keeps its patches.
 
     Raises:

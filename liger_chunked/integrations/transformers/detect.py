@@ -41,7 +41,6 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head, or raise a ValueError."""
     # MllamaForCausalLM is its own base_model.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if backbone is None:
@@ -144,7 +143,7 @@ def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> b
 
 # What a forward computes between its backbone and its logits.
 
-_LENGTH, _MASKED = 6, 4  # positions, and the first one that the attention mask excludes
+_LENGTH, _MASKED = 6, 4  # positions, and the first masked one
 _KEPT = 2  # positions that `logits_to_keep` selects
 _NUM_ITEMS = 7
 
@@ -230,8 +229,6 @@ def _explained(forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Observed(NamedTuple):
-    """One run on stand-ins."""
-
     reached: Tensor  # the input of lm_head
     output: Any
     given: dict[str, Any]  # arguments of the forward

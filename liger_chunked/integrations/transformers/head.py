@@ -41,10 +41,10 @@ class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
-    - `options`: the transform of the logits, and the ignored label
-    - `outputs`: the output of the backbone
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, or None
-    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's own loss
+    - `options`: transform of the logits, and ignored label
+    - `outputs`: the backbone's output
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`, or None
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's loss
     """
 
     hidden_states: Tensor
@@ -238,7 +238,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
 def _checked(
     model: PreTrainedModel, forward: Callable[..., Any], loss: bool, guards: tuple[Any, ...] = ()
 ) -> HeadFacts:
-    """Check a head and, if `loss`, its loss. A compiled graph is valid for these `guards` only."""
+    """Check a head and, if `loss`, its loss. A compiled graph is valid for its `guards` only."""
     checked = _known(model, forward)
     if checked is None:
         checked = _CheckedHead(model, forward)
@@ -268,7 +268,7 @@ def head_facts(
 
     Raises:
         ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss is not
-            the causal one.
+            causal.
     """
     if forward is None:
         of_class = type(model).forward

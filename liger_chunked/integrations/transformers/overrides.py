@@ -140,7 +140,6 @@ def family_by_name(name: str) -> Family:
 
 
 def layer_class(family: Family, name: str) -> type[nn.Module]:
-    """Return a class of the modeling module or of torch.nn."""
     return getattr(family.modeling, name, None) or getattr(nn, name)
 
 

@@ -116,7 +116,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes of classes and modules."""
+    """Replaced attributes."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -223,7 +223,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
     """Make a model, or every model of a class, train without logits; None undoes this.
 
-    The first step of a patched class checks the model.
+    A model of a patched class is checked in its first step.
     """
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
@@ -271,7 +271,7 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """The counts of replaced classes by switch, to `print`."""
+    """Counts of replaced classes by switch; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -364,7 +364,6 @@ def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Mo
 
 
 def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str]]) -> None:
-    """Raise if a kernel does not support a layer."""
     for name, layer in family.layers.get(switch, {}).items():
         modules = [module for module, known in found if known == name]
         try:
@@ -505,10 +504,7 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch a family's classes, except torch's, and so all existing and future models.
-
-    An unsupported activation raises when it runs.
-    """
+    """Patch a family's classes, except torch's, for all models. An unsupported activation raises when it runs."""
     logits_budget = budget_bytes(logits_budget)
     shared = {
         switch
@@ -564,7 +560,7 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
     """Add a row to the table of families.
 
     Its kernels are compared with the code that they replace, now and in each patched model. `replace` allows a taken
-    name; patched models stay as they are.
+    name; patched models stay.
 
     Returns:
         `apply_liger_kernel_to_<name>`, also an attribute of `liger_chunked`.

@@ -28,7 +28,7 @@ _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(laye
 
 
 class Difference(ValueError):
-    """A kernel and the code that it replaces differ."""
+    """A kernel computes something else."""
 
 
 class Incomparable(Exception):
@@ -36,7 +36,7 @@ class Incomparable(Exception):
 
 
 def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Raise a Difference if a kernel differs on a module built without a model; `needs_all` requires all to be."""
+    """Raise a Difference if a kernel differs. Skip modules that need a model to be built, unless `needs_all`."""
     if family.rope is not None:
         check_rope(family)
     for switch, layers in family.layers.items():
@@ -128,7 +128,6 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
 
 
 def _configs(family: Family) -> Iterator[Any]:
-    """Yield default configurations of the family."""
     named = [getattr(family.modeling, name) for name in family.causal]
     others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
@@ -142,7 +141,7 @@ def _configs(family: Family) -> Iterator[Any]:
 
 
 def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, and the cos and sin of the family's rotary embedding."""
+    """Return q, k, cos and sin."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
     if found is None:  # use Llama's
