@@ -209,7 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`; raise TypeError if one is not in `known`, because a base may have more than its loss."""
+    """Return `options`, or raise TypeError if one is not in `known`: a base may have more than its loss offers."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -241,8 +241,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...]) -> bool:
     """Whether positional arguments are the tensors of a call, not the constructor's arguments.
 
-    They are the constructor's if it has a parameter for each, and if each parameter that gets a tensor has no default,
-    or None or a tensor.
+    The constructor gets them if it has a parameter for each, and if each parameter that gets a tensor has no default,
+    or the default None or a tensor.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
         return False

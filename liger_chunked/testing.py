@@ -322,7 +322,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the valid tokens, and budgets for one group and for less."""
+    """Return the number of valid tokens, and budgets for one group and for less."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (

@@ -25,7 +25,7 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
     calls, in TRL over all rewards, this call's included.
 
     `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)`, with
-    `p` the probability that the prompt has a desirable one. TRL clamps them to [0.5, 10]. Constructor: see
+    `p` the probability that its prompt belongs to a desirable sequence. TRL clamps them to [0.5, 10]. Constructor: see
     `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch

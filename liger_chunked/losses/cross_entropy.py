@@ -351,7 +351,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return those of the regularizer and the cross entropy."""
+        """Return the denominators of the regularizer and the cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

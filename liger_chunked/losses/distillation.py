@@ -49,7 +49,7 @@ class DistillationOptionsDict(LogitOptionsDict, total=False):
 
 
 class _Given(NamedTuple):
-    """The caller's arguments."""
+    """The caller's teacher."""
 
     teacher_weight: Tensor | None
     teacher_input: Tensor | None

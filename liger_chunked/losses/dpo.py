@@ -20,7 +20,7 @@ from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
-# float32 overflows at 88.7.
+# exp() overflows float32 at 88.7.
 _MAX_EXPONENT = 80.0
 
 

@@ -100,7 +100,7 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens, of values (n, 1) over sequences that have some."""
+    """Return the mean over valid tokens; of values (n, 1), over sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
@@ -133,7 +133,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: at least one, those with
             the highest entropy (https://arxiv.org/abs/2506.01939). A batch over the logits budget costs one GEMM more.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: see `LogitOptions`; `temperature` is the sampler's.
+        **options: see `LogitOptions`; `temperature` is the sampler's, also for the reference.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
@@ -315,7 +315,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
-            # The mean is over the accumulated batch.
+            # The bonus is a mean over the accumulated batch.
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
@@ -337,7 +337,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Only `ref_logps` are in the dense layout yet."""
+        """Only `ref_logps` come in the dense layout, other tensors in the caller's shapes."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

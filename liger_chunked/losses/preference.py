@@ -73,7 +73,7 @@ class _Batch:
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
-    has_tokens: Tensor | None  # (n,); None if all have
+    has_tokens: Tensor | None  # (n,); None if all have some
     nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
@@ -212,7 +212,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): the reference.
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
                 `ld_alpha` needs (2 n, T).
-            nll_target: (2 n, T) targets of the NLL term, if they differ.
+            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.

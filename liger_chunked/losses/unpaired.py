@@ -53,7 +53,7 @@ class _Batch:
     reference_point: Tensor  # ()
     average_log_prob: bool
     sides: Tensor  # (2, n) `desirable` and its opposite
-    counts: Tensor  # (2,)
+    counts: Tensor  # (2,) of `sides`
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
         # Axis 1 runs over the sequences of a group, here one.

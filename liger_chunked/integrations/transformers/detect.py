@@ -102,7 +102,7 @@ def _head_refusal(module: nn.Module) -> str:
 # An instance's forward; accelerate's hooks move it to the second attribute.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
-# Their hooks and forwards accept any output.
+# Packages whose hooks and forwards accept any output.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
 
 
@@ -206,7 +206,7 @@ def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
 
 
 class _Difference(Exception):
-    """The model computes something else."""
+    """The model differs from `transform(lm_head(last_hidden_state))`."""
 
 
 class _Part(Exception):
@@ -249,7 +249,7 @@ class _Trial:
         sizes = (self.projection.out_features, self.projection.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
-        # A scale or softcap is usually one of these.
+        # A scale or softcap is usually a number of the config, or its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
@@ -335,7 +335,7 @@ class _Trial:
 
 
 class _Output(BaseModelOutputWithPast):
-    """Any other field is None."""
+    """A backbone's output; any other field is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -498,7 +498,7 @@ _SWITCH = "output_router_logits"
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes it, or why this is unknown."""
+    """How a forward computes the load-balancing loss, or why this is unknown."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
@@ -510,7 +510,7 @@ _BALANCES: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Return how a model computes it, if it has one."""
+    """Return how a model computes its load-balancing loss, if it has one."""
     model_class = type(model)
     _read_balance(model_class)
     return _BALANCES[model_class]

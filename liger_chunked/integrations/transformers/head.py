@@ -96,7 +96,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # The forward of a subclass may have called a patched class's.
+            # A subclass's forward may have called the forward of a patched class.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             head_facts(model, of_class, causal_loss=True)
             return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
@@ -291,8 +291,8 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    It is measured, because some models ignore numbers in their config. `logit_scale` includes a factor between backbone
-    and `lm_head`.
+    The transform is measured, because some models ignore numbers in their config. `logit_scale` includes a factor
+    between backbone and `lm_head`.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
@@ -314,7 +314,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone as `forward`, by default the class's, would."""
+    """Run the backbone as `forward` would, by default that of the class."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
@@ -351,7 +351,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or a mask's (B, T)."""
+    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:

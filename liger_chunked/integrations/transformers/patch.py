@@ -504,7 +504,10 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch a family's classes, except torch's, for all models. An unsupported activation raises when it runs."""
+    """Patch a family's classes, except torch's, and so all existing and future models.
+
+    An unsupported activation raises when it runs.
+    """
     logits_budget = budget_bytes(logits_budget)
     shared = {
         switch
@@ -560,7 +563,7 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
     """Add a row to the table of families.
 
     Its kernels are compared with the code that they replace, now and in each patched model. `replace` allows a taken
-    name; patched models stay.
+    name; patched models stay as they are.
 
     Returns:
         `apply_liger_kernel_to_<name>`, also an attribute of `liger_chunked`.

@@ -28,7 +28,7 @@ _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(laye
 
 
 class Difference(ValueError):
-    """A kernel computes something else."""
+    """A kernel differs from the code that it replaces."""
 
 
 class Incomparable(Exception):
@@ -254,7 +254,7 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # The shape of a parameter that ZeRO-3 has sharded.
+        # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
