@@ -209,7 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`, or raise TypeError if one is not in `known`: a base may have more than its loss offers."""
+    """Return `options`; raise TypeError if one is not in `known`, because a base may have more."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -277,7 +277,7 @@ def call_error(
 
 
 def constructor_error(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
-    """Return the error of a constructor call that does not match the signature, or None."""
+    """Return the error of a constructor call, or None."""
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:

@@ -536,7 +536,7 @@ def grpo_loss(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Compute the GRPO loss of sampled completions, or a variant of it, see `surrogate` and `reduction`.
+    """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
     Formulas and arguments: `LigerFusedLinearGRPOLoss` and its `forward`.
     `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).

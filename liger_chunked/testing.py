@@ -152,7 +152,7 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """Return what to change if the loss depends on how its batch is cut."""
+    """Return what to change if the batch's parts change the loss."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":

@@ -1,4 +1,4 @@
-"""Types of the whole library: inputs of losses, options, heads, metrics."""
+"""Types of the library: inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -246,9 +246,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` labelled sequences, the input of an unpaired loss; `T` is the padded length.
-
-    Fields named `batch_...` describe the whole batch, as in `Pairs`.
+    """`n` labelled sequences, the input of an unpaired loss. `T` and the fields `batch_...` are as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
@@ -287,11 +285,10 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions, the input of a policy loss; `T` is the padded length.
+    """`n` sampled completions, the input of a policy loss. `T` and the fields `batch_...` are as in `Pairs`.
 
-    Fields named `batch_...` describe the whole batch, as in `Pairs`. A loss with `scope = "token"` gets any tokens, one
-    per row: `T` is 1, and values of a sequence are repeated. Ignored tokens have ratios and weights of 1, and other
-    values of 0.
+    A loss with `scope = "token"` gets any tokens, one per row: `T` is 1, and values of a sequence are repeated. Ignored
+    tokens have ratios and weights of 1, and other values of 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the policy that sampled, without gradient; `logps` if not given
