@@ -409,7 +409,7 @@ class CrossEntropyMetrics(NamedTuple):
 class Divergence:
     """A divergence of student logits `z` and teacher logits `t`, with a gradient in closed form.
 
-    With `p = softmax(z)`, `q = softmax(t)`, `KL(a || b) = sum(a * log(a / b))`:
+    With `p = softmax(z)` and `q = softmax(t)`:
 
     - "forward_kl": `KL(q || p)`
     - "reverse_kl": `KL(p || q)`
