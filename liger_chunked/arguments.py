@@ -1,7 +1,6 @@
-"""Error messages for unknown arguments: they suggest the name that was meant, or where the argument belongs.
+"""Error messages for unknown arguments: they suggest the right name or place.
 
-Nothing here runs in a call of a loss whose arguments fit. Signatures are read when a name was refused, and when a class
-is called with tensors.
+Signatures are read only when a name was refused, or when a class is called with tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Options = TypeVar("Options", bound=Mapping[str, Any])
 
 
 class _Here(NamedTuple):
-    """This library's names for an argument of another library; the first of `names` that a loss has is suggested."""
+    """Our names for an argument of another library; the error suggests the first that a loss has."""
 
     names: tuple[str, ...] = ()
     remark: str = ""
@@ -120,14 +119,14 @@ _CALLED: Mapping[str, _Here] = {
 
 
 class Arguments(NamedTuple):
-    """The names that may be passed by keyword, and whether a subclass's `**kwargs` accepts others."""
+    """Names of keywords, and whether a subclass's `**kwargs` accepts others."""
 
     names: tuple[str, ...]
     takes_any: bool = False
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
-    """Yield a method of `cls`, then those of its bases, each with its parameters after `self`."""
+    """Yield a method of `cls` and its bases, with the parameters after `self`."""
     for base in cls.__mro__:
         if method in vars(base):
             function = vars(base)[method]
@@ -145,7 +144,7 @@ def _keywords(cls: type, method: str) -> Arguments:
 
 
 def _read_keywords(cls: type, method: str) -> Arguments:
-    """Collect keywords along the bases of `cls`, as long as each passes its `**kwargs` on."""
+    """Collect keywords along the bases of `cls` while each passes its `**kwargs` on."""
     names: list[str] = []
     takes_any = False
     for function, parameters in _definitions(cls, method):
@@ -162,7 +161,7 @@ def _read_keywords(cls: type, method: str) -> Arguments:
 
 
 def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return the keys of `**name: Unpack[TypedDict]`, or none for an untyped `**name`."""
+    """Return the keys of `**name: Unpack[TypedDict]`, if it is typed."""
     if "Unpack" not in str(function.__annotations__.get(name, "")):
         return ()
     try:
@@ -173,19 +172,17 @@ def _typed_options(function: Callable[..., Any], name: str) -> tuple[str, ...]:
 
 
 def of_constructor(cls: type) -> Arguments:
-    """Return the keywords of a loss's constructor."""
     return _keywords(cls, "__init__")
 
 
 def of_call(cls: type) -> Arguments:
-    """Return the keywords of a loss's call."""
     return _keywords(cls, "forward")
 
 
 def unknown(owner: str, given: Iterable[str], here: Arguments, other: Arguments, place: str = "") -> TypeError:
-    """Build the error for the arguments `given` that `owner` does not accept here.
+    """Build the error for those of `given` that `here`, the accepted arguments, lacks.
 
-    `here` has the accepted arguments. `other` has those of `place`, the "constructor" or the "call".
+    `other` has the arguments of `place`, the "constructor" or the "call".
     """
     return TypeError("; ".join(_answer(owner, name, here.names, other.names, place) for name in given))
 
@@ -212,10 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return the `options` that a constructor passes on to its base; raise TypeError if one is not in `known`.
-
-    A base may have arguments that a loss built on it does not offer.
-    """
+    """Return `options`; raise TypeError if one is not in `known`, because a base may have more."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -223,7 +217,7 @@ def own_options(loss: type, options: Options, known: Collection[str]) -> Options
 
 
 def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords into the constructor's, which take precedence, and the call's; raise TypeError for others."""
+    """Split keywords into the constructor's, which take precedence, and the call's, or raise TypeError."""
     constructor, call = of_constructor(cls), of_call(cls)
     settings: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -245,10 +239,10 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def are_data(cls: type, args: tuple[Any, ...]) -> bool:
-    """Return whether positional arguments are the tensors of a call, not the constructor's arguments.
+    """Whether positional arguments are the tensors of a call, not the constructor's arguments.
 
-    They belong to the constructor if it has a parameter for each of them, and if each parameter that gets a tensor has
-    no default, or None or a tensor as default.
+    The constructor gets them if it has a parameter for each, and if each parameter that gets a tensor has no default,
+    or the default None or a tensor.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
         return False
@@ -266,9 +260,9 @@ def are_data(cls: type, args: tuple[Any, ...]) -> bool:
 def call_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], constructor: Arguments
 ) -> TypeError | None:
-    """Return the error of a call that does not match the signature, or None if it matches.
+    """Return the error of a call that does not match the signature, or None.
 
-    For a method, `args` starts with `self`. `constructor` is what the constructor of `owner` accepts, if there is one.
+    For a method, `args` starts with `self`. `constructor` is what the constructor of `owner` accepts.
     """
     parameters = inspect.signature(function).parameters
     names = tuple(name for name in parameters if name != "self")
@@ -283,7 +277,7 @@ def call_error(
 
 
 def constructor_error(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
-    """Return the error of a constructor call that does not match the signature, or None if it matches."""
+    """Return the error of a constructor call, or None."""
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:

@@ -49,7 +49,7 @@ def _version(package: str) -> str:
 
 
 def _device() -> tuple[torch.device, str]:
-    """Return the accelerator, or the CPU, and its name for display."""
+    """Return the accelerator or CPU, and its name."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu"), "cpu"
@@ -62,8 +62,7 @@ def _device() -> tuple[torch.device, str]:
 def env() -> dict[str, str]:
     """Return versions, the device, the kernels that run on it, and the installed frameworks.
 
-    `wide_tiles` lists the major compute capabilities of the GPUs that use the fused epilogue, as set by the environment
-    variable `LIGER_CHUNKED_WIDE_TILES`.
+    `wide_tiles` lists the major compute capabilities that use the fused epilogue (`LIGER_CHUNKED_WIDE_TILES`).
     """
     device, name = _device()
     return {

@@ -2,8 +2,8 @@
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`: the same definition, the
-same arguments and defaults. Modules and error messages use the name `input` for `hidden`.
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with the same arguments and
+defaults. Modules and messages say `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def cross_entropy_loss(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
-    `LigerFusedLinearCrossEntropyLoss` has the formulas, its `forward` the arguments.
+    Formulas and arguments: `LigerFusedLinearCrossEntropyLoss` and its `forward`.
     `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,), `weight` (V, H).
 
     Returns:
-        The loss: (), or the shape of `target` with `reduction="none"`. `(loss, CrossEntropyMetrics)` if a `return_...`
-            flag is set.
+        The loss: (), or the shape of `target` with `reduction="none"`; with a `return_...` flag `(loss,
+            CrossEntropyMetrics)`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -136,8 +136,8 @@ def dpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    `LigerFusedLinearDPOLoss` has the formulas, its `forward` the arguments.
-    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+    Formulas and arguments: `LigerFusedLinearDPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -197,8 +197,8 @@ def orpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    `LigerFusedLinearORPOLoss` has the formulas, its `forward` the arguments.
-    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+    Formulas and arguments: `LigerFusedLinearORPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -250,8 +250,8 @@ def cpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    `LigerFusedLinearCPOLoss` has the formulas, its `forward` the arguments.
-    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+    Formulas and arguments: `LigerFusedLinearCPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -309,8 +309,8 @@ def simpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
-    `LigerFusedLinearSimPOLoss` has the formulas, its `forward` the arguments.
-    `hidden` (2 n, T, H) and `target` (2 n, T) stack n chosen sequences, then n rejected ones; `weight` is (V, H).
+    Formulas and arguments: `LigerFusedLinearSimPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -375,7 +375,7 @@ def kto_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    `LigerFusedLinearKTOLoss` has the formulas, its `forward` the arguments.
+    Formulas and arguments: `LigerFusedLinearKTOLoss` and its `forward`.
     `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
 
     Returns:
@@ -452,7 +452,7 @@ def bco_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    `LigerFusedLinearBCOLoss` has the formulas, its `forward` the arguments.
+    Formulas and arguments: `LigerFusedLinearBCOLoss` and its `forward`.
     `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
 
     Returns:
@@ -535,9 +535,9 @@ def grpo_loss(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Compute the GRPO loss of sampled completions, or a variant of it, see `surrogate` and `reduction`.
+    """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
-    `LigerFusedLinearGRPOLoss` has the formulas, its `forward` the arguments.
+    Formulas and arguments: `LigerFusedLinearGRPOLoss` and its `forward`.
     `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).
 
     Returns:
@@ -619,8 +619,8 @@ def kl_div_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
-    `LigerFusedLinearKLDivLoss` has the formulas, its `forward` the arguments.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+    Formulas and arguments: `LigerFusedLinearKLDivLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -686,8 +686,8 @@ def jsd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
-    `LigerFusedLinearJSDLoss` has the formulas, its `forward` the arguments.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+    Formulas and arguments: `LigerFusedLinearJSDLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -751,8 +751,8 @@ def tvd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
-    `LigerFusedLinearTVDLoss` has the formulas, its `forward` the arguments.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+    Formulas and arguments: `LigerFusedLinearTVDLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -815,8 +815,8 @@ def cosine_similarity_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
-    `LigerFusedLinearCosineSimilarityLoss` has the formulas, its `forward` the arguments.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with the teacher's hidden size, `weight` (V, H).
+    Formulas and arguments: `LigerFusedLinearCosineSimilarityLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
 
     Returns:
         `(loss, DistillationMetrics)`.

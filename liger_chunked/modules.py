@@ -21,7 +21,7 @@ from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, 
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
 from liger_chunked.types import shown
 
-# Activations by their names in configurations of transformers.
+# Names of activations in configurations of transformers.
 _SILU = ("silu", "swish")
 _GELU: dict[str, Literal["tanh", "none"]] = {
     "gelu": "none",
@@ -49,7 +49,7 @@ class LigerRMSNorm(nn.Module):
         self.casting: Casting = casting
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm of `x`; with a residual, return the norm of `x + residual` and the sum."""
+        """Return the norm of `x`, or the norm of `x + residual` and this sum."""
         return liger_rms_norm(
             x, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting, residual=residual
         )
@@ -77,14 +77,14 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Return whether no forward hook, global or on any submodule, may have kept the projections' outputs."""
+    """Whether no forward hook, global or on a submodule, can have kept the outputs."""
     if global_hooks._global_forward_hooks:
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())
 
 
 class _GatedMLP(nn.Module):
-    """The projections of a gated MLP, built from a configuration of transformers."""
+    """The projections, from a configuration of transformers."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class LigerKLDIVLoss(nn.Module):
 
 
 class LigerJSD(nn.Module):
-    """Generalised Jensen-Shannon divergence of log-probabilities; see `liger_jsd`."""
+    """Jensen-Shannon divergence of log-probabilities; see `liger_jsd`."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ Reduction = Literal["none", "sum", "mean", "batchmean"]
 
 
 class _DivergenceWithLogits(nn.Module):
-    """A function of two models' logits, with its options."""
+    """A function of two models' logits."""
 
     def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _DivergenceWithLogits(nn.Module):
 
 
 class LigerKLDIVWithLogitsLoss(_DivergenceWithLogits):
-    """Kullback-Leibler divergence of the distributions of logits; see `liger_kl_div_with_logits`."""
+    """Kullback-Leibler divergence of logits; see `liger_kl_div_with_logits`."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class LigerKLDIVWithLogitsLoss(_DivergenceWithLogits):
 
 
 class LigerJSDWithLogits(_DivergenceWithLogits):
-    """Generalised Jensen-Shannon divergence of the distributions of logits; see `liger_jsd_with_logits`."""
+    """Jensen-Shannon divergence of logits; see `liger_jsd_with_logits`."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class LigerJSDWithLogits(_DivergenceWithLogits):
 
 
 class LigerTVDWithLogitsLoss(_DivergenceWithLogits):
-    """Total variation distance of the distributions of logits; see `liger_tvd_with_logits`."""
+    """Total variation distance of logits; see `liger_tvd_with_logits`."""
 
     def __init__(
         self,

@@ -1,11 +1,7 @@
-"""Checks for your own code: they find mistakes that training hides. Run them once, in a test.
+"""Checks for your own code, which find mistakes that training hides. Run them in a test.
 
-    from liger_chunked.testing import check_loss, check_model
-
-    check_loss(MyLoss())        # fused against full logits, and against small budgets
-    check_model(model)          # a patched transformers model against stock
-
-Both raise AssertionError.
+`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched transformers model with
+the original one. Both raise AssertionError.
 """
 
 from __future__ import annotations
@@ -55,12 +51,12 @@ def __getattr__(name: str) -> Any:
 
 
 class LossReport(NamedTuple):
-    """The result of `check_loss` for a loss that passed.
+    """The result of `check_loss`.
 
     - `loss`: its value
     - `error`: the largest relative difference of loss and gradients from full logits
-    - `budgets`: the budgets in bytes that gave the same result as the whole batch
-    - `tokens`: tokens that have a target
+    - `budgets`: the budgets that were compared, in bytes
+    - `tokens`: valid tokens
     """
 
     loss: float
@@ -72,26 +68,25 @@ class LossReport(NamedTuple):
 def check_loss(
     loss: nn.Module, batch: Mapping[str, Any] | None = None, *, seed: int = 0, tolerance: float = 1e-5
 ) -> LossReport:
-    """Check a loss of this library, or your own on one of the base classes, in float64.
+    """Check a loss of this library, or your own on a base class, in float64.
 
-    The fused loss and its gradients are compared with autograd over full logits, small budgets, more padding, and a
-    second call. This finds an objective that
+    The loss and its gradients are compared with autograd over full logits, small budgets, more padding, and a second
+    call. This finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
-    - depends on padding: a sum or a mean over T instead of over `mask` and `lengths`,
+    - depends on padding, such as a sum over T instead of `mask`,
     - reads a statistic that `token_outputs` does not declare,
     - writes to its inputs,
     - returns something detached, random, or not finite.
 
     Args:
         loss: an instance.
-        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; copied to float64. None: a
-            random batch.
+        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; None: a random batch.
         seed: of the random batch.
         tolerance: the largest allowed relative difference.
 
     Raises:
-        AssertionError: if a mistake is found; the message says what to change.
+        AssertionError: if a check fails; the message says what to change.
         TypeError: if `loss` is not an instance of a loss.
         ValueError: if a teacher is given as log-probabilities, which have no full logits.
 
@@ -157,7 +152,7 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """Return what to change in a loss that depends on how its batch is cut."""
+    """Return what to change if the batch's parts change the loss."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
@@ -172,7 +167,7 @@ def _advice(loss: nn.Module) -> str:
 
 
 class _Watched:
-    """Wraps a loss's method to check its inputs and result."""
+    """Wraps a loss's method to check inputs and result."""
 
     def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
         self.loss, self.name, self.method = loss, name, method
@@ -204,7 +199,6 @@ class _Watched:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """Return an argument's tensors: itself, or its fields."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, TokenStats):
@@ -244,7 +238,6 @@ def _with_budget(loss: nn.Module, budget: int | None) -> nn.Module:
 
 
 def _leaves(batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    """Return the batch with new leaves, and these leaves."""
     leaves = {name: batch[name].detach().clone().requires_grad_() for name in _PARAMETERS if name in batch}
     return {**batch, **leaves}, leaves
 
@@ -255,7 +248,7 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the loss and its gradients, by name."""
+    """Return the loss and its gradients."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
@@ -346,7 +339,7 @@ def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
 
 
 def _in_float64(batch: Mapping[str, Any]) -> Batch:
-    """Return a detached copy of the batch in float64 on the CPU."""
+    """Return a detached copy on the CPU."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -358,7 +351,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Return the batch with two more positions per sequence, and other hidden states at ignored positions."""
+    """Pad by two positions, and change hidden states at ignored positions."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -392,7 +385,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return twelve sequences and the loss's other arguments. With fewer, a loss that sorts could pass by chance."""
+    """Return a call with twelve sequences: with fewer, a loss that sorts could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Types shared by the whole library: inputs of losses, options, heads, metrics."""
+"""Types of the library: inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """Numbers per token that a loss needs of a row of logits.
+    """What a loss needs of the logits, per token.
 
-    With `z` the logits after the transform (`LogitOptions`), `p = softmax(z)` and `y` the target token, in nats, the
-    first four differentiable:
+    With transformed logits `z` (`LogitOptions`), `p = softmax(z)` and target `y`, in nats:
 
     - `logps`: `z_y - lse`, the log-probability of the target
     - `lse`: `logsumexp(z)`
     - `entropy`: `-sum(p * log(p))`
     - `mean_logits`: `sum(z) / V`
     - `argmax`: the first index of the largest logit, int64
-    - `is_top1`: `argmax == y`, bool
+    - `is_top1`: `argmax == y`
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    Every field has the shape of the tokens, or is None if not requested. Floating fields are float32, or float64 for
-    float64 inputs.
-
-    The logits of 16-bit hidden states are rounded. Only `logps` computes `z_y` again in float32
-    (`kernels/target_logit.py`), so `logps + lse` is closer to the exact `z_y`.
+    The first four are differentiable. A field has the shape of the tokens, or is None if not requested. Floating fields
+    are float32, or float64 for float64 inputs. Logits of 16-bit hidden states are rounded, but not the `z_y` of `logps`
+    (`kernels/target_logit.py`), so `logps + lse` is close to the exact `z_y`.
     """
 
     logps: Tensor | None = None
@@ -44,7 +41,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` that raise if a loss reads a field that it did not declare."""
+    """`TokenStats` that raise if a loss reads an undeclared field."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -57,14 +54,14 @@ DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 
 
 class Head(NamedTuple):
-    """An output projection, `logits = x @ weight.T + bias`: `weight` (V, H), `bias` (V,) or None."""
+    """An output projection, `x @ weight.T + bias`: `weight` (V, H), `bias` (V,) or None."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 class LogitOptionsDict(TypedDict, total=False):
-    """The keywords of every loss, see `LogitOptions`."""
+    """See `LogitOptions`."""
 
     ignore_index: int
     softcap: float | None
@@ -74,7 +71,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return a tensor's shape, dtype and device, never its values; else the type."""
+    """Return a tensor's shape, dtype and device, not its values; else the type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
@@ -91,7 +88,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """Format a setting for a message: long values by type and size."""
+    """Format a setting for a message, a long value by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -105,7 +102,7 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Raise TypeError unless a value is a number, or with `whole` an integer."""
+    """Raise TypeError unless a value is a number, with `whole` an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -113,7 +110,7 @@ def check_number(name: str, value: Any, *, whole: bool = False, optional: bool =
         raise TypeError(f"{name} must be {expected}, got {shown(value)}{of_type}")
 
 
-# Bytes per unit, in lower case.
+# Bytes per unit.
 _UNITS = {"b": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -124,12 +121,10 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget` to bytes; None stays None.
 
-    A number is bytes. A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB
-    (powers of 1024).
+    A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
 
     Raises:
-        TypeError: if it is not a number, a string or None.
-        ValueError: if a string is no size, or the bytes are not whole and positive.
+        TypeError, ValueError: if it is no size, or the bytes are not whole and positive.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -167,20 +162,18 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 class LogitOptions:
     """The transform of the logits, the ignored tokens, and the memory budget.
 
-    The transform is `z = softcap * tanh(logit_scale * z / softcap) / temperature`, or `z = logit_scale * z /
-    temperature` without a softcap.
+    The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, without a softcap `logit_scale * z /
+    temperature`.
 
     Args:
         ignore_index: tokens with this target contribute and cost nothing.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic. The attribute is an
-            int.
+        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic.
 
     Raises:
-        TypeError: if an option is not a number.
-        ValueError: if a softcap or temperature is not positive, a scale is not finite, or a budget is invalid.
+        TypeError, ValueError: if an option is not a number, or out of range.
     """
 
     ignore_index: int = -100
@@ -206,11 +199,10 @@ class LogitOptions:
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
-        """Build the options from the extra keywords of a loss's constructor.
+        """Build the options from a constructor's extra keywords.
 
         Raises:
-            TypeError: if the loss lacks a keyword.
-            ValueError: if an option is invalid.
+            TypeError, ValueError: if a keyword is unknown or an option invalid.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
@@ -219,17 +211,17 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get the batch in parts; `batch_size` and `batch_lengths` describe the whole batch. Use `reshape`, not
-    `view`: the memory layout depends on the part.
+    A loss may get the batch in parts; fields named `batch_...` describe all of it. Use `reshape`, not `view`: the
+    memory layout depends on the part.
 
-    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over its valid tokens, or
-      their mean with `average_log_prob`, weighted with `ld_alpha`. float64, to keep small differences of large sums
-    - `ref_logps` (n, 2): the same under the reference model, without gradient; zeros without one
-    - `lengths` (n, 2): valid tokens, at least 1 so that division is safe
+    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: a sum over its valid tokens, or their
+      mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums
+    - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
+    - `lengths` (n, 2): valid tokens, at least 1
     - `mask` (n, 2, T): True at the valid tokens
-    - `token_stats`: of shape (n, 2, T), zero at ignored tokens
+    - `token_stats` (n, 2, T): zero at ignored tokens
     - `batch_size`: pairs
-    - `batch_lengths` (2,): valid tokens of all chosen and all rejected sequences, at least 1
+    - `batch_lengths` (2,): valid tokens of chosen and of rejected sequences, at least 1
     """
 
     logps: Tensor
@@ -254,14 +246,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` labelled sequences, the input of an unpaired loss; `T` is the padded length.
-
-    A loss may get the batch in parts; `batch_size` and `batch_counts` describe the whole batch.
+    """`n` labelled sequences, the input of an unpaired loss. `T` and the fields `batch_...` are as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `reference_point` (): what a sequence is compared with, without gradient: `kl` in nats, `delta` in rewards, or
-      zero, see `LigerFusedLinearUnpairedPreferenceBase.reference_point`
+    - `reference_point` (): the call's `kl` in nats, its `delta` in rewards, or zero, as the loss declares; without
+      gradient
     - `batch_size`: sequences
     - `batch_counts` (2,): desirable and undesirable sequences, at least 1
     """
@@ -295,23 +285,20 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions, the input of a policy loss; `T` is the padded length.
+    """`n` sampled completions, the input of a policy loss. `T` and the fields `batch_...` are as in `Pairs`.
 
-    A loss may get the batch in parts; `batch_size` and `batch_tokens` describe the whole batch. A loss with `scope =
-    "token"` gets any tokens, one per row: `T` is 1, and a sequence's values are repeated. Ignored tokens have
-    log-probabilities, advantages and entropies of 0, and ratios and weights of 1.
+    A loss with `scope = "token"` gets any tokens, one per row: `T` is 1, and values of a sequence are repeated. Ignored
+    tokens have ratios and weights of 1, and other values of 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
-    - `old_logps` (n, T): under the policy that sampled, without gradient; if not given, `logps`, for a ratio of exactly
-      1
-    - `ref_logps` (n, T): under the reference model, without gradient; None without one
-    - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or (n, 1) per sequence, in float64
+    - `old_logps` (n, T): under the policy that sampled, without gradient; `logps` if not given
+    - `ref_logps` (n, T): under the reference, without gradient; None without one
+    - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T), or (n, 1) per sequence: correct for a sampler that differs from the old policy; None
-      if not given
+    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler that differs from the old
+      policy
     - `entropy` (n, T): of the policy, in nats
-    - `mask` (n, T): True at the valid tokens
-    - `lengths` (n, 1): valid tokens, at least 1
+    - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
     - `batch_size`: sequences
     - `batch_tokens`: valid tokens
     """
@@ -330,17 +317,17 @@ class Rollouts:
 
     @property
     def ratio(self) -> Tensor:
-        """The importance ratio `exp(log_ratio)`, (n, T) or (n, 1)."""
+        """The importance ratio, (n, T) or (n, 1)."""
         return self.log_ratio.exp()
 
 
 class PreferenceMetrics(NamedTuple):
-    """Metrics of a paired preference loss, detached.
+    """Metrics of a paired loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
     - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
-    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`, if any
+    - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
 
     chosen_logps: Tensor
@@ -353,19 +340,19 @@ class PreferenceMetrics(NamedTuple):
 
     @property
     def reward_accuracies(self) -> Tensor:
-        """(n,): 1 where the chosen reward is greater, else 0. TRL's `rewards/accuracies`."""
+        """(n,): 1 where the chosen reward is greater, else 0."""
         return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
 
     @property
     def reward_margins(self) -> Tensor:
-        """(n,): chosen minus rejected reward. TRL's `rewards/margins`."""
+        """(n,): chosen minus rejected reward."""
         return self.chosen_rewards - self.rejected_rewards
 
 
 class UnpairedPreferenceMetrics(NamedTuple):
-    """Metrics of an unpaired preference loss, detached; "chosen" are the desirable sequences.
+    """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences.
 
-    To average over ranks, multiply each mean by its count and add. A mean over nothing is zero.
+    To average over ranks, weigh each mean by its count. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
@@ -391,14 +378,11 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over the valid tokens; of values per sequence, over the sequences that have any. A mean over nothing is
-    zero.
+    Means are over valid tokens, or over sequences for values per sequence. A mean over nothing is zero.
 
-    - `entropy` (): mean, in nats
-    - `kl` (): mean estimate of KL(policy || reference), in nats, as in the loss
-    - `clip_ratio_low`, `clip_ratio_high` (): share of ratios clipped from below, or from above, if the loss clips
-      there. A clipped ratio has no gradient; with `cispo` its token still has one
-    - `clip_ratio` (): share of ratios clipped on either side
+    - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
+    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped from below, above, or either side,
+      which have no gradient
     """
 
     entropy: Tensor
@@ -411,9 +395,9 @@ class PolicyMetrics(NamedTuple):
 class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; None if not requested.
 
-    - `z_loss`: what `lse_square_scale` adds to the loss, reduced like it
+    - `z_loss`: the term of `lse_square_scale`, reduced like the loss
     - `token_accuracy` (): share of valid tokens whose target is the argmax
-    - `predicted_tokens`: the argmax, in the shape of the target, -1 at ignored tokens
+    - `predicted_tokens`: the argmax in the target's shape, -1 at ignored tokens
     """
 
     z_loss: Tensor | None = None
@@ -423,9 +407,9 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of student logits `z` from teacher logits `t`, with a gradient in closed form.
+    """A divergence of student logits `z` and teacher logits `t`, with a gradient in closed form.
 
-    With `p = softmax(z)`, `q = softmax(t)`, `KL(a || b) = sum(a * log(a / b))`:
+    With `p = softmax(z)` and `q = softmax(t)`:
 
     - "forward_kl": `KL(q || p)`
     - "reverse_kl": `KL(p || q)`
@@ -441,11 +425,10 @@ class Divergence:
 
     @classmethod
     def jensen_shannon(cls, beta: float) -> Divergence:
-        """Return `beta * KL(q || m) + (1 - beta) * KL(p || m)`; for beta 0 and 1, its limit over `beta * (1 - beta)`.
+        """Return the divergence of `LigerFusedLinearJSDLoss`.
 
         Raises:
-            TypeError: if beta is not a number.
-            ValueError: if beta is outside [0, 1].
+            TypeError, ValueError: if beta is not a number in [0, 1].
         """
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
@@ -456,12 +439,12 @@ class Divergence:
 
     @property
     def on_ratio(self) -> float:
-        """The coefficient of `q / m` in `dD/dp`, in addition to `on_student * log(p / m)`; 0 for a JSD."""
+        """Coefficient of `q / m` in `dD/dp`, in addition to `on_student * log(p / m)`; 0 for a JSD."""
         return self.on_student * self.beta - self.on_teacher * (1.0 - self.beta)
 
 
 class DistillationMetrics(NamedTuple):
-    """The terms of a distillation loss before their weights, detached, reduced like the loss.
+    """The terms of a distillation loss without their weights, detached.
 
     - `soft_loss` (): the divergence
     - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target
@@ -475,12 +458,12 @@ class DistillationMetrics(NamedTuple):
 class MemoryEstimate:
     """Bytes that a step holds above its inputs at its peak.
 
-    - `logits`: logits or their exponentials, and the teacher's logits
-    - `weight_grad`: gradients of weight and bias, and their accumulators
-    - `input_grad`: gradient of the hidden states, and its parts
+    - `logits`: logits or their exponentials, also the teacher's
+    - `weight_grad`: gradients of weight and bias, and accumulators
+    - `input_grad`: gradient of the hidden states
     - `hidden`: copies of valid tokens' hidden states
-    - `other`: numbers per token, heads cast by autocast, what autograd saves for a divergence, and the fused epilogue's
-      sums and products
+    - `other`: numbers per token, heads cast by autocast, tensors that autograd saves, the fused epilogue's sums and
+      products
     """
 
     logits: int = 0
@@ -494,12 +477,12 @@ class MemoryEstimate:
         return self.logits + self.weight_grad + self.input_grad + self.hidden + self.other
 
     def __str__(self) -> str:
-        """Format in MiB, without the parts that are zero."""
+        """Format in MiB, without zeros."""
         parts = {name: round(n / 2**20) for name, n in asdict(self).items()}
         listed = ", ".join(f"{name} {mib}" for name, mib in parts.items() if mib)
         return f"{self.peak / 2**20:.0f} MiB" + (f": {listed}" if listed else "")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics and accumulators: float32, or float64 for float64 inputs."""
+    """Return the dtype of statistics: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,12 +1,11 @@
 """Losses on an `lm_head`: formulas on token statistics, which never see weights or chunks.
 
-`Loss(beta=0.2)(weight, input, target)`, or in one step, which mypy does not understand:
-`Loss(weight, input, target, beta=0.2)`.
+Call `Loss(beta=0.2)(weight, input, target)`, or `Loss(weight, input, target, beta=0.2)`, which mypy does not know.
 
 losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
            cosine.py
 bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
-helpers    formulas.py, settings.py (checks), rollouts.py, reference_model.py, reference_point.py (of KTO and BCO)
+helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO)
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss

@@ -19,15 +19,13 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    averaged over the batch, as in TRL 1.0 (`trl.experimental.bco`, since removed). The paper adds the means of both
-    sides.
+    averaged over the batch, as in TRL. The paper adds the means of both sides.
 
-    Every call gets the reward shift `delta`, a running mean of earlier rewards. The paper uses the midpoint of both
-    sides, `(metrics.chosen_rewards + metrics.rejected_rewards) / 2`, TRL the mean of all rewards, including this
-    call's.
+    `delta` is a running mean: in the paper over `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` of earlier
+    calls, in TRL over all rewards, this call's included.
 
-    `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)` (TRL
-    clamps it to [0.5, 10]), with `p` the probability that its prompt belongs to a desirable sequence. Constructor: see
+    `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)`, with
+    `p` the probability that its prompt belongs to a desirable sequence. TRL clamps them to [0.5, 10]. Constructor: see
     `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch

@@ -10,10 +10,10 @@ from liger_chunked.types import Divergence
 
 
 class LigerFusedLinearCosineSimilarityLoss(LigerFusedLinearDistillationBase):
-    """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, with both projections fused in.
+    """`1 - cos(z, t)` of the student's logits `z` and the teacher's `t`, fused.
 
-    A constant offset of the logits changes the distance, a temperature does not, and a teacher's top-k is refused.
-    Liger-Kernel's `beta`, 0.5, is `weight_soft_loss` here. Constructor: see `LigerFusedLinearDistillationBase`.
+    The distance depends on a constant offset of the logits, but not on the temperature. A teacher's top-k is refused.
+    Liger-Kernel's `beta` is `weight_soft_loss` here. Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation, and AlphaPO."""
+"""CPO and AlphaPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The settings that loss types read in addition to `beta`."""
+    """The settings of loss types, except `beta`."""
 
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
@@ -33,7 +33,7 @@ class CPOSettings:
 class _LossType(NamedTuple):
     loss: Callable[[Tensor, float, CPOSettings], Tensor]  # from the reward margin and beta
     reads: tuple[str, ...] = ()  # fields of CPOSettings
-    averages: bool = False  # log-probabilities are means over tokens
+    averages: bool = False  # sets average_log_prob
 
 
 LOSS_TYPES: Mapping[str, _LossType] = {
@@ -54,12 +54,12 @@ def _alphapo(logps: Tensor, alpha: float) -> Tensor:
 
 
 class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
-    """CPO (Xu et al. 2024, https://arxiv.org/abs/2401.08417, equation 3, and its behaviour cloning term), fused.
+    """Contrastive preference optimisation (Xu et al. 2024, https://arxiv.org/abs/2401.08417, equation 3), fused.
 
         loss = mean(loss_type of the pair) + cpo_alpha * nll(chosen)
 
-    With `l` the log-probability of a sequence in nats, `l'` the same per token, and `d` the chosen reward minus the
-    rejected one:
+    `l` is the log-probability of a sequence in nats, `l'` its mean over tokens, `d` the chosen minus the rejected
+    reward:
 
     | loss_type | loss | reward |
     |---|---|---|
@@ -69,14 +69,14 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
     AlphaPO (https://arxiv.org/abs/2501.03884) changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
-    for any loss type. TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. In the metrics,
-    `logps` are `l` or `l'`.
+    or the same of `l'`. TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. In the
+    metrics, `logps` are `l` or `l'`.
 
     Args:
-        beta: scale of the rewards; IPO divides by it.
+        beta: scale of the rewards.
         cpo_alpha: weight of the NLL of the chosen tokens.
         alphapo_alpha: TRL's `alpha`; 0 leaves the reward unchanged.
-        label_smoothing, simpo_gamma: `eps` and the margin of `simpo`; refused with loss types that do not read them.
+        label_smoothing, simpo_gamma: `eps` and the margin of `simpo`; refused where they are not read.
         **options: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
@@ -120,7 +120,7 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
 
     @property
     def cpo_alpha(self) -> float:
-        """The weight of the NLL term, the base's `alpha`."""
+        """The base's `alpha`."""
         return self.alpha
 
     @cpo_alpha.setter

@@ -40,7 +40,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """The loss of each token. `cross_entropy` and `regularizer` may have different denominators."""
+    """The loss of a token, in two parts because they may have different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -51,7 +51,7 @@ class _CrossEntropy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loss is `-logps`, without any other term."""
+        """Whether the loss is `-logps`."""
         return self == _CrossEntropy()
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
@@ -83,7 +83,6 @@ class _CrossEntropy:
 
 
 def _check_class_weight(ce_weight: Tensor) -> Tensor:
-    """Return class weights (V,) as a plain tensor."""
     (ce_weight,) = plain(("ce_weight",), (ce_weight,))
     if not isinstance(ce_weight, Tensor) or ce_weight.ndim != 1 or not ce_weight.is_floating_point():
         raise ValueError(f"ce_weight must be floating (V,), got {described(ce_weight)}")
@@ -91,7 +90,6 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
 
 
 def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return class weights (V,) on the device and in the precision of the objective, or None."""
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -107,7 +105,7 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """The objective's inputs except statistics."""
+    """The objective's inputs."""
 
     definition: _CrossEntropy
     target: Tensor  # (N,)
@@ -127,34 +125,33 @@ def _objective(batch: _Batch, stats: TokenStats, index: slice | Tensor) -> Tenso
 
 
 class LigerFusedLinearCrossEntropyLoss(StatsLoss):
-    """Cross entropy of `lm_head` logits against token ids, with the projection fused in.
+    """Cross entropy of `lm_head` logits against token ids, fused.
 
     Equal, in nats, to
 
         z = transform(input @ weight.T + bias).float()
         loss = F.cross_entropy(z, target, ce_weight, ignore_index=..., label_smoothing=..., reduction=...)
-        loss = loss + lse_square_scale * (z.logsumexp(-1)[target != ignore_index] ** 2).mean()
-        loss = loss - entropy_weight * Categorical(logits=z[target != ignore_index]).entropy().mean()
+        z = z[target != ignore_index]
+        loss += lse_square_scale * (z.logsumexp(-1) ** 2).mean()
+        loss -= entropy_weight * Categorical(logits=z).entropy().mean()
 
-    but 0 for a batch without any target.
+    but 0 for a batch without targets.
 
     Args:
-        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token, whose gradients backward
-            computes instead of forward.
-        label_smoothing: share of the target that is spread evenly over the vocabulary
-            (https://arxiv.org/abs/1512.00567).
-        lse_square_scale: weight of the z-loss, `lse ** 2` (PaLM, https://arxiv.org/abs/2204.02311, section 5).
-        ce_weight: (V,) a weight for each class.
-        focal_gamma: multiplies the cross entropy by `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002,
-            equation 4), not its denominator.
-        dft: multiplies the cross entropy by the constant `p_y`, not its denominator (Dynamic Fine-Tuning,
-            https://arxiv.org/abs/2508.05629; TRL's `loss_type="dft"`).
+        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token, with gradients computed in
+            backward.
+        label_smoothing: share of the target that is spread over the vocabulary (https://arxiv.org/abs/1512.00567).
+        lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
+        ce_weight: (V,) class weights.
+        focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
+        dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629; TRL's
+            `loss_type="dft"`). Both factors scale the cross entropy, but not its denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if more than one of smoothing, focal loss and DFT is set, or an option is out of range.
+        ValueError: if two of smoothing, focal loss and DFT are set, or an option is out of range.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -218,20 +215,20 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-        """Compute the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
+        """Return the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
         Args:
             weight, bias: (V, H) and (V,) or None, the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
-            num_items: with "mean", divides instead of the number of valid tokens: those of all steps that accumulate
-                gradients (`num_items_in_batch` of transformers). A tensor below 1 counts as 1.
-            token_weights: in the shape of `target`; multiplies all terms of a token. Without `num_items`, "mean"
+            num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients
+                (`num_items_in_batch` of transformers), not only of this call. A tensor below 1 counts as 1.
+            token_weights: in the shape of `target`; multiplies all terms of a token. "mean" without `num_items`
                 divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
             ce_weight: (V,) replaces the constructor's.
 
         Raises:
-            ValueError, TypeError: if inputs do not fit together, or `num_items` is given without "mean".
+            ValueError, TypeError: if arguments do not fit together.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -259,7 +256,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         return loss, self._metrics(stats, target, layout, z_loss)
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
-        """Return weights (N,), or None; raise ValueError if they do not fit."""
         if token_weights is None:
             return None
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:
@@ -339,7 +335,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return the denominators of the regularizer and of the cross entropy."""
+        """Return the denominators of the regularizer and the cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

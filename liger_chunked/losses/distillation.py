@@ -39,15 +39,13 @@ from liger_chunked.types import (
 
 
 class DistillationOptionsDict(LogitOptionsDict, total=False):
-    """The keywords of every distillation loss."""
-
     weight_hard_loss: float
     weight_soft_loss: float
     teacher_options: LogitOptions | None
 
 
 class _Given(NamedTuple):
-    """The caller's teacher: a head and hidden states, or a top-k."""
+    """The caller's teacher."""
 
     teacher_weight: Tensor | None
     teacher_input: Tensor | None
@@ -59,20 +57,19 @@ class _Given(NamedTuple):
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     """A divergence from a teacher, which a subclass defines, plus the NLL of the targets; see `docs/writing-a-loss.md`.
 
-    With `n` the number of tokens that count, equal to
+    Equal, for `n` tokens that count, to
 
         z, t = transform(input @ weight.T + bias), transform(teacher_input @ teacher_weight.T + teacher_bias)
         soft_loss = divergence(z.float(), t.float()[:, :V]).sum() / n
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    As in TRL and Liger-Kernel, without a factor `temperature ** 2` (Hinton et al. 2015,
-    https://arxiv.org/abs/1503.02531).
+    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is left to the caller.
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
-        teacher_options: the teacher's transform, if it differs: `softcap`, `logit_scale` and `temperature` only.
-        **options: see `LogitOptions`. The budget covers the logits of both models, and the copies that autograd needs.
+        teacher_options: `softcap`, `logit_scale` and `temperature` of the teacher, if they differ.
+        **options: see `LogitOptions`. The budget covers the logits of both models, and autograd's copies.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -101,7 +98,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the divergence of each token, (n,), from transformed logits (n, V) of a part of the batch.
+        """Return the divergence of each token, (n,), from the transformed logits (n, V) of some tokens.
 
         With a teacher's top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
         """
@@ -129,18 +126,17 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Tokens with
-                `ignore_index` count in neither loss; without a target there is no hard loss.
-            teacher_weight, teacher_input, teacher_bias: the same of the teacher. Its hidden size may differ; rows
-                beyond V are ignored, also in its softmax.
-            teacher_logps: instead of `teacher_input`, at no GEMM: (B, T, k) or (N, k) log-probabilities of k tokens in
-                nats, at the temperature of the loss; -inf for a missing entry. The divergence then has k + 1 bins:
-                these tokens, and all others.
+            weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens
+                count in neither loss; without a target there is no hard loss.
+            teacher_weight, teacher_input, teacher_bias: the same of the teacher, with any hidden size. Rows beyond V
+                are ignored, also in its softmax.
+            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the
+                loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
-            mask: (B, T) or (N,) bool, True at the tokens that count, except those with `ignore_index`.
+            mask: (B, T) or (N,) bool, False at further tokens to ignore.
 
         Raises:
-            ValueError, TypeError: if inputs do not fit together, or the teacher is missing or given twice.
+            ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -161,7 +157,6 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
     def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        """Return the layout of the tokens that count."""
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -183,7 +178,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
 
     def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
-        """Return the teacher cut to the student's vocabulary, or None if its top-k is given."""
+        """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
         given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]
@@ -239,7 +234,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
 
 def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
-    """Return the teacher's top-k for the tokens that count, (n_valid, k) each, checked."""
+    """Return the checked top-k of the tokens that count, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.weight.shape[0]
     if not isinstance(logps, Tensor) or not logps.is_floating_point():

@@ -1,4 +1,4 @@
-"""Direct preference optimisation, and the other losses of TRL's DPO trainer."""
+"""DPO, and the other losses of TRL's DPO trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
-# The largest exponent: float32 overflows at 88.7.
+# exp() overflows float32 at 88.7.
 _MAX_EXPONENT = 80.0
 
 
@@ -44,7 +44,7 @@ def _js(logratios: Tensor, alpha: float) -> Tensor:
 
 
 class _FDivergence(NamedTuple):
-    score: Callable[[Tensor, float], Tensor]  # `f'(pi / pi_ref)` from log-ratios and alpha, up to a constant
+    score: Callable[[Tensor, float], Tensor]  # (log-ratios, alpha) -> `f'(pi / pi_ref)`, up to a constant
     reads: tuple[str, ...] = ()  # fields of DPOSettings
 
 
@@ -58,7 +58,7 @@ F_DIVERGENCES: Mapping[str, _FDivergence] = {
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The settings that loss types read in addition to `beta`."""
+    """The settings of loss types, except `beta`."""
 
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
@@ -75,7 +75,7 @@ class DPOSettings:
         check_finite("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return the scores (n, 2): log-ratios for the reverse KL."""
+        """Return (n, 2): log-ratios for the reverse KL."""
         return F_DIVERGENCES[self.f_divergence_type].score(pairs.logratios, self.f_alpha_divergence_coef)
 
 
@@ -118,7 +118,7 @@ def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The flipped term is subtracted: unbiased if labels are flipped with probability epsilon.
+    # Subtract the flipped term: unbiased if labels are flipped with probability epsilon.
     logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
@@ -162,7 +162,7 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The base divides by batch_size; this loss is a mean over the batch's tokens.
+    # The base divides by batch_size; this loss is a mean over tokens.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
@@ -176,12 +176,12 @@ def _wpo_weights(pairs: Pairs) -> Tensor:
 
 
 class _LossType(NamedTuple):
-    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # from the pairs and beta
-    reads: tuple[str, ...] = ()  # fields of DPOSettings
+    loss: Callable[[Pairs, float, DPOSettings], Tensor]  # (pairs, beta, settings) -> (n,)
+    reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by the lengths: average_log_prob is refused
+    averages: bool = False  # divides by the lengths, so average_log_prob is refused
     any_divergence: bool = False  # reads scores, or no reference at all
-    weighable: bool = True  # each loss belongs to one pair
+    weighable: bool = True  # a loss belongs to one pair
 
 
 _SCORES = ("f_divergence_type", "f_alpha_divergence_coef")
@@ -210,8 +210,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    With the log-ratios `c` and `r`, `log pi(y|x) - log pi_ref(y|x)` of the chosen and the rejected sequence in nats,
-    `d = c - r`, the same per token `c'`, `r'`, `d'`, `L = -log sigmoid` and `S = sigmoid`, the loss of a pair is
+    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of the chosen and the rejected sequence in nats, and
+    `c'` and `r'` the same per token. `d = c - r`, `d' = c' - r'`, `L = -log sigmoid` and `S = sigmoid`.
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -231,16 +231,15 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    These are TRL's losses, except that TRL ignores `label_smoothing` with `sigmoid`. Three options change their inputs:
+    TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
       `t = pi / pi_ref`, with exponents of at most 80. Losses that use `c` or `r` alone are refused: the normaliser
       cancels only in `d`. Rewards in the metrics do not change.
-    - `ld_alpha` (LD-DPO, https://arxiv.org/abs/2409.06411) scales log-probabilities, also those of the reference, of
-      the tokens beyond the length of the pair's shorter sequence.
+    - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of a pair by the constant
-      `w(chosen) w(rejected)`, where `log w` is the mean over a sequence's tokens of `log p_y - log(sum of p ** 2)`.
-      `aot`, `aot_unpaired` and `sft` refuse it.
+      `w(chosen) w(rejected)`. `log w` is the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired`
+      and `sft` refuse it.
 
     | f_divergence_type | score |
     |---|---|
@@ -252,9 +251,9 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     Other arguments: see `LigerFusedLinearPreferenceBase`. An option that no loss type reads is refused.
 
     Args:
-        beta: strength of the KL constraint; IPO's tau. `ipo` and `sppo_hard` divide by it.
+        beta: strength of the KL constraint; IPO's tau.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: one per entry of a list of loss types; None for ones.
+        loss_weights: one per loss type of a list; None for ones.
         label_smoothing, discopop_tau: `eps` and `tau`.
         compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
         f_alpha_divergence_coef: `alpha` of `alpha_divergence`.

@@ -14,8 +14,8 @@ _LINEAR = 40.0  # above it, `log(1 + exp(x))` is x in float64
 
 
 def logistic(margin: Tensor, label_smoothing: float = 0.0, beta: float = 1.0) -> Tensor:
-    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, with `eps` the label smoothing."""
-    # -log sigmoid(m) is softplus(-m).
+    """Return `-(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin)`, `eps = label_smoothing`."""
+    # -log sigmoid(m) = softplus(-m)
     loss = F.softplus(-beta * margin, threshold=_LINEAR)
     if label_smoothing == 0:
         return loss
@@ -28,18 +28,16 @@ def hinge(margin: Tensor) -> Tensor:
 
 
 def ipo(difference: Tensor, beta: float) -> Tensor:
-    """Return `(difference - 1 / (2 beta)) ** 2` of log-ratios (https://arxiv.org/abs/2310.12036, equation 17)."""
+    """Return `(difference - 1 / (2 beta)) ** 2` (https://arxiv.org/abs/2310.12036, equation 17)."""
     return (difference - 1 / (2 * beta)).square()
 
 
-# Probabilities close to 1.
-
-# The least distance to 1: below the resolution of float32, and large enough for finite gradients.
+# Least distance of a probability to 1: below the resolution of float32, and large enough for finite gradients.
 _CERTAIN = 1e-12
 
 
 def complement(logps: Tensor) -> Tensor:
-    """Return `1 - exp(logps)`, in [1e-12, 1], with a gradient as accurate as its value.
+    """Return `1 - exp(logps)`, in [1e-12, 1], with an accurate gradient.
 
     >>> complement(torch.tensor([-1e-9, 0.0])).tolist()
     [9.999999717180685e-10, 9.999999960041972e-13]
@@ -59,14 +57,12 @@ def log_odds(logps: Tensor) -> Tensor:
     return logps - complement(logps).log()
 
 
-# Functions of the log-probabilities of two distributions, (n, V), in nats.
-
-# Replaces -inf: logaddexp of two of them is finite.
+# Replaces -inf: logaddexp(-inf, -inf) is not finite.
 _LOG_ZERO = -1e4
 
 
 def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return `KL(a || b) = sum(a * log(a / b))`."""
+    """Return `KL(a || b) = sum(a * log(a / b))` from log-probabilities (n, V)."""
     a = log_a.exp()
     return (a * (log_a - log_b).masked_fill(a == 0, 0.0)).sum(-1)
 
@@ -78,15 +74,13 @@ def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
 
 
 def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
-    """Return the log-probability of each sequence (...), from those of its tokens (..., T), zero at ignored tokens.
-
-    In float64: losses use differences of such sums, and thousands of nats leave float32 few digits.
-    """
+    """Return each sequence's log-probability (...) from its tokens' (..., T), zero at ignored tokens."""
+    # float64: a difference of large sums has few digits in float32.
     logps = token_logps.sum(-1, dtype=torch.float64)
     return logps / lengths if average else logps
 
 
 def share_of_mean(losses: Tensor, n: int) -> Tensor:
-    """Return `losses.sum() / n`, their share of a mean."""
+    """Return `losses.sum() / n`."""
     # mean() is one launch instead of two.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (GRPO) and its variants."""
+"""GRPO and its variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """The settings of the surrogates."""
+    """The surrogates' settings."""
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -51,12 +51,12 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
-    """Select one of two numbers in the dtype of `like`; `torch.where` would return float32."""
+    """Return the numbers in the dtype of `like`; `torch.where` would return float32."""
     return torch.full_like(like, value).where(condition, otherwise)
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # min(r A, clamp(r) A) is clamp(r) A with one bound: the upper one if A > 0, the lower one if A < 0.
+    # min(r A, clamp(r) A) is clamp(r) A with only the upper bound if A > 0, the lower if A < 0.
     delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
     low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
     high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
@@ -85,7 +85,7 @@ def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -gate * r.advantages
 
 
-# VESPO's bounds of log-ratios, which keep the weights from overflowing.
+# VESPO's bounds of log-ratios, against overflow.
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0
 
 
@@ -145,9 +145,9 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 
 
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
-    """GRPO (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3) and its variants, fused.
+    """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3), fused.
 
-    A variant is a surrogate, a reduction and an importance level, in any combination. With the advantage `A`, the
+    A variant is any combination of a surrogate, a reduction and an importance level. With the advantage `A`, the
     importance ratio `r = pi / pi_old` and the stopped gradient `sg`, the cost of a token is
 
     | surrogate | cost | paper |
@@ -158,12 +158,12 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
-    `w` is the product of `pi / pi_old` and of the importance weights over the tokens of the sequence, so `vespo` does
-    not multiply its cost by the weights. Without `old_logps`, `r` is 1 and has the gradient of `log pi`. Everything
-    else: see `LigerFusedLinearPolicyBase`.
+    `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not
+    apply again to its cost. If `old_logps` is None, `r` is 1 and has the gradient of `log pi`. Everything else: see
+    `LigerFusedLinearPolicyBase`.
 
-    The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, a mean over tokens that
-    gives long completions more weight. `from_loss_type` accepts TRL's names. Named variants:
+    The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, which gives long
+    completions more weight. `from_loss_type` accepts TRL's names. Named variants:
 
     | name | arguments |
     |---|---|
@@ -179,16 +179,15 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Sequence and trajectory level, and `vespo`, need whole sequences: one that is larger than the logits budget takes
-    one GEMM more.
+    Sequence and trajectory level and `vespo` cost one GEMM more for a sequence over the logits budget.
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may be from 1 with `clip`; infinity is no bound. With `cispo`,
-            `epsilon_high` is the largest ratio, as in TRL: the papers use about 5.
-        delta: upper bound of the ratio for negative advantages with `clip`, above `1 + epsilon_high`.
+        epsilon_low, epsilon_high: how far `clip` lets the ratio be from 1; infinity is no bound. `cispo` reads
+            `epsilon_high` as the largest ratio, as in TRL; the papers use about 5.
+        delta: upper bound of `clip` for negative advantages, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive, and for all other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda` for negative advantages (`neg`)
-            and for all others (`pos`).
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages,
+            `pos` for all others.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -258,9 +257,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
-        """Return the loss that TRL calls `loss_type`; `settings` are constructor arguments and take precedence.
+        """Return the loss that TRL calls `loss_type`; the arguments in `settings` take precedence.
 
-        `luspo` has sequence level, as its paper requires; TRL leaves the level to the caller.
+        `luspo` has sequence level, as in its paper; TRL leaves the level to the caller.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

@@ -16,13 +16,13 @@ from liger_chunked.types import Divergence
 class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
     """Generalised Jensen-Shannon divergence (GKD, https://arxiv.org/abs/2306.13649, equation 1), fused.
 
-    With `p` the student's distribution and `q` the teacher's, in nats per token:
+    With the student's distribution `p` and the teacher's `q`, in nats per token:
 
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-    At the ends of beta, where this formula is 0, the loss is the limit of `divergence / (beta * (1 - beta))`, as in
-    TRL: `KL(q || p)`, teacher first, for beta 0, and `KL(p || q)` for beta 1.
+    This is 0 for beta 0 and 1. There the loss is instead the limit of `divergence / (beta * (1 - beta))`, as in TRL:
+    `KL(q || p)` for beta 0, `KL(p || q)` for beta 1.
 
     Args:
         beta: in [0, 1].

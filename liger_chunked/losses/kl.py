@@ -13,18 +13,18 @@ from liger_chunked.types import Divergence, check_number
 
 
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
-    """`KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, with both projections fused in.
+    """Forward or reverse Kullback-Leibler divergence of teacher and student, fused.
 
-    With `p` the student's distribution, `q` the teacher's, in nats per token:
+    With the student's distribution `p` and the teacher's `q`, in nats per token:
 
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
-        reverse    KL(p || skew * p + (1 - skew) * q)    seeks the teacher's modes
+        reverse    KL(p || skew * p + (1 - skew) * q)    seeks modes of the teacher
 
     Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) without the teacher's constant entropy, reverse
     MiniLLM (https://arxiv.org/abs/2306.08543) on given tokens.
 
     Args:
-        reverse: which direction.
+        reverse: the direction.
         skew: in [0, 1), bounds the ratio (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
         **options: see `LigerFusedLinearDistillationBase`.
 

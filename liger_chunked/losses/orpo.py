@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation."""
+"""ORPO."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from liger_chunked.types import LogitOptionsDict, Pairs
 
 
 class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
-    """ORPO (Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 4, 6 and 7), fused.
+    """Odds ratio preference optimisation (Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. 4, 6 and 7), fused.
 
-    With `P = exp(mean of log p over the tokens of a sequence)`, at most `1 - 1e-12`, and `odds = P / (1 - P)`, in nats,
+    With `P = exp(mean of log p over a sequence's tokens)`, at most `1 - 1e-12`, and `odds = P / (1 - P)`, in nats,
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes the prompt. In the
-    metrics, `logps` are means over tokens, as in TRL.
+    The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes the prompt. `logps` in
+    the metrics are means over tokens.
 
     Args:
         beta: weight of the odds ratio term, the paper's lambda.

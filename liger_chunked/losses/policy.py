@@ -1,4 +1,4 @@
-"""Base class of the losses on completions and their advantages."""
+"""Base class of the policy losses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from liger_chunked.types import (
 
 
 class _Reduction(NamedTuple):
-    # Reads lengths (B, 1), num_items and max_completion_length; returns a number or (B, 1).
+    # (lengths (B, 1), num_items, max_completion_length) -> a number or (B, 1)
     denominator: Callable[[Tensor, float | Tensor | None, int | None], float | Tensor]
     counts_items: bool = False
     needs_length: bool = False
@@ -81,14 +81,14 @@ REDUCTIONS: Mapping[str, _Reduction] = {
 
 
 class Clipped(NamedTuple):
-    """Where the ratio is out of bounds in the direction of its advantage, in the shape of the loss."""
+    """Where the ratio is out of bounds in the direction of its advantage."""
 
     low: Tensor | None
     high: Tensor
 
 
 def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
-    """Return (n, T), True at the `share` of valid tokens with the highest entropy, at least one."""
+    """Return (n, T), True at the `share` of valid tokens with the highest entropy."""
     entropy = rollouts.entropy.detach()
     valid = entropy[rollouts.mask]
     if valid.numel() == 0:
@@ -97,7 +97,7 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens; for values (n, 1), over sequences that have some."""
+    """Return the mean over valid tokens; of values (n, 1), over sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
@@ -116,22 +116,21 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    `weight` is `importance_weights`, or 1. A sequence without a valid token adds 0, but counts in `B`. `kl` is
-    Schulman's estimate for each token in nats, `exp(d) - d - 1` with `d = log pi_ref - log pi`.
+    `weight` is `importance_weights`, or 1. `kl` is Schulman's estimate in nats, `exp(d) - d - 1` with
+    `d = log pi_ref - log pi`. A sequence without a valid token adds 0, but counts in `B`.
 
     Args:
-        beta: weight of the KL. A positive value requires a reference.
+        beta: weight of the KL; above 0, a reference is required.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the geometric mean over a sequence's tokens (GSPO,
             https://arxiv.org/abs/2507.18071); "trajectory", their product.
         max_completion_length: in tokens, for `dr_grpo` only.
-        use_bias_correction_kl: multiply the KL by the importance ratio, which gives it the gradient of the KL
-            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-        entropy_coef: weight of the entropy bonus, a mean over the same tokens as `dapo`, for every reduction.
-        top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: those with the highest
-            entropy (https://arxiv.org/abs/2506.01939), at least one. A batch larger than the logits budget takes one
-            GEMM more.
+        use_bias_correction_kl: multiply `kl` by the importance ratio, for the gradient of the true KL (DeepSeek-V3.2,
+            https://arxiv.org/abs/2512.02556).
+        entropy_coef: weight of the entropy bonus, a mean as in `dapo` for every reduction.
+        top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: at least one, those with
+            the highest entropy (https://arxiv.org/abs/2506.01939). A batch over the logits budget costs one GEMM more.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: see `LogitOptions`; `temperature` is the sampling temperature, also of the reference.
+        **options: see `LogitOptions`; `temperature` is the sampler's, also for the reference.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
@@ -187,7 +186,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        """Return the cost of each token for a part of the batch, (n, T), or (n, 1) if those of a sequence are equal."""
+        """Return costs for a part of the batch: (n, T) per token, or (n, 1) if a sequence's tokens share one."""
 
     @property
     def _group(self) -> Group:
@@ -208,7 +207,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
-        """Return the estimate (n, T) of KL(policy || reference) at each token, in nats; needs `rollouts.ref_logps`."""
+        """Return the estimate (n, T) of KL(policy || reference) in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
         difference = rollouts.ref_logps - rollouts.logps
         estimate = torch.expm1(difference) - difference
@@ -238,16 +237,16 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
-            old_logps, ref_logps: (B, T) log-probabilities in nats of the policy that sampled (None on-policy), and of
-                the reference.
+            old_logps, ref_logps: (B, T) log-probabilities in nats under the policy that sampled (None on-policy), and
+                under the reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
-            importance_weights: (B, T), (B,) or (B, 1): multiply the cost, but not the KL.
-            num_items: divisor of `dapo`: the tokens of all steps that accumulate gradients, and if ranks average
-                gradients of all ranks, divided by their number. A tensor below 1 counts as 1. With other reductions,
-                divide the loss by the number of steps.
+            importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
+            num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
+                gradients, the tokens of all ranks divided by their number. A tensor below 1 counts as 1. With other
+                reductions, divide the loss by the number of steps.
 
         Raises:
-            ValueError, TypeError: if inputs do not fit together, or a reference is missing or given twice.
+            ValueError, TypeError: if arguments do not fit together, or a reference is missing.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -262,7 +261,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 check_side(name, x, target)
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                # An additive mask has its zeros where a 0/1 mask has ones.
+                # It may be an additive mask, 0 where a 0/1 mask is 1.
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
@@ -272,7 +271,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         dense_ref_logps = reference_logps(reference, self, head, target, layout, required=True if self.beta else None)
 
-        @functools.cache  # called first when the device has its first product to compute
+        @functools.cache  # built on first use, while the device computes the first product
         def batch() -> RolloutBatch:
             return self._batch(arrange, advantages, old_logps, dense_ref_logps, importance_weights, items)
 
@@ -303,7 +302,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         if self.entropy_coef:
             n_acting = max(1, batch.batch_tokens) if acting is mask else acting.sum().clamp(min=1)
             bonus = torch.where(acting, rollouts.entropy, 0.0).sum(dtype=torch.float64) / n_acting
-            # The bonus is a mean over the accumulated batch, of which this batch is one share.
+            # The bonus is a mean over the accumulated batch.
             share = 1.0 if num_items is None else batch.batch_tokens / num_items
             loss = loss - self.entropy_coef * share * bonus
         return loss
@@ -325,7 +324,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """`ref_logps` come in the dense layout, the other tensors in the caller's shapes."""
+        """Only `ref_logps` come in the dense layout, other tensors in the caller's shapes."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

@@ -39,24 +39,24 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The tokens of each sequence; axis 0 runs over the pairs."""
+    """The tokens of the sequences, by pair."""
 
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
     token_weights: Tensor | None  # (n, 2, T); None for ones
-    nll_only: Tensor | None  # (n, 2, T) tokens that only the NLL reads; None if there are none
+    nll_only: Tensor | None  # (n, 2, T), True at tokens that only the NLL reads; None for none
 
     @property
     def every(self) -> slice:
         return slice(0, self.mask.shape[0])
 
     def own(self, values: Tensor, index: slice | Tensor) -> Tensor:
-        """Return values (n, 2, T) with zeros at tokens outside `mask`."""
+        """Return values (n, 2, T), zero outside `mask`."""
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """Return the log-probability of each sequence, (n, 2)."""
+        """Return `Pairs.logps`."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
@@ -65,13 +65,13 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs except statistics."""
+    """The objective's inputs."""
 
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
-    has_tokens: Tensor | None  # (n,); None if every pair has some
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for those in `mask`
+    has_tokens: Tensor | None  # (n,); None if all have some
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
         sequences = self.sequences
@@ -86,7 +86,7 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """Return these pairs' share of the mean NLL of the batch's chosen tokens."""
+        """Return these pairs' share of the batch's mean NLL."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -95,7 +95,7 @@ class _Batch:
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
-    """Return (n, 2, T): 1 up to the length of the pair's shorter sequence, `tail` beyond it."""
+    """Return (n, 2, T): `tail` beyond the length of the pair's shorter sequence, else 1."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
@@ -107,18 +107,18 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the chosen tokens of the batch. None: if
-            `alpha` is not 0. With False, an `alpha` other than 0 and 1 is refused.
+        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens. None: if `alpha`
+            is not 0. False refuses an `alpha` other than 0 and 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence; lengths do not
-            change.
+        ld_alpha: weight, in [0, 1], of log-probabilities, also the reference's, beyond the length of the pair's shorter
+            sequence; lengths do not change.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
         use_ref_model: True requires a reference, False refuses one, None uses it if given.
         **options: see `LogitOptions`. The transform applies to policy and reference.
     """
 
     scope: Literal["pair", "batch"] = "pair"
-    _expects_reference: ClassVar[bool] = False  # the formula has a reference: warn if a call gives none
+    _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "pair"
     _scopes: ClassVar[tuple[str, ...]] = ("pair", "batch")
@@ -152,7 +152,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term. Set it to None to decide by `alpha` in each call."""
+        """Whether the loss has an NLL term; set None to decide by `alpha`."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -173,7 +173,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the rewards for these log-ratios, in the same shape."""
+        """Return the rewards, in the same shape."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
@@ -201,13 +201,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             input: (2 n, T, H) hidden states, all chosen sequences, then all rejected ones.
             target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
                 must be shifted, see `shifted`.
-            ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): hidden states and head of the reference.
-            ref_logps: instead of these, its log-probabilities in nats: (2 n, T), one per token, or (2 n,), one per
-                sequence in the units of `Pairs.logps`; per token with `ld_alpha`.
+            ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): the reference.
+            ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
+                `ld_alpha` needs (2 n, T).
             nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
 
         Raises:
-            ValueError, TypeError: if inputs do not fit together, or a reference is missing, given twice, or refused.
+            ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -225,7 +225,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
-        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by the first pair of each chunk
+        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
@@ -233,7 +233,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             summed[index.start] = logps.detach()
             nll = self.alpha * batch.nll(stats, index) if self.compute_nll_loss else None
             if self._whole_batch and batch.has_tokens is not None:
-                # A loss that sorts the batch must not see pairs without tokens.
+                # A loss that sorts must not see pairs without tokens.
                 index = batch.has_tokens.nonzero().view(-1)
                 logps, stats = logps[index], TokenStats(*(None if f is None else f[index] for f in stats))
             pairs = batch.pairs(logps, stats, index)
@@ -249,7 +249,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return loss, self._metrics(batch, logps, stats)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
-        """Return the tokens that are in either target."""
+        """Return the tokens of either target."""
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target")
@@ -298,7 +298,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     def _ref_logps(
         self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
-        """Return log-probabilities (n, 2) in float64; zeros without a reference."""
+        """Return float64 (n, 2); zeros without a reference."""
         ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
             return without_reference(self, sequences.lengths)

@@ -1,4 +1,4 @@
-"""The reference model of a loss, and its log-probabilities."""
+"""The reference model of a loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_chunked.types import Head, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """The caller's `ref_input`, `ref_weight`, `ref_bias` and `ref_logps`; all None for no reference."""
+    """The caller's `ref_...` arguments; all None for no reference."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -33,8 +33,8 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
 
-    There is one value per token, zero at ignored tokens, or one per sequence if `ref_logps` are. `required` is as
-    `use_ref_model`. Messages call the arguments `{infix}target`, `ref_{infix}input` and `ref_{infix}logps`.
+    They are per token, zero at ignored tokens, or per sequence if `ref_logps` is. `required` is `use_ref_model`.
+    `infix` is part of the arguments' names in messages, as in `ref_{infix}input`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -88,14 +88,14 @@ def reference_logps(
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:
-    """Return zeros in the shape of `lengths`; warn once if the loss's formula has a reference."""
+    """Return zeros in the shape of `lengths`; warn if the loss's formula has a reference."""
     if loss._expects_reference:
         warn_reference_free(loss)
     return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)
 
 
 def warn_reference_free(loss: Any) -> None:
-    """Warn once that this loss got no reference, unless `use_ref_model=False`."""
+    """Warn once, unless `use_ref_model=False`."""
     if loss.use_ref_model is None and not loss.__dict__.get("_has_warned"):
         loss._has_warned = True
         name = type(loss).__name__

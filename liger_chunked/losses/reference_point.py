@@ -17,7 +17,7 @@ ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """The caller's completions that answer other prompts, from which a KL is estimated."""
+    """The caller's completions that answer other prompts."""
 
     kl_input: Tensor | None
     kl_target: Tensor | None
@@ -26,7 +26,7 @@ class Mismatched(NamedTuple):
 
 
 def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Return a number, or a floating tensor with one element, as a detached float64 tensor ()."""
+    """Return a number or one-element tensor as detached float64 ()."""
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}")
@@ -42,7 +42,7 @@ def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
 def mismatched_kl(
     loss: StatsLoss, head: Head, reference: Reference, mismatched: Mismatched, average_log_prob: bool
 ) -> Tensor:
-    """Return KTO's estimate of `KL(pi || pi_ref)`, a float64 tensor () without gradient; zero without completions.
+    """Return KTO's estimate of `KL(pi || pi_ref)`, float64 (); zero without completions.
 
     max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
     """
@@ -91,7 +91,7 @@ def reference_point(
     mismatched: Mismatched,
     average_log_prob: bool,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, by `kind`: a float64 tensor () without gradient."""
+    """Return `max(0, kl)`, `delta`, or zero, by `kind`: float64 () without gradient."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
     refused = [name for other, names in given.items() if other != kind for name in names]

@@ -1,4 +1,4 @@
-"""A batch of completions for a policy loss, and its parts."""
+"""A batch of completions for a policy loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() turns its error into a relative error."""
+    """Sum in float64: exp() turns its error into a relative one."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 class _Level(NamedTuple):
-    log_ratio: Callable[[Tensor, Tensor], Tensor]  # reads tokens (n, T) and lengths (n, 1)
+    log_ratio: Callable[[Tensor, Tensor], Tensor]  # (per token (n, T), lengths (n, 1)) -> `Rollouts.log_ratio`
     mixes_tokens: bool
 
 
@@ -31,12 +31,12 @@ IMPORTANCE_LEVELS: Mapping[str, _Level] = {
 
 
 def rows(values: Tensor) -> Tensor:
-    """Return (m,) or (n, 1, T) of the dense layout as the (n, T) of `Rollouts`."""
+    """Convert (m,) or (n, 1, T) of the dense layout to (n, T)."""
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """Raise ValueError unless `x` has one value per token, or `per_sequence`, on the target's device."""
+    """Raise ValueError unless `x` has one value per token, or `per_sequence`."""
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
     if not isinstance(x, Tensor) or x.shape not in shapes:
@@ -51,7 +51,7 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Moves tensors (B, T) and (B, 1) to the layout of `Rollouts`."""
+    """Moves tensors to the layout of `Rollouts`."""
 
     layout: Layout
     target: Tensor  # (B, T)
@@ -63,13 +63,13 @@ class Arrangement:
         return self.layout.mask.view(self.target.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (B, T) as (n, T), (B, 1) as (n, 1)."""
+        """(B, T) becomes (n, T), (B, 1) becomes (n, 1)."""
         if self.layout.group_lengths is not None:
             return x
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """Return the caller's tensor in the layout, detached; `fill` replaces padding."""
+        """Move the caller's tensor, detached; `fill` replaces padding."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)
@@ -77,7 +77,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The objective's inputs except statistics."""
+    """The objective's inputs."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
@@ -91,7 +91,6 @@ class RolloutBatch:
     batch_tokens: int
 
     def rollouts(self, stats: TokenStats, index: slice | Tensor) -> Rollouts:
-        """Return the part of the batch at `index`."""
         assert stats.logps is not None and stats.entropy is not None
         logps, lengths = rows(stats.logps), self.lengths[index]
         old_logps = logps.detach() if self.old_logps is None else self.old_logps[index]

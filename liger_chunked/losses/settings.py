@@ -16,7 +16,7 @@ from liger_chunked.types import check_number, shown
 def check_finite(
     name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, optional: bool = False
 ) -> None:
-    """Raise TypeError or ValueError if a setting is not a finite number in [minimum, maximum]."""
+    """Raise unless a setting is finite and in [minimum, maximum]."""
     check_number(name, value, optional=optional)
     if value is None:
         return
@@ -33,7 +33,6 @@ def check_finite(
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raise TypeError or ValueError if a setting is not a finite number above 0."""
     check_number(name, value, optional=optional)
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and positive{' or None' if optional else ''}, got {value}")
@@ -44,14 +43,14 @@ class Reader(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The settings that this row reads."""
+        """Names of settings."""
         ...
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise ValueError if a setting is not at its default but nothing reads it.
+    """Raise if a setting that only other rows of `table` read is not at its default.
 
-    `by` reads the fields `reads` of the dataclass. Fields that no row of `table` reads are not checked.
+    `by` names what reads the fields `reads`.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -61,19 +60,18 @@ def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping
 
 
 def check_scope(loss: str, scope: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError if the attribute `scope` of a loss is not in `known`."""
     if scope not in known:
         raise ValueError(f"{loss}.scope must be one of {known}, got {shown(scope)}")
 
 
 def checked_items(num_items: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the number of tokens to divide by, a number or a tensor () on the device of `like`."""
+    """Return the divisor, a number or a tensor () on the device of `like`."""
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got a tensor {tuple(num_items.shape)}")
         if num_items.requires_grad:
             raise ValueError("num_items gets no gradient: detach it")
-        # Reading the value, to check it, would wait for the device.
+        # A check of the value would wait for the device.
         return num_items.to(like.device, dtype).reshape(()).clamp(min=1)
     check_positive("num_items", num_items)
     return num_items

@@ -24,11 +24,11 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     | `sigmoid` | `-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)` |
     | `hinge` | `max(0, 1 - m)` |
 
-    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. In the metrics, `logps` are means over tokens.
+    `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. `logps` in the metrics are means over tokens.
 
     Args:
         beta: scale of the rewards.
-        gamma: the margin itself, TRL's `simpo_gamma`, not its ratio to beta.
+        gamma: TRL's `simpo_gamma`, not its ratio to beta.
         alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
         label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.

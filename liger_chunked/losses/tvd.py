@@ -11,9 +11,9 @@ from liger_chunked.types import Divergence
 
 
 class LigerFusedLinearTVDLoss(LigerFusedLinearDistillationBase):
-    """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], with both projections fused in.
+    """`sum(|p - q|) / 2` of student `p` and teacher `q`, in [0, 1], fused.
 
-    The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190), and 0 where both agree exactly.
+    The gradient is bounded (Wen et al. 2023, https://arxiv.org/abs/2307.15190), and 0 where `p` equals `q`.
     Constructor: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch

@@ -38,21 +38,21 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs except statistics."""
+    """The objective's inputs."""
 
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
-    tokens: Tensor  # (n,) valid tokens, may be 0
+    tokens: Tensor  # (n,), may be 0
     desirable: Tensor  # (n,)
     ref_logps: Tensor  # (n,)
     weights: Tensor | None  # (n,); None for ones
     reference_point: Tensor  # ()
     average_log_prob: bool
-    sides: Tensor  # (2, n) `desirable`, and its opposite
-    counts: Tensor  # (2,) number of each
+    sides: Tensor  # (2, n) `desirable` and its opposite
+    counts: Tensor  # (2,) of `sides`
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1 of the dense layout runs over the sequences of a group, here one.
+        # Axis 1 runs over the sequences of a group, here one.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -72,7 +72,7 @@ class _Batch:
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean over the sequences of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
-    A sequence without a valid token adds 0 to the loss, but counts in the mean.
+    A sequence without a valid token adds 0, but counts in the mean.
 
     Args:
         beta: scale of the rewards, not negative.
@@ -81,7 +81,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """
 
     reference_point: ReferencePoint | None = None
-    _expects_reference: ClassVar[bool] = False  # the formula has a reference: warn if a call gives none
+    _expects_reference: ClassVar[bool] = False  # warn if a call gives no reference
     token_outputs: tuple[str, ...] = ()
     _group: ClassVar[Group] = "sequence"
 
@@ -135,19 +135,19 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
-        Other arguments are those of `LigerFusedLinearPreferenceBase.forward`, for n sequences.
+        Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for n sequences.
 
         Args:
-            preference_labels: (n,) bool, or integers 0 and 1: True or 1 for a desirable sequence.
+            preference_labels: (n,) bool or integers, 1 for a desirable sequence, else 0.
             kl: the reference point of a loss that reads "kl", in nats; a negative value counts as zero.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions that answer other prompts. The KL
-                is estimated from them, on each rank alone, at one GEMM.
-            ref_kl_input, ref_kl_logps: their reference, as `ref_input` or `ref_logps`.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions that answer other prompts. Each
+                rank estimates the KL from its own, at one GEMM.
+            ref_kl_input, ref_kl_logps: their reference, like `ref_input` or `ref_logps`.
             delta: the reference point of a loss that reads "delta", in units of rewards.
-            example_weights: (n,) multiply the losses of the sequences; the mean still divides by their number.
+            example_weights: (n,) factors of the losses; the mean divides by n.
 
         Raises:
-            ValueError, TypeError: as above, also for the reference point.
+            ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
         """
         head = Head(weight, bias)
         check_projection(head, input)
@@ -240,7 +240,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point.to(dtype, copy=True),  # it may be the caller's tensor
+            reference_point=batch.reference_point.to(dtype, copy=True),  # may be the caller's tensor
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],
@@ -252,7 +252,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
 
 def _labels(labels: Tensor, input: Tensor) -> Tensor:
-    """Return labels (n,) as bool, checked."""
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
@@ -278,7 +277,6 @@ def _check_weights(weights: Tensor, input: Tensor) -> None:
 
 
 def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    """Raise ValueError unless `x` has one value for each sequence of `input`."""
     if x.shape != input.shape[:1]:
         raise ValueError(
             f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "

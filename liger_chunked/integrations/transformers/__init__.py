@@ -1,16 +1,17 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
 
-head.py            what a patched model runs in place of `lm_head` and loss
-patch.py           patches and restores one model or a family
-layers.py          the parts of a model that base kernels replace
+head.py            the head and loss of a patched model
+patch.py           patches and restores models
+layers.py          layers that base kernels replace
 detect.py          facts about a model's code
 overrides.py       the table of families
-verify.py          compares the kernels of a row with the code that they replace
+verify.py          compares kernels with the code that they replace
 check.py           compares a patched model with the original one
 
-Not public yet, because they have not run on a GPU:
-shared_prefix.py   computes prompts that sequences share once
-trie.py            packs the sequences of a batch as a trie
+These are not public, because they have not run on a GPU:
+
+shared_prefix.py   computes shared prompts once
+trie.py            packs a batch as a trie
 trie_attention.py  masks and attention of such a batch
 """
 
@@ -32,7 +33,7 @@ from liger_chunked.integrations.transformers.patch import (
 
 
 def __getattr__(name: str) -> Any:
-    """Return `apply_liger_kernel_to_<family>`, also for families that were registered later."""
+    """Return `apply_liger_kernel_to_<family>`, also of a family registered later."""
     if name in APPLY_TO:
         return APPLY_TO[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

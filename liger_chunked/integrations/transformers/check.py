@@ -1,4 +1,4 @@
-"""Check that a patched model computes the same as the original one."""
+"""Compare a patched model with the original one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "traini
 
 @dataclass(frozen=True)
 class Comparison:
-    """Norms: both errors, the exact result, and the bound."""
+    """Norms of errors and of the exact result."""
 
     ours: float
     stock: float
@@ -41,7 +41,7 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """The errors of the loss and of each gradient, and the difference of each class of layers."""
+    """The errors of loss and gradients, and the difference of each class of layers."""
 
     patched: Applied
     loss: Comparison
@@ -76,17 +76,17 @@ def check_model(
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
     Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
-    float64 model is allowed the rounding of float32, in which the kernels compute. The model stays as it is.
+    float64 model may differ by float32 rounding, because the kernels compute in float32. The model stays as it is.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT), not quantized, sharded or offloaded.
+        model: a transformers model, also in PEFT, not quantized, sharded or offloaded.
         input_ids, labels: (B, T), as in `model(input_ids, labels=labels)`; None for random tokens.
-        factor: the allowed multiple of the stock error, plus the rounding of the dtype.
+        factor: the allowed multiple of the original's error, plus rounding.
         logits_budget, **switches: see `apply_liger_kernel`. Without any, a patched model keeps its patches.
 
     Raises:
         AssertionError: something differs.
-        TypeError, ValueError: as `apply_liger_kernel`, or the comparison is not possible.
+        TypeError, ValueError: as `apply_liger_kernel`, or no comparison is possible.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -133,7 +133,7 @@ def check_model(
         value = exact.get(name, nothing)
         error, of_stock = ((step.get(name, nothing).double() - value).norm().item() for step in (ours, stock))
         size = value.norm().item()
-        # A gradient that is zero but for rounding is allowed the rounding of the larger ones.
+        # A gradient near zero may round like the larger ones.
         rounding = eps * (size if not name else max(size, 0.1 * largest))
         return Comparison(error, of_stock, size, factor * (of_stock + rounding))
 
@@ -179,7 +179,7 @@ def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> d
 
 
 def _step(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the loss, under the name "", and the gradient of each parameter by name."""
+    """Return the loss, named "", and each parameter's gradient by name."""
     torch.manual_seed(0)
     with torch.enable_grad():
         loss = model(**arguments).loss

@@ -1,8 +1,7 @@
 """Facts about a model's code: its parts, whose code runs, and what its forward computes after the backbone.
 
-The config does not say how a model transforms its logits. `check_head` runs the forward on a copy of the model in which
-backbone and `lm_head` return known values and other modules with parameters raise. It reads no parameter, and takes
-milliseconds at any size.
+The config does not say how a model transforms its logits. `check_head` therefore runs the forward on a copy in which
+backbone and `lm_head` return known values and other modules with parameters raise. It takes milliseconds at any size.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from liger_chunked.types import LogitOptions
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside DDP, FSDP, DeepSpeed, `torch.compile` and PEFT, or raise a TypeError."""
+    """Return the transformers model inside wrappers such as DDP and PEFT, or raise a TypeError."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
@@ -42,8 +41,7 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head, or raise a ValueError."""
-    # base_model may be the model itself, as in MllamaForCausalLM.
+    # MllamaForCausalLM is its own base_model.
     backbone = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if backbone is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -51,7 +49,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules of which `lm_head` calls one, or raise a ValueError if it does more."""
+    """Return the Linear modules of which `lm_head` calls one, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -65,7 +63,7 @@ def projections(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _base_names(module: nn.Module) -> set[str]:
-    # FSDP shards a module by giving it a subclass with a new name.
+    # FSDP gives a module a subclass with a new name.
     return {base.__name__ for base in type(module).__mro__}
 
 
@@ -101,26 +99,25 @@ def _head_refusal(module: nn.Module) -> str:
 
 # Whose code runs.
 
-# Attributes for an instance's forward. accelerate's hooks move it to the second one.
+# An instance's forward; accelerate's hooks move it to the second attribute.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
-# Packages whose hooks and forwards accept outputs of any kind.
+# Packages whose hooks and forwards accept any output.
 _FRAMEWORKS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_chunked"}
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the attribute for the module's forward."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that other code has set on this instance, or None."""
+    """Return the forward that was set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and the functions that it is known to wrap, from outside in."""
+    """Yield a function and those that it wraps."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)
@@ -128,12 +125,12 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Return the outermost wrapper that no framework defines, down to a forward of the class `known`, or None."""
+    """Return the outermost wrapper that no framework defines, down to a forward of `known`, or None."""
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
             return None
-        # functools.wraps copies `__module__` from the wrapped function, but not its globals.
+        # functools.wraps copies `__module__`, but not the globals.
         module = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
         if module.partition(".")[0] not in _FRAMEWORKS and not isinstance(code, functools.partial):
             return code
@@ -146,7 +143,7 @@ def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> b
 
 # What a forward computes between its backbone and its logits.
 
-_LENGTH, _MASKED = 6, 4  # positions, and the first one that the attention mask excludes
+_LENGTH, _MASKED = 6, 4  # positions, and the first masked one
 _KEPT = 2  # positions that `logits_to_keep` selects
 _NUM_ITEMS = 7
 
@@ -159,7 +156,7 @@ _FREE = {
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The transform of the logits, and how the arguments of forward and backbone differ."""
+    """The logits' transform, and how the arguments of forward and backbone differ."""
 
     options: LogitOptions
     constants: tuple[tuple[str, Any], ...] = ()
@@ -168,7 +165,7 @@ class HeadFacts:
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
-    """Find the transform, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
+    """Return the facts, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
     trial = _Trial(model, forward)
     with _explained(forward):
         # From the slope of a softcap at 0 to its limit.
@@ -218,13 +215,13 @@ class _Part(Exception):
 
 @contextlib.contextmanager
 def _explained(forward: Callable[..., Any]) -> Iterator[None]:
-    """Compute on the CPU, and turn errors into a ValueError about `forward`."""
+    """Compute on the CPU; turn errors into a ValueError."""
     name = forward.__qualname__
     advice = "Train it with its own forward, which builds logits (apply_liger_kernel: fused_linear_cross_entropy=False)"
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
             yield
-    except Exception as error:  # the model's forward may raise anything
+    except Exception as error:  # a forward may raise anything
         known = isinstance(error, _Difference)
         lost = "the forward could not be followed from the backbone to the logits"
         reason = str(error) if known else f"{lost} ({type(error).__name__}: {error})"
@@ -232,13 +229,11 @@ def _explained(forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Observed(NamedTuple):
-    """One run on stand-ins."""
-
     reached: Tensor  # the input of lm_head
     output: Any
-    given: dict[str, Any]  # the arguments of the forward
-    passed: dict[str, Any]  # those of the core
-    expected: dict[str, Any] | None  # those that the backbone passes to the core
+    given: dict[str, Any]  # arguments of the forward
+    passed: dict[str, Any]  # arguments of the core
+    expected: dict[str, Any] | None  # arguments of the core in a call of the backbone
 
 
 class _Trial:
@@ -249,19 +244,19 @@ class _Trial:
         self.backbone, self.projection = backbone_of(model), projections(model)[0]
 
     def prepare(self, scale: Tensor | float = 1.0) -> None:
-        """Choose what the stand-ins return."""
+        """Draw what the stand-ins return."""
         generator = torch.Generator().manual_seed(0)
         sizes = (self.projection.out_features, self.projection.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
-        # An exact scale or softcap is a number of the config, or its reciprocal.
+        # A scale or softcap is usually a number of the config, or its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward on stand-ins. The core is the backbone, or the part of it that the forward calls."""
+        """Run the forward. The core is the backbone, or the part of it that the forward calls."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -340,7 +335,7 @@ class _Trial:
 
 
 class _Output(BaseModelOutputWithPast):
-    """A backbone's output with None for all other fields."""
+    """A backbone's output; any other field is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -399,7 +394,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks, with stand-ins for submodules that are not `inner`."""
+    """Copy a module without hooks; stand-ins replace submodules that are not `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -414,7 +409,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode makes a dropout visible, but may fuse the model's own forward.
+    # Training mode reveals a dropout, but may fuse the model's own forward.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -426,7 +421,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return `module` and its submodules in which `target` lies."""
+    """Return the modules in `module` that contain `target`."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 
@@ -496,7 +491,7 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of experts. Its settings have many names, so two expressions of the source are evaluated.
+# The load-balancing loss of experts. Its settings have many names, so we evaluate two expressions of the source.
 
 _SWITCH = "output_router_logits"
 
@@ -560,7 +555,7 @@ def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call])
 
 
 def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
-    """Return a function of `names` that evaluates an expression of `forward`, or raise a NameError."""
+    """Compile an expression of `forward` to a function of `names`, or raise a NameError."""
     local = set(forward.__code__.co_varnames) - set(names)
     if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
         raise NameError(f"it needs {', '.join(missing)}")

@@ -1,7 +1,7 @@
 """The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
 
-Our code runs inside `model.forward` and the forward of `lm_head`, so the hooks of DDP, FSDP, ZeRO and `device_map` have
-run. Modules are looked up on each call, because PEFT and FSDP may replace them after patching.
+Our code runs inside the forwards of model and `lm_head`, after the hooks of DDP, FSDP, ZeRO and `device_map`. Each call
+looks modules up again, because PEFT and FSDP may replace them after patching.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import Head, LogitOptions
 
-STOCK = "_liger_stock_forward"  # attribute of our forward: the forward that it replaces
+STOCK = "_liger_stock_forward"  # attribute of our forward: the one that it replaces
 STATE = "_liger_forward"  # attribute of a model or class
 
 
@@ -40,10 +40,10 @@ class HeadInput:
     """The input of a model's head, and the arguments of its loss.
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
-    - `options`: the transform of the logits, and the ignored label
-    - `outputs`: the output of the backbone
-    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: as `model.forward` got them, or None
-    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's own loss
+    - `options`: transform of the logits, and ignored label
+    - `outputs`: the backbone's output
+    - `labels`, `shift_labels` (B, T), `num_items_in_batch`: arguments of `model.forward`, or None
+    - `aux_loss` (), `aux_loss_coef`: the load-balancing loss, or None, and its weight in the model's loss
     """
 
     hidden_states: Tensor
@@ -57,7 +57,7 @@ class HeadInput:
 
     @property
     def target(self) -> Tensor:
-        """(B, T) what each position predicts: `shift_labels`, or else the next labels."""
+        """(B, T): `shift_labels`, or else the next labels."""
         target = self.shift_labels
         if target is None:
             if self.labels is None:
@@ -71,7 +71,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """The output class of `model.forward`, and the most bytes of logits in memory at once."""
+    """Settings of the fused loss."""
 
     output: type[Any]
     logits_budget: int | None = None
@@ -83,7 +83,7 @@ class Fusion:
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """Run `stock`, the forward of `model`, or in its place `head_fn` or the fused loss."""
+    """Run `stock`, the model's forward, or in its place `head_fn` or the fused loss."""
     if args:  # the order may differ in the backbone
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -95,7 +95,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # With a patched class, the forward of a subclass may have called this one.
+            # A subclass's forward may have called the forward of a patched class.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             head_facts(model, of_class, causal_loss=True)
             return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
@@ -158,7 +158,7 @@ class _CrossEntropy:
 
 
 def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """Return the annotated output class of `forward`, which differs between versions of transformers."""
+    """Return the annotated output class, which differs between versions of transformers."""
     returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
     return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
@@ -175,7 +175,7 @@ def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 class _CheckedHead:
-    """The facts about a head, and the forward and numbers that they hold for."""
+    """Facts about a head, with the forward and numbers that they hold for."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -211,11 +211,11 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
-    """Return the cached facts about the head that `forward` computes, by default that of the class.
+    """Return the cached facts about the head of `forward`, by default the class's.
 
     Raises:
-        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss of
-            `forward` is not the causal one.
+        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss is not
+            causal.
     """
     if forward is None:
         of_class = type(model).forward
@@ -242,7 +242,7 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    The transform is measured, because some models ignore the numbers in their config. `logit_scale` includes a factor
+    The transform is measured, because some models ignore numbers in their config. `logit_scale` includes a factor
     between backbone and `lm_head`.
 
     Raises:
@@ -265,11 +265,11 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone as `forward`, by default that of the model's class, would."""
+    """Run the backbone as `forward` would, by default that of the class."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
-    if isinstance(num_items, int):  # the losses clamp a tensor, without a synchronization
+    if isinstance(num_items, int):  # the losses clamp a tensor without a synchronization
         num_items = max(num_items, 1)
     logits_to_keep = kwargs.pop("logits_to_keep", 0)
     options = _with_ignore_index(facts.options, kwargs.pop("ignore_index", -100))
@@ -314,7 +314,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 # The head.
 
-# While one thread runs a head_fn inside an lm_head, others get logits, or wait to run theirs.
+# While a thread runs its head_fn inside an lm_head, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -344,13 +344,13 @@ def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadI
     head = Head(_whole(projection.weight), _whole(projection.bias))
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # A float32 head after a bfloat16 backbone; the loss rejects the reverse.
+        # For a float32 head after a bfloat16 backbone; the loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary. The gradient is a slice.
+    # Tensor parallelism shards the vocabulary; each rank gets its slice of the gradient.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -366,7 +366,7 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
 
 
 def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, asks for logits
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, wants logits
         return nn.Linear.forward(projection, hidden_states)
     with _running(None):
         return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
@@ -374,7 +374,7 @@ def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInp
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's calls of `lm_head` run `head_fn`; None restores logits."""
+    """Make this thread's calls of `lm_head` run `head_fn`, or None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield
@@ -384,7 +384,6 @@ def _running(head_fn: HeadFn | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the duration of a block."""
     before = {key: x for key, x in vars(module).items() if key == name}
     vars(module)[name] = value
     try:
@@ -396,7 +395,7 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject users' forwards and backward hooks, and let forward hooks look but not edit."""
+    """Reject users' forwards and backward hooks; let forward hooks look but not edit."""
     own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
     own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
     own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]

@@ -1,6 +1,6 @@
-"""Parts of a model that the base kernels can replace.
+"""Layers that base kernels replace.
 
-A `Layer` fits every class that has the attributes it reads and computes the same; `overrides.py` lists these classes.
+A `Layer` fits every class that computes the same from the same attributes; `overrides.py` lists these classes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
     return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
 
 
-# Functions of (gate, up), or of one tensor that holds both.
+# Functions of (gate, up), or of both in one tensor.
 _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
     SiLUActivation: liger_swiglu,
     nn.SiLU: liger_swiglu,
@@ -75,7 +75,7 @@ def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
-    # No hook can see the gate's input.
+    # No hook sees the gate's input.
     return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
 
 

@@ -1,7 +1,7 @@
-"""The table of model families: which classes of a modeling module are served, and by which layer.
+"""The table of model families: which layer serves which class of a modeling module.
 
-To add a row, name the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with layers that compute
-and round the same. Add a tiny config to `tests/model_zoo.py`, and the test suite covers the family.
+A row names the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with layers that compute and
+round the same. A tiny config in `tests/model_zoo.py` makes the test suite cover it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Family:
     """One row of the table. `rms_norm`, `layer_norm`, `swiglu` and `geglu` map class names to layers.
 
     - `name`, `aliases`: of `apply_liger_kernel_to_<name>`
-    - `causal`: names of the classes with an `lm_head`
+    - `causal`: the classes with an `lm_head`
     - `rope`: replaces `apply_rotary_pos_emb`, unless None
     - `module`: the modeling module, if it is not that of `name`
     """
@@ -140,12 +140,11 @@ def family_by_name(name: str) -> Family:
 
 
 def layer_class(family: Family, name: str) -> type[nn.Module]:
-    """Return a class of the modeling module, or else of torch.nn."""
     return getattr(family.modeling, name, None) or getattr(nn, name)
 
 
 def family_of(model_class: type) -> Family:
-    """Return the family whose modeling module defines the class or one of its bases."""
+    """Return the family that defines the class or one of its bases."""
     modules = {cls.__module__ for cls in model_class.__mro__}
     for family in BY_NAME.values():
         if family.module_name in modules:

@@ -1,7 +1,7 @@
-"""How a model, or all models of a family, are patched and restored.
+"""Patch and restore a model, or all models of a family.
 
-A patched module gets a subclass of its class. All modules of a class share that subclass, so Dynamo compiles them once,
-and a copy of a module uses its own parameters. `Patches` sets attributes of classes.
+A patched module gets a subclass of its class. Modules of a class share that subclass, so Dynamo compiles them once, and
+a copy of a module uses its own parameters. A family's patch sets attributes of its classes.
 """
 
 from __future__ import annotations
@@ -28,29 +28,26 @@ from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import BY_NAME, Family, family_by_name, family_of, layer_class
 from liger_chunked.types import budget_bytes
 
-# The mechanism.
-
 Method = Callable[..., Any]
 _PATCH = "_liger_patch"  # attribute of a patched class
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A method and its picklable replacement; None is the forward of `head.py`."""
+    """A method and its picklable replacement, None for the forward of `head.py`."""
 
     method: str
     run: Method | None = None
 
 
 def _patched_class(cls: Any, patch: Patch) -> Any:
-    """Return the subclass of the same name with the method replaced."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Refers to the original class, because this subclass cannot be imported.
+        # Refer to the original class, because nothing can import this subclass.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -79,7 +76,7 @@ def stock_class(cls: Any) -> Any:
 
 @functools.cache
 def _rebased(cls: Any) -> Any:
-    """Rebuild a class that `fully_shard` or `register_parametrization` derived from a patched one."""
+    """Rebuild a class that, for example, `fully_shard` derived from a patched one."""
     namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
 
@@ -98,7 +95,7 @@ def has_our_layer(module: nn.Module) -> bool:
 
 
 def set_patch(module: nn.Module, patch: Patch | None) -> None:
-    """Replace a method of the module in place of a previous patch; None restores it."""
+    """Set the module's only patch; None restores the method."""
     stock = stock_class(type(module))
     _set_class(module, stock if patch is None else _patched_class(stock, patch))
 
@@ -108,7 +105,7 @@ def _set_class(module: nn.Module, cls: Any) -> None:
     if before is cls:
         return
     object.__setattr__(module, "__class__", cls)
-    # accelerate's hooks hold the bound method of the previous class.
+    # accelerate's hooks keep the previous class's bound method.
     for slot in detect.FORWARD_SLOTS:
         bound = vars(module).get(slot)
         if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
@@ -119,7 +116,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes of classes and Python modules."""
+    """Replaced attributes."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -145,7 +142,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model or a class has our forward. Shallow copies of a model share it."""
+    """Why a model or a class has our forward. A model's shallow copies share it."""
 
     head_fn: bool = False
     fusion: Fusion | None = None
@@ -153,7 +150,7 @@ class ForwardState:
 
 
 def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Install our forward for the first reason, and restore the original after the last one."""
+    """Install our forward for the first reason; restore the original after the last one."""
     before = vars(owner).get(STATE)
     state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
     if state.head_fn or state.fusion is not None:
@@ -172,8 +169,8 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
 
 
 def _class_forward(stock: Method) -> Method:
-    """Return the forward of a patched class, with the signature of `stock` for generate and Trainer."""
-    stock = getattr(stock, STOCK, stock)  # if the family is already patched
+    """Return a patched class's forward, with the signature of `stock` for generate and Trainer."""
+    stock = getattr(stock, STOCK, stock)  # the family may be patched already
 
     @functools.wraps(stock)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +186,7 @@ def _install(model: PreTrainedModel) -> None:
     if own is None or _calls_ours(own):
         set_patch(model, Patch("forward"))
         return
-    # A framework has set it. A partial, because the model must be picklable.
+    # A framework has set it. A partial can be pickled with the model.
     forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
     vars(forward)[STOCK] = own
     vars(model)[forward_slot(model)] = forward
@@ -205,12 +202,12 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 
 def _calls_ours(own: Callable[..., Any]) -> bool:
-    """Whether this forward wraps ours, as the autocast of Trainer does."""
+    """Whether this forward wraps ours, as Trainer's autocast does."""
     return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 
 def _refuse_foreign_forward(model: PreTrainedModel) -> None:
-    """Raise a ValueError if a fused step would skip a user's forward."""
+    """Raise if a fused step would skip a user's forward."""
     own = own_forward(model)
     if own is None or _calls_ours(own):
         return
@@ -236,11 +233,11 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) 
 def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
-    `fn` gets a `Head` and a `HeadInput`. It runs inside `model.forward`, so under autocast and the hooks of DDP, FSDP
-    and ZeRO. It returns a tensor, or tensors in a tuple, dict or `ModelOutput`.
+    `fn` gets a `Head` and a `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs
+    inside `model.forward`, under autocast and the hooks of DDP, FSDP and ZeRO.
 
     Raises:
-        TypeError: `model` is not, and does not wrap, a transformers model.
+        TypeError: `model` contains no transformers model.
         ValueError: the `lm_head` is more than weight and bias, the logits are not `transform(lm_head(hidden_states))`,
             or a user has set a forward on this instance.
 
@@ -274,7 +271,7 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """The replaced parts by switch, with the count of each; `print` shows them."""
+    """Counts of replaced classes by switch; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -285,7 +282,7 @@ class Applied:
         counts[name] = counts.get(name, 0) + 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)  # of a copied model, which needs the rope function too
+        vars(self).update(state)  # a copied model needs the rope function too
         if "rope" in self.replaced:
             ROPES[self.family].hold(family_by_name(self.family), self)
 
@@ -298,7 +295,7 @@ class Applied:
 
 
 class _Rope:
-    """The rope function of a modeling module, which all its models call: ours while a holder lives."""
+    """Replaces a modeling module's rope function while a holder lives."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -354,7 +351,7 @@ def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool
 
 
 def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """Return the modules that a switch replaces, and their names in the table."""
+    """Return the modules that a switch replaces, with their names in the table."""
     layers = [(name, layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
     return [
         (module, name)
@@ -367,14 +364,13 @@ def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Mo
 
 
 def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str]]) -> None:
-    """Raise a ValueError if a kernel does not support a layer."""
     for name, layer in family.layers.get(switch, {}).items():
         modules = [module for module, known in found if known == name]
         try:
             reason = next(filter(None, map(layer.refusal, modules)), None)
         except AttributeError as missing:
             reason = f"it is laid out differently: {missing}"
-        if reason is None and family not in overrides.FAMILIES:  # the test suite compares the built-in rows
+        if reason is None and family not in overrides.FAMILIES:  # tests compare the built-in rows
             try:
                 verify.check_layers(layer, modules, layer_class(family, name))
             except verify.Difference as difference:
@@ -389,14 +385,14 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. Copies and pickles of the model are patched too. `rope` serves
-    all models of the family until the last model patched with it is reverted or deleted.
+    `token_accuracy`. Copies and pickles of the model are patched too. `rope` serves all models of the family until the
+    last model patched with it is reverted or deleted.
 
     Args:
         model: a transformers model of a family in `overrides.py`, or a wrapper of one.
-        logits_budget: the most bytes of logits in memory at once, a number or "512MiB"; None for automatic.
+        logits_budget: as in `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
-            By default all that the model has are on except `cross_entropy`, which excludes the last one.
+            All that the model has are on by default, except `cross_entropy`, which excludes the last one.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
@@ -418,7 +414,7 @@ def apply_liger_kernel(
     (torch.Size([]), None)
     >>> revert_liger_kernel(model)
     """
-    logits_budget = budget_bytes(logits_budget)  # all errors come before the first patch
+    logits_budget = budget_bytes(logits_budget)  # raise all errors before the first patch
     inner = inner_model(model)
     family = family_of(type(inner))
     if inner.use_kernels:
@@ -442,7 +438,7 @@ def apply_liger_kernel(
             )
     if FUSED in on:
         state = vars(inner).get(STATE)
-        if state is None or not state.head_fn:  # else our forward is installed and stays
+        if state is None or not state.head_fn:  # else our forward stays
             _refuse_foreign_forward(inner)
         head.head_facts(inner, causal_loss=True)
 
@@ -475,9 +471,9 @@ def _fuse(owner: Any, family: Family, causal: str, logits_budget: int | None, ap
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
-    """Undo `apply_liger_kernel(model)`, or, for the name of a family, `apply_liger_kernel_to_<family>()`.
+    """Undo `apply_liger_kernel(model)`, or, for a family's name, `apply_liger_kernel_to_<family>()`.
 
-    Forwards that other code has set since stay.
+    A forward that was set after patching stays.
     """
     if isinstance(model, str):
         _revert_family(family_by_name(model))
@@ -508,7 +504,7 @@ def _release(applied: Applied | None) -> None:
 def apply_to_family(
     family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
 ) -> Applied:
-    """Patch the classes of a family, except those of torch, and with them all existing and future models.
+    """Patch a family's classes, except torch's, and so all existing and future models.
 
     An unsupported activation raises when it runs.
     """
@@ -566,11 +562,11 @@ def _function_of(name: str, family: Family) -> Callable[..., Applied]:
 def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
     """Add a row to the table of families.
 
-    Its kernels are compared with the code that they replace, now and when a model is patched. `replace` allows to
-    replace rows with the same name; patched models stay as they are.
+    Its kernels are compared with the code that they replace, now and in each patched model. `replace` allows a taken
+    name; patched models stay as they are.
 
     Returns:
-        `apply_liger_kernel_to_<name>`, which becomes an attribute of `liger_chunked` too.
+        `apply_liger_kernel_to_<name>`, also an attribute of `liger_chunked`.
 
     Raises:
         TypeError: `causal` or `aliases` is no tuple.
@@ -616,7 +612,7 @@ APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` with the keyword arguments of `apply_liger_kernel`, which patches its models."""
+    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`, which patches its models."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:

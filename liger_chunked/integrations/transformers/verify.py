@@ -1,6 +1,6 @@
-"""Compare each kernel of a row with the code that it replaces, on random tokens and small layers.
+"""Compare each kernel of a row with the code that it replaces, on small layers.
 
-Weights are random too, because the initial ones and zeros of a norm would hide errors.
+Tokens and weights are random, because a norm's initial ones and zeros would hide errors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from liger_chunked.integrations.transformers.layers import Layer, rotate_halves,
 from liger_chunked.integrations.transformers.overrides import Family, layer_class
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's values in bfloat16; another casting order changes a tenth
-_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal the eps of a norm, large ones a clamp
+_MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
+_SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal a norm's eps, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
 
 
 class Difference(ValueError):
-    """A kernel and the code that it replaces differ."""
+    """A kernel differs from the code that it replaces."""
 
 
 class Incomparable(Exception):
@@ -36,7 +36,7 @@ class Incomparable(Exception):
 
 
 def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Raise a Difference if a kernel differs on a module that can be built without a model; all can if `needs_all`."""
+    """Raise a Difference if a kernel differs. Skip modules that need a model to be built, unless `needs_all`."""
     if family.rope is not None:
         check_rope(family)
     for switch, layers in family.layers.items():
@@ -55,7 +55,7 @@ def check_row(family: Family, *, needs_all: bool = False) -> None:
 
 
 def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration, all of which must be comparable."""
+    """Run `check_layer` on one module of each configuration."""
     seen = set()
     for module in modules:
         plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
@@ -70,7 +70,7 @@ def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module
 
 
 def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise a Difference unless `layer.run` computes the same as `cls`, on a small copy of `module`."""
+    """Raise a Difference unless `layer.run` equals `cls` on a small copy of `module`."""
     with _quiet():
         probe = _probe(module, cls, {1: 1})
         width, expected = _stock_output(layer, probe, cls)
@@ -84,7 +84,7 @@ def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def check_rope(family: Family) -> None:
-    """Raise a Difference unless `family.rope` computes the same as the function that it replaces."""
+    """Raise a Difference unless `family.rope` equals the function that it replaces."""
     ours: Any = family.rope
     advice = "set rope=None in the row, which leaves the rotary embedding as it is"
     title = f"rope: apply_rotary_pos_emb of {family.module_name}"
@@ -118,7 +118,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference, or return None if it is within rounding."""
+    """Describe the largest difference, if it is more than rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -128,7 +128,6 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
 
 
 def _configs(family: Family) -> Iterator[Any]:
-    """Yield default configurations of the family."""
     named = [getattr(family.modeling, name) for name in family.causal]
     others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
@@ -141,11 +140,8 @@ def _configs(family: Family) -> Iterator[Any]:
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
 
 
-# Rotary embeddings.
-
-
 def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, and the cos and sin of the family's rotary embedding."""
+    """Return q, k, cos and sin."""
     positions = torch.tensor([[0, 1, 2, 7, 50]])
     found = _angles(family, positions)
     if found is None:  # use Llama's
@@ -179,7 +175,7 @@ def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | N
                     cos, sin = rotary(x, ids, **more)
                     if cos.ndim == 3 and cos.shape[0] == 1:
                         return cos, sin, width
-            except Exception:  # a class for another part of the model
+            except Exception:  # another part of the model
                 continue
     return None
 
@@ -197,7 +193,7 @@ def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], 
 
 
 def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
-    """Build a module that `layer` supports from a default configuration, on the meta device."""
+    """Build a module that `layer` supports on the meta device."""
     reasons = []
     for config in (*_configs(family), None):
         if hasattr(config, "_experts_implementation"):
@@ -235,7 +231,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 def _small(size: int, sizes: dict[int, int]) -> int:
-    """Map a dimension of a layer to a small one. Twice another dimension stays so."""
+    """Map a layer's dimension to a small one; twice another dimension stays twice."""
     if size not in sizes:
         if 2 * size in sizes:
             sizes[size] = sizes[2 * size] // 2
@@ -280,7 +276,7 @@ def _child(child: nn.Module, sizes: dict[int, int], seed: int) -> nn.Module:
     n_in, n_out = getattr(child, "in_features", None), getattr(child, "out_features", None)
     if n_in is None or n_out is None:
         return _probe(child, type(child), sizes)
-    # In place of a projection that may be quantized.
+    # Replaces a projection that may be quantized.
     width, height = _small(n_in, sizes), _small(n_out, sizes)
     linear = nn.Linear(width, height, bias=getattr(child, "bias", None) is not None, device="meta")
     for name, parameter in list(linear.named_parameters()):
@@ -293,7 +289,7 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return the width of an input that the original accepts, and its output."""
+    """Return an input width that the original accepts, and its output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
     failure: Exception | None = None
     for width in dict.fromkeys(widths):
@@ -319,13 +315,13 @@ def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: 
 
 
 def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare the rounding of a norm in bfloat16, with float32 and bfloat16 weights."""
+    """Compare a norm's rounding in bfloat16, with float32 and bfloat16 weights."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = copy.deepcopy(probe).to(dtype)
         try:
             expected = getattr(cls, layer.method)(probe, x)
-        except RuntimeError:  # it does not accept mixed dtypes
+        except RuntimeError:  # it takes no mixed dtypes
             continue
         ours = layer.run(probe, x)
         if ours.dtype != expected.dtype:
