@@ -16,7 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,13 +230,13 @@ def worker() -> None:
 
 
 class Checkout:
-    """A worker process that imports the library from `path`."""
+    """A worker process that imports the library from `path`: `script --worker`, with `arguments`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, script: Path = Path(__file__), arguments: Sequence[str] = ()) -> None:
         self.path = path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--worker"],
+            [sys.executable, str(script.resolve()), "--worker", *arguments],
             cwd=path,
             env=environment,
             stdin=subprocess.PIPE,
@@ -259,8 +259,8 @@ class Checkout:
 
 
 @contextmanager
-def checkouts(*paths: Path) -> Iterator[list[Checkout]]:
-    opened = [Checkout(path.resolve()) for path in paths]
+def checkouts(*paths: Path, script: Path = Path(__file__), arguments: Sequence[str] = ()) -> Iterator[list[Checkout]]:
+    opened = [Checkout(path.resolve(), script, arguments) for path in paths]
     try:
         yield opened
     finally:

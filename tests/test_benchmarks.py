@@ -22,6 +22,7 @@ from benchmarks import (
     policy,
     preference,
     report,
+    same_bits,
     steps,
     sweep,
 )
@@ -341,7 +342,7 @@ def test_figures_and_tables_of_steps(whole_steps: Path, tmp_path: Path) -> None:
     assert [len({line.count("|") for line in lines}) for lines in tables] == [1, 1]
 
 
-@pytest.mark.parametrize("module", [figures, style, report, steps])
+@pytest.mark.parametrize("module", [figures, style, report, same_bits, steps])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -349,3 +350,68 @@ def test_examples(module) -> None:
 def test_error_is_relative() -> None:
     expected = torch.full((3, 4), 2.0, dtype=torch.float64)
     assert math.isclose(harness.error(expected.float() + 0.5, expected), 0.25)
+
+
+def test_same_bits_reports_every_difference() -> None:
+    one, other = (same_bits.digest(torch.tensor(x)) for x in (1.0, 1.0000001))
+    before = {
+        "ce, equal": {"loss": one, "weight": one},
+        "ce, other bits": {"loss": one, "weight": one},
+        "ce, other metrics": {"loss": one, "metrics.old": one},
+        "kto, fails after": {"loss": one},
+        "kto, fails otherwise": "ValueError: old",
+        "kto, fails alike": "ValueError: same",
+        "kto, gone": {"loss": one},
+    }
+    after = {
+        "ce, equal": {"loss": one, "weight": one},
+        "ce, other bits": {"loss": one, "weight": other},
+        "ce, other metrics": {"loss": one, "metrics.new": one},
+        "kto, fails after": "TypeError: new",
+        "kto, fails otherwise": "ValueError: new",
+        "kto, fails alike": "ValueError: same",
+        "kto, added": {"loss": one},
+    }
+    found = same_bits.compare(before, after)
+    assert {name: found[name] for name in ("cases", "equal_cases", "tensors", "equal_tensors")} == {
+        "cases": 8,
+        "equal_cases": 1,
+        "tensors": 7,
+        "equal_tensors": 4,
+    }
+    assert found["differing"] == {"ce, other bits": ["weight"], "ce, other metrics": ["metrics.old", "metrics.new"]}
+    assert found["failing"] == {
+        "kto, fails after": {"before": None, "after": "TypeError: new"},
+        "kto, fails otherwise": {"before": "ValueError: old", "after": "ValueError: new"},
+    }
+    assert found["failing_alike"] == {"kto, fails alike": "ValueError: same"}
+    assert (found["only_before"], found["only_after"]) == (["kto, gone"], ["kto, added"])
+
+    found["differing"] = [
+        {
+            "case": case,
+            "repeatable": True,
+            "tensors": {name: same_bits.difference(torch.tensor([2.0]), torch.tensor([4.0])) for name in names},
+        }
+        for case, names in found["differing"].items()
+    ]
+    lines = same_bits.report({**found, "public_names": {"only_before": ["reference"], "only_after": []}})
+    for expected in (
+        "1 of 8 cases and 4 of 7 tensors have equal bits",
+        "  differs: ce, 2 cases, 0 not repeatable: largest difference 2.0e+00, relative 5.0e-01, "
+        "of weight, metrics.old, metrics.new",
+        "  fails, after: kto, 1 cases: TypeError: new",
+        "  fails, both: kto, 1 cases: ValueError: same",
+        "  only before: kto, 1 cases",
+        "  public name only before: reference",
+    ):
+        assert expected in lines
+
+
+def test_same_bits_hashes_dtype_and_shape() -> None:
+    x = torch.zeros(2, 3)
+    assert same_bits.digest(x) == same_bits.digest(torch.zeros(3, 2).T)
+    for y in (x.int(), x.view(3, 2), -x):
+        assert same_bits.digest(x) != same_bits.digest(y)
+    assert same_bits.difference(x, None) == {"missing": "after"}
+    assert same_bits.difference(x, x.view(3, 2)) == {"before": "float32 (2, 3)", "after": "float32 (3, 2)"}
