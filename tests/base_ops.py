@@ -409,6 +409,7 @@ def dynamo_warns(test: Callable[..., None]) -> Callable[..., None]:
         ".*should not be instantiated:DeprecationWarning",  # it instantiates the Functions that it traces
         ".*torch.jit.script_method.*:DeprecationWarning",  # on import
         ".*TensorFloat32 tensor cores.*:UserWarning",
+        "The .grad attribute of a Tensor that is not a leaf:UserWarning",  # of its inputs
     ):
         test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
     return test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 import torch
 import torch.distributed as dist
 import transformers
+from base_ops import dynamo_warns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_zoo import _TEXT, BY_ID, Tiny
@@ -386,9 +388,10 @@ def test_flex_attention(setting: str) -> None:
     leaves = [q, k, v]
     if "sinks" in setting:
         leaves.append(sinks)
-    arguments = (0.3, softcap, sinks if "sinks" in setting else None)
-    got = trie_attention._attend(q, k, v, mask.end, mask.depth, mask.window, mask.blocks, *arguments)
-    expected = trie_attention._attend_densely(q, k, v, mask, *arguments)
+    with_sinks = "sinks" in setting
+    sinks_by_head = sinks[None, :, None] if with_sinks else None
+    got = trie_attention._attend(q, k, v, mask.blocks, "0.3", "1.5" if softcap else None, sinks_by_head)
+    expected = trie_attention._attend_densely(q, k, v, mask, 0.3, softcap, sinks if with_sinks else None)
     upstream = torch.randn_like(got)
     # Sinks need the logsumexp of FlexAttention, which is float32.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 if "sinks" in setting else 1e-12)
@@ -398,7 +401,8 @@ def test_flex_attention(setting: str) -> None:
 
 @pytest.mark.usefixtures("flex_gradients")
 @pytest.mark.ordinary_memory
-def test_compiled_once_for_all_lengths() -> None:
+@dynamo_warns
+def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with and without a window, rows of any length, and new masks run one graph with gradients, one without."""
     graphs = []
 
@@ -407,24 +411,24 @@ def test_compiled_once_for_all_lengths() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(trie_attention._attend, fullgraph=True, backend=backend)
-    for length, window in ((768, None), (512, 9), (256, None)):
-        n = length
-        end = torch.full((1, n), n, dtype=torch.int32)
-        mask = trie_mask(end, torch.arange(n)[None], window, has_windows=True)
-        q, k, v, _ = _layer(n)
-        for x in (q, k, v):
-            torch._dynamo.maybe_mark_dynamic(x, 2)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compiled = trie_attention._compiled_attend.__wrapped__()
+    # At first as many blocks as heads, which must not make the number of blocks a constant.
+    for length, window in ((512, None), (768, 9), (256, None), (1280, 9)):
+        end = torch.full((1, length), length, dtype=torch.int32)
+        mask = trie_mask(end, torch.arange(length)[None], window, has_windows=True)
+        q, k, v, sinks = _layer(length)
+        q = q.transpose(1, 2).flatten(2).view(1, length, 4, 8).transpose(1, 2)  # a view, as in models
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                compiled(q, k, v, mask.end, mask.depth, mask.window, mask.blocks, 0.3, None, None)
+                compiled(q, k, v, mask.blocks, "0.3", "1.5", sinks[None, :, None])
     assert len(graphs) == 2
     torch._dynamo.reset()
 
 
 @pytest.mark.gpu
 @pytest.mark.ordinary_memory
-@pytest.mark.xfail(reason="torch 2.11 cannot compile FlexAttention with this mask; shared prefixes are not public yet")
+@dynamo_warns
 @pytest.mark.parametrize(
     ("name", "way"), [("llama", "sdpa"), ("gemma2", "flex_attention"), ("gpt_oss", "flex_attention")]
 )
@@ -435,6 +439,7 @@ def test_flex_attention_on_a_gpu(name: str, way: str) -> None:
     changes = {**changes, "head_dim": 16, "max_position_embeddings": 2048}
     model = dataclasses.replace(tiny, config={**tiny.config, **changes}).build()
     model.config._attn_implementation = "flex_attention"
+    torch._dynamo.reset()
     graphs = []
     for n in (600, 900, 700):
         generator = torch.Generator().manual_seed(n)

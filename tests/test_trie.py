@@ -156,11 +156,11 @@ def test_all_padding() -> None:
     assert (packed.node == -1).all()
 
 
-def test_colliding_hashes_cost_sharing_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_costs_sharing_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = [[1, 2, 3], [1, 2, 4], [1, 5], [2, 2], [2, 3]]
     ids, mask = padded(sequences)
-    order = torch.tensor([0, 3, 1, 4, 2])  # the worst: no neighbours share a prefix
-    monkeypatch.setattr(trie, "_depth_first_order", lambda ids, ended: order)
+    order = [0, 3, 1, 4, 2]  # the worst: no neighbours share a prefix
+    monkeypatch.setattr(trie, "_depth_first_order", lambda sequences: order)
     packed = pack_trie(ids, mask, multiple=1)
     assert packed.nodes > n_prefixes(sequences)
     for b, sequence in enumerate(sequences):
@@ -170,24 +170,34 @@ def test_colliding_hashes_cost_sharing_and_nothing_else(monkeypatch: pytest.Monk
         assert ((torch.arange(packed.nodes) <= q) & (q < packed.end[0])).nonzero().flatten().tolist() == nodes.tolist()
 
 
+def test_ids_that_are_equal_in_32_bits() -> None:
+    """They are no token of a vocabulary, but another trie must not come of them."""
+    sequences = [[1, 2], [1 + 2**32, 2], [1, 2, 3]]
+    ids, mask = padded(sequences)
+    packed = pack_trie(ids, mask, multiple=1)
+    for b, sequence in enumerate(sequences):
+        nodes = packed.node[b, : len(sequence)]
+        assert packed.input_ids[0, nodes].tolist() == sequence
+        q = nodes[-1]
+        assert ((torch.arange(packed.nodes) <= q) & (q < packed.end[0])).nonzero().flatten().tolist() == nodes.tolist()
+
+
 def test_the_host_waits_once() -> None:
-    """Everything but one tensor of two integers a sequence stays on the device."""
+    """Tokens and mask go to the host, and one tensor comes back."""
     waits = []
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(function, "__name__", "")
-            if name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu", "masked_select", "unique"):
-                waits.append(name)
-            if name == "__getitem__":
-                parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-                assert not any(isinstance(x, Tensor) and x.dtype == torch.bool for x in parts)
+            if name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu", "to", "masked_select", "unique"):
+                waits.append((name, args[0].dtype))
             return function(*args, **(kwargs or {}))
 
     ids = torch.randint(3, (8, 20))
     with Watch():
-        pack_trie(ids, torch.ones_like(ids), row_tokens=30)
-    assert waits == ["tolist"]
+        pack_trie(ids, torch.ones_like(ids, dtype=torch.bool), row_tokens=30)
+    to_host, to_device = [("cpu", torch.int64), ("cpu", torch.bool)], [("to", torch.int64)]
+    assert waits == to_host + to_device + [("to", torch.int64)]  # the last keeps the dtype of the ids, and is no copy
 
 
 def test_refusals() -> None:

@@ -10,12 +10,17 @@ sequences without padding are all tries, or forests.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+
+_Array = NDArray[Any]
 
 _CHUNK = 1 << 24  # gradient values that `gather_rows` holds in float32 at a time
 
@@ -49,7 +54,7 @@ def pack_trie(
 ) -> PackedTrie:
     """Merge the sequences of a padded batch into the trie of their tokens.
 
-    The host waits for the device once, for two integers per sequence. Memory grows with B * B and with B * T.
+    The host builds the trie, and waits for the device once, for the tokens.
 
     Args:
         input_ids: (B, T), padded anywhere.
@@ -72,109 +77,145 @@ def pack_trie(
             f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}: sharing "
             "needs the padding mask of the batch"
         )
-    n, width = input_ids.shape
-    valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
-    column = valid.cumsum(1) - 1  # without padding
-    length = column[:, -1] + 1
-    depth = torch.arange(width + 1, device=input_ids.device)
-    # The last column takes the padding, and no sequence is long enough to use it.
-    ids = input_ids.new_zeros(n, width + 1).scatter_(1, column.masked_fill(~valid, width), input_ids)
-    ended = depth >= length[:, None]
+    batch = input_ids.cpu().numpy()
+    # The kernels of torch would start a pool of threads.
+    places = _places(batch, None if attention_mask is None else attention_mask.cpu().numpy() != 0)
+    sequences = [row[place] for row, place in zip(batch, places, strict=True)]
 
-    order = _depth_first_order(ids, ended)
-    ids, length, ended = ids[order], length[order], ended[order]
-    differs = (ids[1:] != ids[:-1]) | ended[1:] | ended[:-1]
-    shared = F.pad(differs.to(torch.uint8).argmax(1), (1, 0))  # tokens in common with the sequence before
-    fresh = length - shared
-    start = fresh.cumsum(0) - fresh  # the first node of each sequence that is its own
-    fresh_counts, shared_counts = torch.stack([fresh, shared]).tolist()  # the only wait for the device
-    nodes = sum(fresh_counts)
+    order = _depth_first_order(sequences)
+    shared = [0] * len(sequences)  # tokens in common with the sequence before
+    for before, i in itertools.pairwise(order):
+        shared[i] = _n_common(sequences[before], sequences[i])
+    fresh = [len(sequence) - n for sequence, n in zip(sequences, shared, strict=True)]
+    rows = _rows(order, fresh, shared, row_tokens)
+    row_length = max(1, -(-max(sum(fresh[i] for i in row) for row in rows) // multiple)) * multiple
 
-    # Tokens by sequences, so that the scans over sequences run along contiguous memory.
-    owns = depth[:, None] >= shared
-    node = torch.where(owns, start - shared + depth[:, None], -1).cummax(1).values
-    behind = F.pad(torch.where(owns, start, nodes)[:, 1:], (0, 1), value=nodes)
-    end = behind.flip(1).cummin(1).values.flip(1)
-
-    n_rows, row_length, places = _rows(fresh_counts, shared_counts, row_tokens, multiple)
-    index = node
-    if places is not None:
-        row, offset = torch.tensor(places).to(input_ids.device, non_blocking=True)
-        end = end + offset
-        index = node + offset + row * row_length
-
-    size = n_rows * row_length
-    cells = index.masked_fill(ended.T, size).flatten()  # cells behind the end of a sequence go behind the last row
-    filler = torch.arange(row_length, device=input_ids.device).repeat(n_rows)
-
-    def packed(fill: Tensor, values: Tensor) -> Tensor:
-        # Several sequences write the same value to a node that they share.
-        return F.pad(fill, (0, 1)).scatter_(0, cells, values.flatten())[:-1].view(n_rows, row_length)
-
-    by_sequence = index.T[order.argsort()]
+    shape = len(rows), row_length
+    host = _buffer(shape, batch.shape, pinned=input_ids.is_cuda)
+    all_ids, all_depths, all_ends, node = (x.numpy() for x in _parts(host, shape, batch.shape))
+    node.fill(-1)
+    depth = np.arange(batch.shape[1])
+    for r, row in enumerate(rows):
+        ids, depths, ends = all_ids[r], all_depths[r], all_ends[r]
+        path = _Path(ends)
+        for i in row:
+            path.leave(shared[i])
+            own = path.enter(fresh[i])
+            ids[own], depths[own] = sequences[i][shared[i] :], depth[shared[i] : len(sequences[i])]
+            node[i, places[i]] = path.nodes(r * row_length)
+        path.leave(0)
+        filler = slice(path.place, row_length)
+        ids[filler], depths[filler], ends[filler] = 0, 0, np.arange(path.place, row_length) + 1
+    packed_ids, positions, end, nodes = _parts(host.to(input_ids.device, non_blocking=True), shape, batch.shape)
     return PackedTrie(
-        input_ids=packed(torch.zeros_like(filler, dtype=ids.dtype), ids.T),
-        position_ids=packed(torch.zeros_like(filler), depth[:, None].expand(-1, n)),
-        end=packed(filler + 1, end).int(),
-        node=by_sequence.gather(1, column.clamp(min=0)).masked_fill(~valid, -1),
-        tokens=sum(fresh_counts) + sum(shared_counts),
-        nodes=nodes,
+        input_ids=packed_ids.to(input_ids.dtype),
+        position_ids=positions,
+        end=end,
+        node=nodes,
+        tokens=sum(map(len, sequences)),
+        nodes=sum(fresh),
     )
 
 
-def _depth_first_order(ids: Tensor, ended: Tensor) -> Tensor:
-    """Return the lexicographic order of sequences (B, T + 1).
-
-    Each pair of sequences is compared at the first token that differs. A binary search finds it in the hashes of all
-    prefixes. Two prefixes with the same hash would cost a shared node, never a wrong trie: the trie is built from the
-    tokens.
-    """
-    odd = 0x5851F42D4C957F2D
-    weight = torch.full_like(ids[0], odd, dtype=torch.int64).cumprod(0)
-    prefix = F.pad(((ids + 2) * weight).masked_fill(ended, 0).cumsum(1), (1, 0))[:, :-1]  # hash of the first t tokens
-    longest = prefix.shape[1] - 1
-    common = torch.zeros(len(ids), len(ids), dtype=torch.int64, device=ids.device)
-    for bit in reversed(range(longest.bit_length())):
-        longer = common + (1 << bit)
-        own = prefix.gather(1, longer.clamp(max=longest))
-        common = torch.where((own == own.T) & (longer <= longest), longer, common)
-    following = ids.masked_fill(ended, torch.iinfo(ids.dtype).min).gather(1, common)
-    return (following.T < following).sum(1).argsort(stable=True)
+def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
+    """Return memory for all results, which goes to the device in one copy."""
+    size = 3 * math.prod(packed) + math.prod(padded)  # a half of the third is not used
+    if pinned:
+        return torch.empty(size, dtype=torch.int64, pin_memory=True)
+    return torch.from_numpy(np.empty(size, np.int64))  # NumPy asks for large pages, which are faster to get
 
 
-def _rows(
-    fresh: list[int], shared: list[int], row_tokens: int | None, multiple: int
-) -> tuple[int, int, tuple[list[int], list[int]] | None]:
-    """Return how many rows there are, their length, and where each sequence goes: its row, and the distance from its
-    place in a single row.
+def _parts(buffer: Tensor, packed: tuple[int, ...], padded: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return views of the buffer for `input_ids`, `position_ids`, `end`, and `node`."""
+    n = math.prod(packed)
+    ids, depths, ends, nodes = buffer.split([n, n, n, math.prod(padded)])
+    return ids.view(packed), depths.view(packed), ends.view(torch.int32)[:n].view(packed), nodes.view(padded)
+
+
+def _places(batch: _Array, valid: _Array | None) -> list[Any]:
+    """Return the index of the tokens of each sequence that are not padding: a slice, or a mask if it has holes."""
+    if valid is None or valid.all():
+        return [slice(None)] * len(batch)
+    places: list[Any] = []
+    for row in valid:
+        first, n = int(row.argmax()), int(np.count_nonzero(row))
+        is_one_part = row[first : first + n].all()
+        places.append(slice(first, first + n) if is_one_part else row)
+    return places
+
+
+def _depth_first_order(sequences: list[_Array]) -> list[int]:
+    """Return the lexicographic order of sequences, with negative ids last."""
+    # Bytes are compared as fast as memory is read, and big-endian numbers have the order of their bytes. Ids that are
+    # equal in the last 32 bits would cost shared nodes, never a wrong trie: the trie is built from the tokens.
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _n_common(a: _Array, b: _Array) -> int:
+    """Return the length of the common prefix."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def _rows(order: list[int], fresh: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
+    """Distribute trees to rows, and return the sequences of each row in their order.
 
     Each tree, the largest first, goes into the first row that has room for it.
     """
-    nodes = sum(fresh)
-    longest = nodes
-    places = None
-    n_rows = 1
-    if row_tokens is not None and nodes > row_tokens:
-        tree = [-1] * len(fresh)
-        sizes: list[int] = []
-        for i, (n, in_common) in enumerate(zip(fresh, shared, strict=True)):
-            if not in_common:
-                sizes.append(0)
-            sizes[-1] += n
-            tree[i] = len(sizes) - 1
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        room = max(row_tokens, *sizes)
-        filled: list[int] = []
-        row, offset = [0] * len(sizes), [0] * len(sizes)
-        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            row[i] = next((r for r, used in enumerate(filled) if used + sizes[i] <= room), len(filled))
-            if row[i] == len(filled):
-                filled.append(0)
-            offset[i] = filled[row[i]] - starts[i]
-            filled[row[i]] += sizes[i]
-        n_rows, longest = len(filled), max(filled)
-        places = [row[i] for i in tree], [offset[i] for i in tree]
-    return n_rows, max(1, -(-longest // multiple)) * multiple, places
+    if row_tokens is None or sum(fresh) <= row_tokens:
+        return [order]
+    trees: list[list[int]] = []
+    for i in order:
+        if not shared[i]:
+            trees.append([])
+        trees[-1].append(i)
+    sizes = [sum(fresh[i] for i in tree) for tree in trees]
+    room = max(row_tokens, *sizes)
+    rows: list[list[int]] = []
+    filled: list[int] = []
+    for tree, size in sorted(zip(trees, sizes, strict=True), key=lambda pair: -pair[1]):
+        row = next((r for r, used in enumerate(filled) if used + size <= room), len(rows))
+        if row == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[row] += tree
+        filled[row] += size
+    return rows
+
+
+class _Path:
+    """The nodes of one sequence after the other, in a row. `ends` gets the end of the nodes that it leaves."""
+
+    def __init__(self, ends: _Array) -> None:
+        self.place = 0  # of the next node
+        self._ends = ends
+        self._parts = [slice(0, 0)]  # nodes that lie together
+        self._depth = 0
+
+    def enter(self, n: int) -> slice:
+        """Continue the sequence with `n` new nodes, and return their places."""
+        part = slice(self.place, self.place + n)
+        self._parts.append(part)
+        self._depth += n
+        self.place += n
+        return part
+
+    def leave(self, depth: int) -> None:
+        """Shorten the sequence to `depth` nodes."""
+        while self._depth > depth:
+            part = self._parts.pop()
+            kept = max(part.start, part.stop - (self._depth - depth))
+            self._ends[kept : part.stop] = self.place
+            self._depth -= part.stop - kept
+            if kept > part.start:
+                self._parts.append(slice(part.start, kept))
+
+    def nodes(self, base: int) -> _Array:
+        """Return the places of all nodes of the sequence, plus `base`."""
+        return np.concatenate([np.arange(base + part.start, base + part.stop) for part in self._parts])
 
 
 class _GatherRows(torch.autograd.Function):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -43,19 +44,18 @@ def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -
 
 
 class TrieMask(BlockMask):
-    """A `BlockMask` of a trie, with the tensors that its `mask_mod` reads.
+    """A `BlockMask` of a trie.
 
     - `end`, `depth` (R, L): int32
-    - `blocks`: number and indices of its blocks: partial and full ones by query, partial and full ones by key
     - `window` (): a tensor, so that layers with and without a window run the same compiled function; None if no layer
       has one
+    - `blocks`: the `BlockMask` itself, of the class that torch compiles
     """
 
     end: Tensor
     depth: Tensor
     window: Tensor | None
-
-    blocks: tuple[Tensor, ...]
+    blocks: BlockMask
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
@@ -86,15 +86,13 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
         every &= most[:, :, None] - least[:, None, :] < window
     partial, full = (some & ~every)[:, None], (some & every)[:, None]
 
-    blocks = tuple(x for by in (partial, full, partial.mT, full.mT) for x in _ordered(by))
-    mask = _of_blocks(TrieMask, length, blocks, _mask_mod(end, depth, limit))
-    mask.end, mask.depth, mask.window, mask.blocks = end, depth, limit, blocks
-    # One compiled function serves every length.
-    for x in (end, depth):
-        torch._dynamo.maybe_mark_dynamic(x, 1)
-    for x in blocks:
-        for dim in range(2, x.ndim):
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+    kinds = {"kv": partial, "full_kv": full, "q": partial.mT, "full_q": full.mT}
+    arguments: dict[str, Any] = {"seq_lengths": (length, length), "BLOCK_SIZE": (BLOCK, BLOCK)}
+    for kind, by in kinds.items():
+        arguments[f"{kind}_num_blocks"], arguments[f"{kind}_indices"] = _ordered(by)
+    arguments["mask_mod"] = _mask_mod(end, depth, limit)
+    mask = TrieMask(**arguments)
+    mask.end, mask.depth, mask.window, mask.blocks = end, depth, limit, BlockMask(**arguments)
     return mask
 
 
@@ -102,13 +100,6 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks are True in each row, and the indices of all, those first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
-
-
-def _of_blocks(cls: type[Any], length: int, blocks: tuple[Tensor, ...], mask_mod: Callable[..., Tensor]) -> Any:
-    kinds = ("kv", "full_kv", "q", "full_q")
-    names = [name for kind in kinds for name in (f"{kind}_num_blocks", f"{kind}_indices")]
-    named = dict(zip(names, blocks, strict=True))
-    return cls(seq_lengths=(length, length), **named, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
 
 
 def _mask_mod(end: Tensor, depth: Tensor, window: Tensor | None) -> Callable[..., Tensor]:
@@ -126,33 +117,44 @@ def _mask_mod(end: Tensor, depth: Tensor, window: Tensor | None) -> Callable[...
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, end: Tensor, depth: Tensor, window: Tensor | None,
-    blocks: tuple[Tensor, ...], scale: float | None, softcap: float | None, sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: str, softcap: str | None,
+    sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return (R, heads, L, head size). The mask is put together here, where its length is that of `query`: a length in
-    a `BlockMask` from outside would be a constant of the compiled function.
+    """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
+
+    `scale` and `softcap` are numbers as strings: a compiled function takes numbers as variables, and FlexAttention
+    needs constants.
     """
+    cap = float(softcap or "inf")
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
+        return cap * torch.tanh(score / cap)
 
-    mask = _of_blocks(BlockMask, query.shape[2], blocks, _mask_mod(end, depth, window))
     options: dict[str, Any] = {
-        "block_mask": mask,
-        "score_mod": None if softcap is None else capped,
-        "scale": scale,
+        "block_mask": block_mask,
+        "score_mod": capped if softcap else None,
+        "scale": float(scale),
         "enable_gqa": query.shape[1] != key.shape[1],
+        "kernel_options": {"ROWS_GUARANTEED_SAFE": True},  # every token attends to itself
     }
     if sinks is None:
         return flex_attention(query, key, value, **options)
     output, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])  # of the weight that the sink leaves to the keys
+    share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype))  # of the weight that the sink leaves to the keys
     return (output * share[..., None]).to(query.dtype)
 
 
 @functools.cache
 def _compiled_attend() -> Callable[..., Tensor]:
-    return torch.compile(_attend, fullgraph=True)
+    compiled = torch.compile(_attend, fullgraph=True, dynamic=True)
+
+    @functools.wraps(_attend)
+    def attend_at_any_length(*args: Any) -> Tensor:
+        # Otherwise sizes that are equal in the first call, such as heads and blocks, would have to stay equal.
+        with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            return compiled(*args)
+
+    return attend_at_any_length
 
 
 def _attend_densely(
@@ -195,12 +197,11 @@ def attend(
     if query.device.type == "cpu":
         output = _attend_densely(query, key, value, mask, scaling, softcap, s_aux)
     else:
-        run: Callable[..., Tensor] = _attend
-        if not torch.compiler.is_compiling():
-            run = _compiled_attend()
-            for x in (query, key, value):
-                torch._dynamo.maybe_mark_dynamic(x, 2)
-        output = run(query, key, value, mask.end, mask.depth, mask.window, mask.blocks, scaling, softcap, s_aux)
+        sinks = None if s_aux is None else s_aux[None, :, None]
+        run = _attend if torch.compiler.is_compiling() else _compiled_attend()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        cap = None if softcap is None else str(softcap)
+        output = run(query, key, value, mask.blocks, str(scale), cap, sinks)
     return output.transpose(1, 2).contiguous(), None
 
 
