@@ -50,9 +50,9 @@ def passes(by_epilogue: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows = []
     statistics = EpiloguePass.statistics
 
-    def watch(self, x, *args):
-        rows.append(x.shape[0])
-        return statistics(self, x, *args)
+    def watch(self, tokens):
+        rows.append(tokens.x.shape[0])
+        return statistics(self, tokens)
 
     monkeypatch.setattr(EpiloguePass, "statistics", watch)
     return rows
