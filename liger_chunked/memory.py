@@ -81,8 +81,7 @@ def estimate_memory(
         teacher_top_k: entries per token of a teacher given as log-probabilities.
         logits_budget: instead of the loss's.
         capability: the target GPU's compute capability; None for this machine's, else Hopper's. Hopper, (9, 0), has the
-            fused epilogue. So has data-centre Blackwell, (10, x), if the environment variable
-            `LIGER_CHUNKED_WIDE_TILES` is "9,10".
+            fused epilogue, and Blackwell, (10, x), if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
 
     Raises:
         TypeError: a wrong type of loss, dtype, size or shape.
@@ -125,11 +124,12 @@ def estimate_memory(
         layout = _layout(group, tuple(shape), valid)
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
-    head, input = model.given(hidden_size, trainable_head, trainable_input)
-    reference = None if ref_hidden_size is None else model.given(ref_hidden_size)
+    head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
+    reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
     teacher = None
     if teacher_hidden_size is not None:
-        teacher = Teacher(*model.given(teacher_hidden_size), LogitOptions(), autocast or dtype)
+        given = counted.given(*model.inputs(teacher_hidden_size))
+        teacher = Teacher(*given, LogitOptions(), autocast or dtype)
     with counted:
         if reference is not None:
             _run_statistics(model, *reference, options)
@@ -156,7 +156,7 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# Which part of the estimate the tensors belong to that these functions allocate, and those that they call.
+# The part of the estimate that counts the tensors which a function, or a function it calls, allocates.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -177,6 +177,11 @@ class _Bytes(TorchDispatchMode):
         self.most = MemoryEstimate()
         self._alive = dataclasses.asdict(self.most)
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
+
+    def given(self, head: Head, hidden_states: Tensor) -> tuple[Head, Tensor]:
+        """Count no input, but a cast of hidden states as "hidden"."""
+        self._parts[hidden_states.untyped_storage()] = "hidden"
+        return head, hidden_states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -219,7 +224,7 @@ class _Model(NamedTuple):
     compute_dtype: torch.dtype  # of the matrix products
     bias: bool
 
-    def given(
+    def inputs(
         self, hidden_size: int, trainable_head: bool = False, trainable_input: bool = False
     ) -> tuple[Head, Tensor]:
         """Return a head and hidden states (N, H)."""

@@ -1,4 +1,4 @@
-"""How user code reaches a loss: a class called with settings or with tensors, and functions kept out of graphs.
+"""Entry points: losses called with settings or with tensors, outside compiled graphs.
 
 loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
 value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value

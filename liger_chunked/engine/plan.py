@@ -36,9 +36,9 @@ class Plan:
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows: the blocks of its logits
+    tiles: list[list[Tile]]  # of each chunk; whole rows if there is a teacher
     dtype: torch.dtype  # of the matrix products
-    n_contributions: int  # products that are added to each element of dW
+    n_contributions: int  # how many products each element of dW sums
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
@@ -268,7 +268,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # A short last chunk costs dW as much as a long one.
+        # A product of dW takes as long for a short last chunk as for a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)

@@ -1,9 +1,9 @@
 """Compute a loss with its gradients in the forward.
 
     for chunk in plan:
-        project, reduce to values per token          statistics, or divergences from a teacher
-        loss, g = autograd on the objective          a few numbers per token; only g if its formula is known
-        logits -> gradient in place, dX, dW          while the logits are in memory
+        project, reduce to values per token       statistics, or divergences from a teacher
+        loss, g = autograd on the objective       on a few numbers per token; a linear objective needs none
+        logits -> gradient in place, dX, dW       while the logits are in memory
 
 Backward multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
 """
@@ -73,7 +73,7 @@ class Step:
 
     plan: Plan
     objective: Objective | LinearObjective
-    open: Callable[[Head, HeadGradients | None], Pass]  # returns the pass for a head in the products' dtype
+    open: Callable[[Head, HeadGradients | None], Pass]  # the head has the products' dtype
     teacher_dtype: torch.dtype | None = None  # of the teacher's products
 
     def run(
