@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from liger_chunked.eager.token_stats import logits, token_stats
 from liger_chunked.engine import Layout
 from liger_chunked.engine.batch import Chunk
+from liger_chunked.engine.step import LinearObjective, Objective
 from liger_chunked.losses import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDistillationBase,
@@ -70,8 +71,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    The loss and its gradients are compared with autograd over full logits, small budgets, more padding, and a second
-    call. This finds a loss that
+    The loss and its gradients are compared with autograd over full logits through the same method, small budgets, more
+    padding, and a second call. Check the method's formula yourself. This finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,
@@ -129,6 +130,13 @@ def check_loss(
                 f"{name} gives another loss where a small logits_budget cuts the batch: {found} with {budget} bytes, "
                 f"against the whole batch at once. {_advice(loss)}"
             )
+    if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
+        by_sequence: Any = copy.copy(watched)
+        by_sequence.scope = "sequence"
+        if found := difference_of(whole, _evaluate(by_sequence, given)):
+            raise AssertionError(
+                f"{name} gives another loss where policy_loss gets whole sequences: {found}. {_advice(loss)}"
+            )
     padded = _evaluate(watched, _padded(given, options.ignore_index))
     padded["input"] = padded["input"][tuple(slice(0, n) for n in given["input"].shape)]
     if found := difference_of(padded, whole):
@@ -158,7 +166,10 @@ def _advice(loss: nn.Module) -> str:
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
         return 'policy_loss compares tokens with one another: set scope = "sequence" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase):
-        return "policy_loss must treat sequences independently: read batch_size and batch_tokens for the whole batch"
+        return (
+            "policy_loss must treat sequences independently: read batch_size and batch_tokens for the whole batch, and "
+            "subtract a baseline from advantages before the call"
+        )
     if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase):
         return "preference_loss must treat sequences independently: read batch_size and batch_counts for the batch"
     if isinstance(loss, LigerFusedLinearDistillationBase):
@@ -268,7 +279,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         head: Head,
         input: Tensor,
         layout: Layout,
-        objective: Callable[[TokenStats, slice | Tensor], Tensor],
+        objective: Objective | LinearObjective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
         every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
@@ -280,7 +291,9 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         if class_weight is not None and "mean_logits" in values:
             values["mean_logits"] = (logits(head.weight, x, head.bias, **transform) * class_weight).mean(-1)
         dense = TokenStats(**{name: layout.dense(x, every) for name, x in values.items()})
-        value = objective(dense, layout.index(every))
+        value = (
+            objective.loss(dense) if isinstance(objective, LinearObjective) else objective(dense, layout.index(every))
+        )
         return value, layout.join([TokenStats(*(None if f is None else f.detach() for f in dense))])
 
     own._fuse = full

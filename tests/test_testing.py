@@ -138,6 +138,13 @@ class CentredTokens(LigerFusedLinearPolicyBase):
         return (rollouts.logps - rollouts.logps.mean()).square()
 
 
+class SumOfTokens(LigerFusedLinearPolicyBase):
+    scope = "token"
+
+    def policy_loss(self, rollouts):
+        return (rollouts.logps - rollouts.logps.sum(-1, keepdim=True) / 3).square()
+
+
 class CentredCompletions(LigerFusedLinearPolicyBase):
     def policy_loss(self, rollouts):
         return (rollouts.logps - rollouts.logps.mean(0)).square()
@@ -209,6 +216,7 @@ WRONG = {
     Sorted: r"compares pairs with one another: set scope = \"batch\" on the class",
     CentredSequences: "must treat sequences independently: read batch_size and batch_counts",
     CentredTokens: r"compares tokens with one another: set scope = \"sequence\" on the class",
+    SumOfTokens: r"where policy_loss gets whole sequences: .* set scope = \"sequence\" on the class",
     CentredCompletions: "must treat sequences independently: read batch_size and batch_tokens",
     CentredRows: "divergence must treat tokens independently",
     Padded: "Padded depends on padding: a loss of .* Sum over mask, and divide by lengths",
