@@ -854,6 +854,9 @@ def test_rows_that_do_not_fit(table):
     assert code.switches == ("rms_norm",)
     with pytest.raises(TypeError, match="causal and aliases must be tuples of names, got 'SmolLM3ForCausalLM'"):
         register_family(Family("smollm3", causal="SmolLM3ForCausalLM"))
+    for wrong in ({"SmolLM3MLP": "GLU"}, ["SmolLM3MLP"]):
+        with pytest.raises(TypeError, match=r'swiglu must map class names to layers, as in {"LlamaMLP": GLU}, got'):
+            register_family(Family("smollm3", causal=("SmolLM3ForCausalLM",), swiglu=wrong))
     with pytest.raises(ValueError, match=r"there is no module .*modeling_nobody"):
         register_family(Family("nobody", causal=("NobodyForCausalLM",)))
     starcoder = Family("starcoder2", causal=("Starcoder2ForCausalLM",), swiglu={"Starcoder2MLP": GLU})

@@ -13,7 +13,7 @@ import inspect
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_chunked.integrations.transformers import detect, head, overrides, verify
 from liger_chunked.integrations.transformers.detect import forward_slot, inner_model, own_forward
 from liger_chunked.integrations.transformers.head import STATE, STOCK, Fusion
-from liger_chunked.integrations.transformers.layers import causal_lm_loss
+from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import BY_NAME, Family, family_by_name, family_of, layer_class
-from liger_chunked.types import budget_bytes
+from liger_chunked.types import budget_bytes, shown
 
 Method = Callable[..., Any]
 _PATCH = "_liger_patch"  # attribute of a patched class
@@ -569,7 +569,7 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
         `apply_liger_kernel_to_<name>`, also an attribute of `liger_chunked`.
 
     Raises:
-        TypeError: `causal` or `aliases` is no tuple.
+        TypeError: `causal` or `aliases` is no tuple, or layers are no mapping of names to layers.
         ValueError: the name is taken, the modeling module lacks a class, or a kernel computes something else.
 
     >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
@@ -584,6 +584,9 @@ def register_family(family: Family, *, replace: bool = False) -> Callable[..., A
     """
     if isinstance(family.causal, str) or isinstance(family.aliases, str):
         raise TypeError(f"causal and aliases must be tuples of names, got {family.causal!r} and {family.aliases!r}")
+    for switch, layers in family.layers.items():
+        if not isinstance(layers, Mapping) or not all(isinstance(layer, Layer) for layer in layers.values()):
+            raise TypeError(f'{switch} must map class names to layers, as in {{"LlamaMLP": GLU}}, got {shown(layers)}')
     names = (family.name, *family.aliases)
     taken = [name for name in names if BY_NAME.get(name, family) != family]
     if taken and not replace:
