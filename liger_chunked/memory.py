@@ -64,8 +64,7 @@ def estimate_memory(
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
     The engine runs the step on meta tensors, without a GPU. Three things are not counted: permanent memory such as
-    cuBLAS's workspace, tensors that the loss computes from its numbers per token, and completions for a KL
-    (`kl_input`).
+    cuBLAS's workspace, the loss's own tensors of one value per token, and completions for a KL (`kl_input`).
 
     Args:
         loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
@@ -75,8 +74,8 @@ def estimate_memory(
         dtype: of weight, bias and hidden states.
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
-        trainable_head, trainable_input: whether they need a gradient; without any, only a forward runs.
-        ref_hidden_size: H of a reference model given as hidden states. Its log-probabilities would take no memory.
+        trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
+        ref_hidden_size: H of a reference model given as hidden states. None if you pass `ref_logps`.
         teacher_hidden_size: H of a teacher given as hidden states.
         teacher_top_k: entries per token of a teacher given as log-probabilities.
         logits_budget: instead of the loss's.
@@ -156,7 +155,7 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# The part of the estimate that counts the tensors which a function, or a function it calls, allocates.
+# Maps each part of the estimate to the functions that allocate it, directly or in functions they call.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -298,7 +297,7 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Return whether gradients wait for the backward."""
+    """Return whether the loss has one value per token, whose gradients wait for the backward."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -352,7 +351,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
     dense = (n_positions,) if group == "token" else (n_groups, per_group, length)
     return Layout(
         shape=dense,
-        target=_meta(1).expand(n) if slots is None else _meta(n),  # the caller's own
+        target=_meta(1).expand(n) if slots is None else _meta(n),  # no memory: the caller's tensor
         rows=slots,
         slots=slots,
         mask=_meta(*dense, dtype=torch.bool),

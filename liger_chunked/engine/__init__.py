@@ -7,7 +7,8 @@ gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
 loss, calls                      what all loss classes share
-side_stream, precision, hooks, checks
+precision, side_stream, hooks        float32 sums, overlapping products, hooks on saved tensors
+checks                               of inputs, with their error messages
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

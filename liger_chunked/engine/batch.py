@@ -1,4 +1,4 @@
-"""Select the tokens of a batch that count, and order them.
+"""Select the tokens of a batch that have a target, and order them.
 
 token    a position that has a target; the others never reach a matrix product
 group    the tokens that an objective cannot split: one, a sequence, a pair
@@ -23,7 +23,7 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` if that is all: a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` itself if `part` covers it, because making a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
@@ -42,12 +42,12 @@ class Tile(NamedTuple):
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Count how often a chunk adds to each element of dW."""
+    """Return the number of blocks of rows: how often a chunk adds to each element of dW."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the logits of the largest tile, the first."""
+    """Return the number of logits in the largest tile, which is the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]
@@ -58,9 +58,9 @@ def largest(tiles: list[Tile]) -> int:
 class Layout:
     """The position of each token of a batch.
 
-    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. The computing
-    order is the input's, which separates the two sequences of a stacked pair. Several chunks need the order of
-    `by_group`.
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are
+    computed in the order of the input. If pairs are stacked, a pair's two sequences lie far apart in it, so a step of
+    several chunks reorders the tokens with `by_group`.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Layout:
     mask: Tensor  # dense, True at the valid tokens
     lengths: Tensor | None  # (groups, sequences in a group) valid tokens; None if groups are tokens
     side_lengths: Tensor | None  # (2,) `lengths` summed over pairs
-    group_lengths: Sequence[int] | None  # the same per group, on the host
+    group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
     shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
 
@@ -97,7 +97,7 @@ class Layout:
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
-        """Return the chunk's `slots`, from its first group."""
+        """Return the chunk's `slots`, relative to its first group."""
         if self.slots is None or chunk.groups.start == 0:
             return None if self.slots is None else along(self.slots, chunk.rows)
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
@@ -191,7 +191,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # the device is idle after it: other work comes first
+    sizes, lows, highs = found.read()  # waits for the device, so that launches come before it
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(

@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments. Call this in the frame of the call."""
+    """Return whether a function rejected its arguments. Valid where the call was made and the error caught."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -64,7 +64,7 @@ class LossType(ABCMeta):
 
 
 class _Eager:
-    """Holds the entry points that compiled code has called, each under its name, as functions that run eagerly."""
+    """Holds entry points that Dynamo does not trace, as attributes: Dynamo cannot take a function from a constant."""
 
 
 _EAGER = _Eager()
@@ -81,7 +81,7 @@ def _kept_out_of_graphs(name: str) -> str:
     return name
 
 
-# What torch.compiler.assume_constant_result sets. Importing the compiler here would be slow.
+# torch.compiler.assume_constant_result sets this attribute, but would import the compiler, which is slow.
 _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,7 @@ def entry_point(function: Function) -> Function:
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
-    # Dynamo skips code objects: each entry point has its own.
+    # Dynamo skips by code object, so each entry point needs its own.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     functools.update_wrapper(call, function)
     call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _REASON  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def _kept(cls: Any, settings: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss from a cache, unless a setting is callable: a callable may hold a batch."""
+    """Return a loss from a cache, unless a setting is callable: the cache would keep alive what it holds."""
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 

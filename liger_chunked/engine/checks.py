@@ -47,7 +47,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: it would get no gradient."""
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: that leaf would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -189,7 +189,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless log-probabilities (N, k), -inf if missing, and token ids (N, k) are a teacher's top-k."""
+    """Check a teacher's top-k: `logps` (N, k), -inf where missing, and `ids` (N, k). Raise ValueError if wrong."""
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:

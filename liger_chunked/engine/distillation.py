@@ -38,7 +38,7 @@ class Divergences(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """The weights in `divergence * sum(divergences) + logps * sum(logps)`; a `logps` of None drops the second term."""
+    """The weights of the sums of divergences and log-probabilities; a `logps` of None drops the second sum."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -51,7 +51,7 @@ class LossWeights(LinearObjective):
         return loss + self.logps * values.logps.sum(dtype=torch.float64)
 
     def gradients(self, values: Divergences) -> dict[str, Tensor]:
-        return {}  # `DistillationPass` used them, while the teacher's logits were in memory
+        return {}  # `DistillationPass` applies them in `statistics`, while the teacher's logits are in memory
 
     def of_tokens(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Return the gradients for `n` tokens' values."""
@@ -60,7 +60,7 @@ class LossWeights(LinearObjective):
 
 
 class Teacher(NamedTuple):
-    """A teacher's head with V rows, and its hidden states (..., H_teacher)."""
+    """A teacher's head, cut to the student's V rows, and its hidden states (..., H_teacher)."""
 
     head: Head
     input: Tensor
@@ -74,7 +74,7 @@ class Teacher(NamedTuple):
 
 @dataclass
 class DistillationPass:
-    """A `Pass` of student and teacher. `teacher` is None if `route` has its log-probabilities."""
+    """A `Pass` of student and teacher. `teacher` is None if `route` has the teacher's log-probabilities."""
 
     plan: Plan
     weights: LossWeights
@@ -92,7 +92,7 @@ class DistillationPass:
         self._student.reserve(self.plan.largest_chunk * self._student.vocab_size)
 
     def statistics(self, tokens: Tokens) -> Divergences:
-        """Return the divergences. With `grads`, the logits become their gradient."""
+        """Return the divergences. With `grads`, overwrite the logits with their gradient."""
         logits = self._student.project_all(tokens.x)
         start = tokens.rows.start
         found = [
@@ -100,7 +100,7 @@ class DistillationPass:
             for rows, _ in tokens.tiles or [Tile(slice(0, 0), slice(0, 0))]
         ]
         if tokens.rows.stop == self.plan.layout.n_valid:
-            self._teacher = None  # dW may take its place
+            self._teacher = None  # so that dW can use its memory
         self._gradient = logits
         if len(found) == 1:
             return found[0]
@@ -192,7 +192,8 @@ def distillation_loss(
 ) -> tuple[Tensor, Divergences]:
     """Return the loss () with its gradients, and the detached values of the valid tokens.
 
-    Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has its log-probabilities.
+    Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has the
+    teacher's log-probabilities.
     """
     step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)

@@ -60,7 +60,7 @@ def tempered(z: Tensor, options: LogitOptions) -> Tensor:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Uses kernels, in place: nothing else has the logits' size."""
+    """Uses kernels, in place. Allocates nothing else of the logits' size."""
 
     divergence: Divergence
     options: LogitOptions
@@ -93,7 +93,7 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # Copies and transforms of both logits, two gradients, and two tensors that the function saves.
+        # Two copies, two transforms, two gradients, and two tensors that the function saves.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(

@@ -1,4 +1,7 @@
-"""Run a chunk through the head with the fused epilogue, without logits: for losses of logps and lse alone."""
+"""Run a chunk through the head with the fused epilogue, without logits.
+
+For losses whose gradient reaches only logps and lse.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def serves(
 ) -> bool:
     """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster."""
     hidden_size = head.weight.shape[1]
-    # A cast makes an aligned copy.
+    # If the dtype differs, the cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
     return (
         dtype == torch.bfloat16
@@ -91,16 +94,17 @@ class EpiloguePass:
 
     `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
 
-    `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.open`
+    `serves` requires bfloat16, because E is rounded to 8 bits. The gradient must be a multiple of E. `Plan.open`
     requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
 
-    dX and dW overlap on two streams. dX starts first: small kernels precede dW, and a tile of dX takes long. cuBLAS's
+    dX and dW overlap on two streams. dX reaches the device first: dW is enqueued first, but small kernels precede its
+    product. Otherwise dX would end last, alone, because each of its tiles takes long. cuBLAS's
     workspace per stream, 32 MiB on Hopper, is in no estimate. See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 
         E              2 n V         the buffer; none without a backward
-        row sums       n V / 32      float32, during statistics; half if H > 1536; twice with an entropy
+        row sums       n V / 32      float32, during statistics; half as many if H > 1536; twice with an entropy
         s x            2 n H         during backward, in the memory of dX if there is one
         E W            4 n H         while dX is formed; at most 32 MiB
     """

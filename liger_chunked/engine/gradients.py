@@ -58,11 +58,11 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, to which the chunks add.
 
-    dW has the weight's dtype if `n_contributions`, the products added to each element, is at most 1. Otherwise it is
-    float32.
+    dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
+    element (`n_contributions`). Otherwise it is float32.
 
     float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
-    power of two near the largest so far. dX and dW stay float32 until the upstream gradient multiplies them.
+    power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Only the rows of ignored tokens are never written.
+        # Every row is written except those of ignored tokens, which must be zero.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions else torch.zeros
         self._input: Tensor | None = None
@@ -90,9 +90,9 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a chunk's statistics by `unit`. If it must grow, rescale dX, dW and db.
+        """Divide the gradients of a chunk's statistics by `unit`. If the unit must grow, rescale dX, dW and db.
 
-        A distillation chunk never grows it midway, because all its blocks have the gradient of one mean.
+        It never grows within a distillation chunk, whose tiles all have the gradient of one mean.
         """
         if not self._half:
             return gradients
@@ -122,7 +122,7 @@ class HeadGradients:
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db. `first`: the chunk's first of this vocabulary slice."""
+        """Add a tile to dW and db. `first`: the tile is the chunk's first of this slice of the vocabulary."""
         weight = self._weight_gradient()
         if weight is not None:
             accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
@@ -131,7 +131,7 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether dW can be added to later: it is float32, or not needed."""
+        """Whether more can be added to dW: yes if it is float32, or not needed."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
@@ -152,7 +152,7 @@ class HeadGradients:
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        Unless dW is new, the rows come first, to overlap the start of the longer product.
+        The rows are added before the product if dW has values, so that they overlap the start of dX.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"

@@ -50,9 +50,9 @@ class Pass(Protocol):
         ...
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        """Add the chunk's dX, dW and db, given the gradients of its values; none if the loss is constant on it.
+        """Add the chunk's dX, dW and db, given the gradients of its values. None of them: the loss ignores this chunk.
 
-        Follows `statistics` of the same tokens.
+        Call it right after `statistics` of the same tokens.
         """
         ...
 
@@ -70,7 +70,7 @@ class HeadPass:
     outputs: tuple[str, ...] = ()  # the fields of `TokenStats` to compute
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
     grads: HeadGradients | None = None
-    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows
+    normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows, without gradients
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
@@ -146,7 +146,7 @@ class HeadPass:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
         cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
         dx = self.grads.open_input(x, rows, one_slice=len(tiles) == row_blocks(tiles))
-        for tile in reversed(tiles):
+        for tile in reversed(tiles):  # so `first` is true for the last slice, and for the last rows of a slice
             logits = self.project(x, tile) if self._held is None else self._held
             self._held = None
             dz = logits_grad_(

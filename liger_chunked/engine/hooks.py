@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Return whether hooks on saved tensors are active: disabling them then raises."""
+    """Return whether hooks on saved tensors are active. If so, disabling them raises."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -59,5 +59,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks: autograd calls only the innermost, and these do nothing."""
+    """Save tensors as if there were no hooks. Autograd calls only the innermost pair: ours, which checks versions."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

@@ -46,7 +46,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 class StatsLoss(FusedLoss):
     """A loss that reads logits only through token statistics: every loss except distillation.
 
-    A subclass defines these properties, also as class attributes, for the engine and `estimate_memory`.
+    A subclass defines these, as properties or class attributes, for the engine and `estimate_memory`.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have

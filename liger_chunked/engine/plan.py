@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is then
-written once.
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first, so that each slice of dW is
+written only once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from liger_chunked.types import Head, LogitOptions
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Reads no device and no values, as `estimate_memory` requires."""
+    """How a step is cut, and what its head computes. Making a plan reads neither the device nor values of tensors."""
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; whole rows if there is a teacher
+    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows: the parts with teacher logits in memory
     dtype: torch.dtype  # of the matrix products
     n_contributions: int  # how many products each element of dW sums
     options: LogitOptions
@@ -174,8 +174,8 @@ def budget_elements(
     """Return how many logits may be in memory at once.
 
     The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). With fewer than
-    `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). In chunks of
+    fewer than `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
 
     `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts what else is in memory per logit.
     """
@@ -185,7 +185,7 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Fewer if more than a teacher's logit is in memory per logit.
+    # Fewer tokens if more than one student and one teacher logit are in memory for each.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
@@ -200,7 +200,7 @@ def chunk_and_tile(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> tuple[int, int]:
-    """Return the tokens of a distillation chunk, and of a tile, whose teacher logits are in memory too.
+    """Return the tokens of a distillation chunk, and of a tile. Only a tile's teacher logits are in memory.
 
     dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
     uses one chunk if its tile takes at most half the bytes of its logits.
@@ -248,13 +248,13 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of nearly equal pieces, no more than with `limit`."""
+    """Return the size that cuts `n` into nearly equal pieces, as many as `limit` needs."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut `start` to `stop` into nearly equal pieces, if any."""
+    """Cut `start` to `stop` into nearly equal pieces. An empty range has none."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -297,7 +297,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is kept, so a short one would save little.
+        # Only the last slice is not projected again, so a short last one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))

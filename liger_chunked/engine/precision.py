@@ -13,13 +13,13 @@ from liger_chunked.engine.checks import autocasts
 
 
 class Refused:
-    """A permission of `torch.backends.cuda.matmul` to round sums, off while any step runs.
+    """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
 
     It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
     to enter switches it off, and the last to leave restores it.
 
-    Change it only between steps. If granted during a step, it lasts until the next step enters; if revoked, it comes
-    back.
+    Change it only between steps. Switched on during a step, it stays on until the next step starts. Switched off during
+    a step, it is switched on again at the end.
     """
 
     def __init__(self, name: str) -> None:

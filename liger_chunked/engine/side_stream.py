@@ -7,7 +7,7 @@
         side.join()
         ...                     after both
 
-Create tensors that outlive the block outside `stream()`: memory allocated inside belongs to the side stream.
+Create tensors that outlive the block before `with side.stream()`: memory allocated inside belongs to the side stream.
 """
 
 from __future__ import annotations

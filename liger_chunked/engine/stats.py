@@ -1,7 +1,7 @@
 """Differentiable statistics of a head's logits, for code that computes its own loss.
 
-forward    project slice by slice of the vocabulary, keep a few numbers per token       one matrix product
-backward   the same slices, last first, into dX and dW; the last is in memory           two products, three over budget
+forward    project slice by slice of the vocabulary, keep a few numbers per token    one matrix product
+backward   the same slices, last first, into dX and dW; the last is in memory    two products, three over the budget
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _statistics(plan: Plan, given: Head, input: Tensor) -> tuple[HeadPass, Token
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a backward reads; the caller may own some."""
+    """Return the tensors that a backward reads. Some are the caller's, so autograd must watch them."""
     layout = plan.layout
     return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
 
@@ -57,7 +57,7 @@ def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
 def _holding(
     plan: Plan, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
 ) -> Plan:
-    """Return a plan with only these tensors."""
+    """Return a plan with its tensors replaced by these, or removed."""
     layout = replace(plan.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
     return replace(plan, layout=layout, class_weight=class_weight)
 
@@ -166,7 +166,7 @@ def linear_token_stats(
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
     and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
-    in total. Otherwise, and always under `torch.compile`, it recomputes them: at most four.
+    in total. Otherwise it recomputes them: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.

@@ -34,7 +34,7 @@ class Objective(Protocol):
     """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
 
     `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T), zero at ignored tokens.
-    `index` picks these groups from a tensor of all groups.
+    `x[index]` are these groups of a tensor `x` of all groups.
     """
 
     def __call__(self, stats: TokenStats, index: slice | Tensor) -> Tensor: ...
@@ -170,8 +170,8 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the forward's gradients, so the caller may change tensors in between. Saved tensors are for
-    `first_derivative`.
+    Backward reads only the forward's gradients, so the caller may change tensors in between. Tensors are saved only for
+    error messages.
     """
 
     @staticmethod
@@ -204,8 +204,8 @@ class GradientInForward(torch.autograd.Function):
         else:
             ctx.gradients = None
         scale_([g for g in gradients if g is not None], upstream)
-        of = zip(gradients, ctx.shapes, ctx.dtypes, strict=True)
-        scaled = (None if g is None else g.view(shape).to(dtype) for g, shape, dtype in of)
+        like = zip(gradients, ctx.shapes, ctx.dtypes, strict=True)
+        scaled = (None if g is None else g.view(shape).to(dtype) for g, shape, dtype in like)
         return *scaled, None, None
 
 

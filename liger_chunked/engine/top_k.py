@@ -26,7 +26,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    A sweep over the student's logits, with the k set to -inf, computes the tail's logsumexp without cancellation. The
+    A sweep over the student's logits, with those of the k tokens set to -inf, computes the tail's logsumexp without
+    cancellation. The
     rest is autograd on k + 2 numbers per token.
     """
 
@@ -62,7 +63,7 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # These gradients come from unrounded values.
+            # The columns' gradients come from unrounded values: they replace what the sweep wrote there.
             return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
@@ -72,7 +73,7 @@ class TopK:
 class _Columns:
     """The columns apart from the tail: the teacher's k tokens, then the target, if any.
 
-    A missing entry repeats the row's first present one; the target may repeat any.
+    Where an entry is missing, its column repeats the row's first present token. The target's column may repeat any.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -127,7 +128,7 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert gradients of columns to those of tokens: repeated columns all get their sum."""
+        """Convert gradients of columns to those of tokens. A token in several columns: each gets the sum."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)
