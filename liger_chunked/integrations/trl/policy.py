@@ -32,6 +32,7 @@ class GRPOMixin(LigerTrainerMixin):
     """
 
     loss_kind = LigerFusedLinearPolicyBase
+    has_shared_prompts = True
     replaced_fields: ClassVar = {
         "loss_type": None,
         "beta": "beta",
@@ -106,3 +107,5 @@ class GRPOMixin(LigerTrainerMixin):
 
 class RLOOMixin(LigerTrainerMixin):
     """TRL's `RLOOTrainer` on a chunked head; it takes no `loss`."""
+
+    has_shared_prompts = True

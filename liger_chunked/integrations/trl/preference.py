@@ -56,6 +56,7 @@ class DPOMixin(ReferenceMixin):
         "use_weighting": "use_weighting",
     }
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    has_shared_prompts = True
 
     def _log_metrics(self, step: Step) -> None:
         for name, metric in pair_logs(self, step).items():
@@ -92,6 +93,7 @@ class ConcatenatedMixin(LigerTrainerMixin):
 
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
+    has_shared_prompts = True
     # TRL's name for the padding token.
     padding_attribute: ClassVar[str]
 
@@ -124,7 +126,8 @@ class ConcatenatedMixin(LigerTrainerMixin):
             aux_loss = () if input.aux_loss is None else (input.aux_loss,)
             return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
 
-        return model(**inputs, labels=labels, head_fn=scores)
+        # The logged means of the logits include padding.
+        return model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
 
     def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
         loss = self.loss_override
@@ -202,6 +205,7 @@ class OnlineDPOMixin(LigerTrainerMixin):
     """TRL's `OnlineDPOTrainer` without logits, which its `_forward` builds; it takes no `loss`."""
 
     models_without_head = ("model", "ref_model")
+    has_shared_prompts = True
 
     def _forward(
         self,
@@ -229,4 +233,5 @@ class OnlineDPOMixin(LigerTrainerMixin):
             **{name: x for name, x in (vision_inputs or {}).items() if name in names},
             shift_labels=shift_labels,
             fused_lm_head=True,
+            reads_padding=True,
         ).log_probs[:, scored]
