@@ -17,6 +17,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
+from test_cost import Memory
 from test_trl_trainers import KINDS, PLAIN, SEQUENCES, Log, build, run
 from torch import Tensor
 
@@ -148,6 +149,22 @@ def test_families(compare, kind, family):
     passes = compare(kind, config, lambda: {"model": tiny.model(family)}, share_prefix="auto")
     # A router loss weighs tokens, and the padding that ORPO's metrics read may be beyond a window.
     assert passes.shared or (kind, family) == ("GRPO", "experts")
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
+    vocabulary, budget = 6000, 256 * 1024
+    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
+    models = {"model": tiny.model(vocab_size=vocabulary)}
+    models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
+    memory, passes = Memory(), Passes(monkeypatch)
+    memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
+    with memory:
+        run(tmp_path, kind, True, config, **models, train_dataset=long_prompts(kind), logits_budget=budget)
+    assert passes.shared
+    weight_gradient, logits = vocabulary * 32 * 4, 4 * 24 * vocabulary * 4
+    assert weight_gradient <= memory.largest <= 1.2 * weight_gradient < logits / 2
 
 
 def test_log_of_the_saving(tmp_path, caplog):
