@@ -18,7 +18,7 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
-from test_trl_trainers import KINDS, PLAIN, SEQUENCES, Log, build, run
+from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
 from torch import Tensor
 
 from liger_chunked import (
@@ -35,8 +35,6 @@ from liger_chunked.integrations.trl import base
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
-
-SHARING = ["GRPO", "RLOO", "DPO", "ORPO", "CPO", "OnlineDPO"]
 
 
 def long_prompts(kind: str) -> Dataset:
@@ -190,7 +188,7 @@ def test_off(tmp_path, monkeypatch):
 def test_what_cannot_be_shared(tmp_path):
     with pytest.raises(ValueError, match=r"share_prefix must be 'auto', True or False, got 'on'"):
         build(tmp_path, "DPO", True, share_prefix="on")
-    with pytest.raises(ValueError, match=r"LigerSFTTrainer trains on share no prompts"):
+    with pytest.raises(TypeError, match="share_prefix"):  # its sequences have no prompts in common
         build(tmp_path, "SFT", True, share_prefix=True)
     prompt_tuning = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
     with pytest.raises(ValueError, match=r"cannot share prompts: its adapter .* adds virtual tokens"):

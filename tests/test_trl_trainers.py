@@ -112,6 +112,9 @@ KINDS = {
     )
 }
 
+# With `share_prefix`.
+SHARING = ("GRPO", "RLOO", "DPO", "ORPO", "CPO", "OnlineDPO")
+
 Log = list[dict[str, float]]
 
 
@@ -658,8 +661,9 @@ def test_no_tensor_of_the_size_of_the_logits(train, kind, settings, ours):
             evaluate=kind != "OnlineDPO",
             train_dataset=tiny.dataset(KINDS[kind].data, SCALE),
             **models,
-            # Sharing would add a mask of all tokens by all tokens, see test_trl_shared_prefix.py.
-            **({"logits_budget": budget, "share_prefix": False} if ours else {}),
+            **({"logits_budget": budget} if ours else {}),
+            # It would add a mask of all tokens by all tokens, see test_trl_shared_prefix.py.
+            **({"share_prefix": False} if ours and kind in SHARING else {}),
         )
     n_tokens = 8 * 28 if kind == "SFT" else 8 * 16
     logits = n_tokens * VOCABULARY * 4

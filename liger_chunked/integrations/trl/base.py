@@ -58,7 +58,7 @@ def add_chunked_lm_head(
         temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
         outputs: fields of TRL's output to compute in addition to `log_probs` and `loss`, from `STATISTICS`.
-        share_prefix: compute prefixes that sequences share once, see `LigerTrainerMixin`.
+        share_prefix: compute prefixes that sequences share once, see `SharedPromptsMixin`.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
@@ -277,15 +277,10 @@ class LigerTrainerMixin(_Trainer):
             (`replaced_fields`) must have TRL's defaults or agree with it.
         logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None means 512 MiB for a head that
             replaces TRL's, and an automatic choice otherwise. A `loss` brings its own.
-        share_prefix: whether to compute a prompt that several sequences of a batch share once, in trainers whose
-            sequences do: GRPO, RLOO, DPO, ORPO, CPO, online DPO. "auto" does so where the model allows it and at least
-            a tenth of a batch's tokens is saved, and logs once what it does. True raises where the model does not
-            allow it. See docs/shared_prefix.md.
 
     Raises:
         TypeError: the loss or the budget is of another type.
-        ValueError: the loss contradicts another argument, the config sets `use_liger_kernel`, or the model does not
-            allow `share_prefix=True`.
+        ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
         RuntimeError: the trainer of this TRL release would build logits.
     """
 
@@ -295,19 +290,13 @@ class LigerTrainerMixin(_Trainer):
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
     # Models that get no fused head from TRL.
     models_without_head: ClassVar[tuple[str, ...]] = ()
-    # Whether sequences of a batch have the same prompt.
-    has_shared_prompts: ClassVar[bool] = False
+    # See `SharedPromptsMixin`.
+    share_prefix: bool | str = False
 
     def __init__(
-        self,
-        *args: Any,
-        loss: nn.Module | None = None,
-        logits_budget: int | float | str | None = None,
-        share_prefix: bool | str = "auto",
-        **kwargs: Any,
+        self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
         budget = budget_bytes(logits_budget)  # raises before anything is loaded
-        self.share_prefix = self._checked_share_prefix(share_prefix)
         config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -332,18 +321,6 @@ class LigerTrainerMixin(_Trainer):
             model = getattr(self, name)
             if model is not None:
                 add_chunked_lm_head(inner_model(model), logits_budget=budget, share_prefix=self.share_prefix)
-        if self.share_prefix is True:
-            reason = why_not_shared(self.model)
-            if reason is not None:
-                raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
-
-    @classmethod
-    def _checked_share_prefix(cls, share_prefix: bool | str) -> bool | str:
-        if share_prefix not in (True, False, "auto"):
-            raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
-        if share_prefix is True and not cls.has_shared_prompts:
-            raise ValueError(f"share_prefix=True: the sequences that {cls.__name__} trains on share no prompts")
-        return share_prefix if cls.has_shared_prompts else False
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -419,6 +396,28 @@ class LigerTrainerMixin(_Trainer):
                 f"{', '.join(unread)}. Set the loss up as you want it, {type(loss).__name__}(...), and leave these "
                 "fields at their defaults"
             )
+
+
+class SharedPromptsMixin(LigerTrainerMixin):
+    """Extends a trainer whose batches have several sequences for a prompt.
+
+    Args:
+        share_prefix: whether to compute a prompt once for all of its sequences. "auto" does so where the model allows
+            it and at least a tenth of a batch's tokens is saved, and logs once what it does. True raises where the
+            model does not allow it. See docs/shared_prefix.md.
+
+    Raises:
+        ValueError: `share_prefix` is something else, or True with a model that does not allow it.
+    """
+
+    def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
+        if share_prefix not in (True, False, "auto"):
+            raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
+        self.share_prefix = share_prefix
+        super().__init__(*args, **kwargs)
+        reason = why_not_shared(self.model) if share_prefix is True else None
+        if reason is not None:
+            raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
 
 
 _MISSING: Any = object()

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.base import LigerTrainerMixin, ReferenceMixin, Step, head_stats, loss_step
+from liger_chunked.integrations.trl.base import (
+    LigerTrainerMixin,
+    ReferenceMixin,
+    SharedPromptsMixin,
+    Step,
+    head_stats,
+    loss_step,
+)
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.reference_model import warn_reference_free
 from liger_chunked.types import Head
@@ -35,7 +42,7 @@ def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
     return logs
 
 
-class DPOMixin(ReferenceMixin):
+class DPOMixin(ReferenceMixin, SharedPromptsMixin):
     """TRL's `DPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPreferenceBase`. If it rejects a reference, none is loaded.
@@ -56,7 +63,6 @@ class DPOMixin(ReferenceMixin):
         "use_weighting": "use_weighting",
     }
     ref_columns = ("ref_chosen_logps", "ref_rejected_logps")
-    has_shared_prompts = True
 
     def _log_metrics(self, step: Step) -> None:
         for name, metric in pair_logs(self, step).items():
@@ -88,12 +94,11 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
     return input.options.logit_scale * (mean + bias)
 
 
-class ConcatenatedMixin(LigerTrainerMixin):
+class ConcatenatedMixin(SharedPromptsMixin):
     """Extends a trainer whose `concatenated_forward` builds logits. Subclasses override it."""
 
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
-    has_shared_prompts = True
     # TRL's name for the padding token.
     padding_attribute: ClassVar[str]
 
@@ -201,11 +206,10 @@ class CPOMixin(ConcatenatedMixin):
         return logps[:n], logps[n:], scores.mean_logits[:n], scores.mean_logits[n:], nll, *scores.aux_loss
 
 
-class OnlineDPOMixin(LigerTrainerMixin):
+class OnlineDPOMixin(SharedPromptsMixin):
     """TRL's `OnlineDPOTrainer` without logits, which its `_forward` builds; it takes no `loss`."""
 
     models_without_head = ("model", "ref_model")
-    has_shared_prompts = True
 
     def _forward(
         self,
