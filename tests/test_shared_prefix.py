@@ -277,6 +277,18 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+def test_hidden_states_of_trailing_padding(name: str) -> None:
+    """As metrics of some trainers read it. The positions are those of a model that is given none."""
+    model = build(name)
+    ids, mask = padded([s for s in SEQUENCES if s], extra=2, token=40)
+    ids, mask = torch.cat([ids[:, -1:], ids], dim=1), torch.cat([0 * mask[:, -1:], mask], dim=1)
+    batch = shared_prefix._share(model, ids, mask, with_trailing=True)
+    got = batch.hidden_states(model.model(**batch.inputs).last_hidden_state)
+    expected = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    assert_same(got[:, 1:], expected[:, 1:])
+
+
 # Wrappers.
 
 

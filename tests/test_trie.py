@@ -150,6 +150,48 @@ def test_identical_sequences_are_one() -> None:
     assert torch.equal(packed.node, torch.arange(5).repeat(4, 1))
 
 
+@settings(max_examples=50, deadline=None)
+@given(forests(), st.sampled_from(["left", "right"]), st.integers(0, 3), st.sampled_from([None, 6]))
+def test_trailing_padding(sequences: Sequences, side: str, extra: int, row_tokens: int | None) -> None:
+    """Padding behind a sequence sees the sequence, nothing sees padding, and the rest is as without."""
+    ids, mask = padded(sequences, side, extra, token=3)
+    packed = pack_trie(ids, mask, multiple=4, row_tokens=row_tokens, with_trailing=True)
+    width = ids.shape[1]
+    behind = [width if side == "left" and sequence else len(sequence) for sequence in sequences]
+    n_trailing = sum(width - n for n in behind)
+    assert packed.trailing == max(width - n for n in behind)
+    assert packed.tokens == sum(map(len, sequences)) + n_trailing and packed.nodes == n_prefixes(sequences) + n_trailing
+    length = packed.input_ids.shape[1]
+    q, k = torch.arange(length)[:, None], torch.arange(length)
+    sees = (k <= q) & (q < packed.end[:, None, :])
+    flat_ids, depth = packed.input_ids.flatten(), packed.position_ids.flatten()
+    for b, sequence in enumerate(sequences):
+        nodes = packed.node[b][mask[b].bool()]
+        for column in range(behind[b], width):
+            row, place = divmod(int(packed.node[b, column]), length)
+            seen = (sees[row, place].nonzero().flatten() + row * length).tolist()
+            assert seen == (nodes.tolist() or [int(packed.node[b, column])])
+            assert flat_ids[packed.node[b, column]] == 3
+            assert depth[packed.node[b, column]] == len(sequence) + column - behind[b]
+        for t, node in enumerate(nodes.tolist()):
+            row, place = divmod(node, length)
+            assert (sees[row, place].nonzero().flatten() + row * length).tolist() == nodes[: t + 1].tolist()
+            assert flat_ids[node] == sequence[t]
+
+
+@pytest.mark.parametrize(
+    ("mask", "side"),
+    [
+        ([[1, 1, 1], [1, 1, 0]], "right"),
+        ([[0, 1, 1], [1, 1, 0]], "left"),
+        ([[1, 0, 1], [1, 1, 0]], "between"),
+        ([[0, 0, 0], [1, 1, 1]], "right"),
+    ],
+)
+def test_side_of_the_padding(mask: list[list[int]], side: str) -> None:
+    assert pack_trie(torch.ones(2, 3, dtype=torch.long), torch.tensor(mask)).padding == side
+
+
 def test_all_padding() -> None:
     packed = pack_trie(torch.ones(3, 4, dtype=torch.long), torch.zeros(3, 4, dtype=torch.long), multiple=8)
     assert packed.nodes == packed.tokens == 0 and packed.input_ids.shape == (1, 8)

@@ -112,6 +112,9 @@ KINDS = {
     )
 }
 
+# With `share_prefix`.
+SHARING = ("GRPO", "RLOO", "DPO", "ORPO", "CPO", "OnlineDPO")
+
 Log = list[dict[str, float]]
 
 

@@ -7,11 +7,8 @@ detect.py          facts about a model's code
 overrides.py       the table of families
 verify.py          compares kernels with the code that they replace
 check.py           compares a patched model with the original one
-
-These are not public, because they have not run on a GPU:
-
-shared_prefix.py   computes shared prompts once
-trie.py            packs a batch as a trie
+shared_prefix.py   computes prompts that sequences share once
+trie.py            packs the sequences of a batch as a trie
 trie_attention.py  masks and attention of such a batch
 """
 
@@ -30,6 +27,12 @@ from liger_chunked.integrations.transformers.patch import (
     register_family,
     revert_liger_kernel,
 )
+from liger_chunked.integrations.transformers.shared_prefix import (
+    SharedBatch,
+    share_batch,
+    shared_prefix_hidden_states,
+    why_not_shared,
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -47,6 +50,7 @@ __all__ = [
     "HeadFn",
     "HeadInput",
     "ModelReport",
+    "SharedBatch",
     "apply_liger_kernel",
     "attach_head",
     "check_model",
@@ -54,5 +58,8 @@ __all__ = [
     "logit_options",
     "register_family",
     "revert_liger_kernel",
+    "share_batch",
+    "shared_prefix_hidden_states",
+    "why_not_shared",
     *APPLY_TO,
 ]

@@ -14,13 +14,15 @@ on a padded batch and on its trie, and compares the hidden states.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import warnings
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -96,26 +98,105 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
     The decision and the saving are logged (INFO), once for each model.
     """
-    reason = why_not_shared(model)
     inner = inner_model(model)
-    batch = None if reason is not None else _share(inner, input_ids, attention_mask)
-    if batch is not None and batch.trie.saved < WORTHWHILE:
-        return None  # without a log line, because the next batch may differ
-    if inner not in _LOGGED:
-        _LOGGED.add(inner)
-        name = type(inner).__name__
-        if batch is None:
-            logger.info("%s computes shared prompts once for each sequence: %s", name, reason)
-        else:
-            trie = batch.trie
-            logger.info(
-                "%s computes shared prompts once: %d tokens in place of %d (%.0f%% saved) in this batch",
-                name, trie.input_ids.numel(), trie.tokens, 100 * trie.saved,
-            )  # fmt: skip
+    reason = why_not_shared(model)
+    if reason is None:
+        batch = _share(inner, input_ids, attention_mask)
+        # Without a log line where little is saved, because the next batch may differ.
+        return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
+    _log_refusal(inner, reason)
+    return None
+
+
+def share_pass(
+    model: PreTrainedModel, arguments: dict[str, Any], *, always: bool = False, with_trailing: bool = False
+) -> SharedBatch | None:
+    """Like `maybe_share`, for `arguments` of `model.forward`, and only if the hidden states equal those of `forward`.
+
+    `forward` counts padding in positions, unlike `share_batch`, which matters to models with absolute positions.
+
+    Args:
+        model: without wrappers.
+        arguments: by name. `input_ids` and `attention_mask` are read, and the others decide whether to share.
+        always: share if anything is saved.
+        with_trailing: compute the padding behind the last token of each sequence too, for a `head_fn` that reads it.
+
+    Raises:
+        ValueError: `always`, and the model or the pass cannot share prefixes.
+    """
+    batch = None
+    reason = _reason_of_arguments(arguments) or why_not_shared(model)
+    if reason is None:
+        batch = _share(model, arguments["input_ids"], arguments.get("attention_mask"), with_trailing)
+        reason = _reason_of_padding(model, batch.trie, with_trailing)
+    if reason is not None:
+        if always:
+            raise ValueError(f"{type(model).__name__} cannot share prompts: {reason}")
+        _log_refusal(model, reason)
+        return None
+    assert batch is not None
+    return _logged(model, batch) if batch.trie.saved >= (0 if always else WORTHWHILE) else None
+
+
+_KNOWN_ARGUMENTS = (
+    "input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "ignore_index",
+    "use_cache", "return_dict",
+)  # fmt: skip
+
+
+def _reason_of_arguments(arguments: dict[str, Any]) -> str | None:
+    others = [
+        name for name, x in arguments.items() if name not in _KNOWN_ARGUMENTS and x is not None and x is not False
+    ]
+    if "output_router_logits" in others:
+        return _ROUTER
+    if others:
+        return f"the pass has {others[0]}, and only tokens and their mask can be merged"
+    if not isinstance(arguments.get("input_ids"), Tensor):
+        return "the pass has no input_ids"
+    if torch.compiler.is_compiling():
+        return "its forward is compiled"
+    mask = arguments.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        return f"its attention_mask has {mask.ndim} dimensions, and one of (B, T) can be merged"
+    return None
+
+
+def _reason_of_padding(model: PreTrainedModel, trie: PackedTrie, with_trailing: bool) -> str | None:
+    """Return why the padded batch has other hidden states."""
+    if trie.padding == "between":
+        return "there is padding between the tokens of a sequence, which counts in their positions"
+    if trie.padding == "left" and not _facts(model).relative:
+        return "its positions are absolute, and count the padding on the left"
+    window = min((w for w in _windows(model.config).values() if w is not None), default=None)
+    if with_trailing and window is not None and trie.trailing >= window:
+        return f"the metrics of this trainer read padding, here beyond the sliding window of {window} tokens"
+    return None
+
+
+_LOGGED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _is_new(model: PreTrainedModel, message: str) -> bool:
+    logged = _LOGGED.setdefault(model, set())
+    is_new = message not in logged
+    logged.add(message)
+    return is_new
+
+
+def _log_refusal(model: PreTrainedModel, reason: str) -> None:
+    if _is_new(model, reason):
+        logger.info("%s computes shared prompts once for each sequence: %s", type(model).__name__, reason)
+
+
+def _logged(model: PreTrainedModel, batch: SharedBatch) -> SharedBatch:
+    if _is_new(model, "shared"):
+        trie = batch.trie
+        logger.info(
+            "%s computes shared prompts once: %d tokens in place of %d (%.0f%% saved) in this batch",
+            type(model).__name__, trie.input_ids.numel(), trie.tokens, 100 * trie.saved,
+        )  # fmt: skip
     return batch
-
-
-_LOGGED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -150,15 +231,18 @@ def _hidden_states(head: Head, input: HeadInput) -> Tensor:
 # The arguments of the forward.
 
 
-def _share(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> SharedBatch:
+def _share(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, with_trailing: bool = False
+) -> SharedBatch:
     implementation = _implementation(model)
+    pack = functools.partial(pack_trie, input_ids, attention_mask, with_trailing=with_trailing)
     if input_ids.is_cuda:
-        trie = pack_trie(input_ids, attention_mask, row_tokens=_ROW, multiple=2 * BLOCK)
+        trie = pack(row_tokens=_ROW, multiple=2 * BLOCK)
         is_short = trie.input_ids.shape[1] <= _DENSE or _dtype(model) == torch.float64
         dense = is_short and implementation in ("sdpa", "eager")
     else:
         dense = implementation in ("sdpa", "eager")
-        trie = pack_trie(input_ids, attention_mask, row_tokens=_DENSE, multiple=8 if dense else 2 * BLOCK)
+        trie = pack(row_tokens=_DENSE, multiple=8 if dense else 2 * BLOCK)
     if not dense:
         serve(implementation)
     return SharedBatch(trie, _inputs(model, trie, implementation, dense))
@@ -239,7 +323,13 @@ def why_not_shared(model: nn.Module) -> str | None:
     """
     reason = _reason_of_wrapper(model)
     inner = inner_model(model)
-    return reason or _reason_now(inner) or _reason_of_architecture(inner)
+    return reason or _reason_now(inner) or _facts(inner).reason
+
+
+_ROUTER = (
+    "its router loss would count a shared token once, not once for each sequence; set "
+    "config.output_router_logits=False to train without that loss"
+)
 
 
 def _reason_of_wrapper(model: nn.Module) -> str | None:
@@ -253,10 +343,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
     """Reasons that settings may change from call to call."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
-        return (
-            "its router loss would count a shared token once, not once for each sequence; set "
-            "config.output_router_logits=False to train without that loss"
-        )
+        return _ROUTER
     dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
     if model.training and isinstance(dropout, float) and dropout > 0:
         return f"FlexAttention has no dropout, and attention_dropout is {dropout}; set it to 0"
@@ -267,18 +354,26 @@ def _reason_now(model: PreTrainedModel) -> str | None:
     return None
 
 
-_KNOWN: dict[tuple[type, str, str], str | None] = {}
-_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str, str | None]] = weakref.WeakKeyDictionary()
+class _Facts(NamedTuple):
+    """Why an architecture cannot share prefixes, or None; and whether only differences of positions matter to it."""
+
+    reason: str | None
+    relative: bool = False
 
 
-def _reason_of_architecture(model: PreTrainedModel) -> str | None:
+_KNOWN: dict[tuple[type, str, str], _Facts] = {}
+_KNOWN_MODELS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str, _Facts]] = weakref.WeakKeyDictionary()
+
+
+def _facts(model: PreTrainedModel) -> _Facts:
     implementation = _implementation(model)
     known = _KNOWN_MODELS.get(model)
     if known is not None and known[0] is model.config and known[1] == implementation:
         return known[2]
-    reason = _declared_reason(model) or _measured_reason(model, implementation)
-    _KNOWN_MODELS[model] = (model.config, implementation, reason)
-    return reason
+    declared = _declared_reason(model)
+    facts = _measured(model, implementation) if declared is None else _Facts(declared)
+    _KNOWN_MODELS[model] = (model.config, implementation, facts)
+    return facts
 
 
 def _declared_reason(model: PreTrainedModel) -> str | None:
@@ -297,13 +392,13 @@ def _declared_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _measured_reason(model: PreTrainedModel, implementation: str) -> str | None:
+def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
     """Compare the hidden states of a small copy of `model` on a padded batch and on its trie."""
     try:
         config = _small(model.config)
         key = (type(model), implementation, config.to_json_string(use_diff=False))
     except Exception as error:
-        return f"no small copy of its config could be made ({type(error).__name__}: {error})"
+        return _Facts(f"no small copy of its config could be made ({type(error).__name__}: {error})")
     if key not in _KNOWN:
         quiet = warnings.catch_warnings()
         with (
@@ -324,7 +419,7 @@ _PROMPT = list(range(1, 12))
 _PROBE = [[*_PROMPT, 20, 21, 22, 23], [*_PROMPT, 20, 24], _PROMPT, [*_PROMPT[:4], *range(30, 40)], [40, 41]]
 
 
-def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> str | None:
+def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> _Facts:
     from_stock = "sdpa" if implementation == "sdpa" else "eager"
     ways = [(from_stock, True)] if implementation in ("sdpa", "eager") else []
     if implementation != "eager":
@@ -339,7 +434,11 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> st
         for p in small.parameters():
             p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim > 1 else p + 0.2 * torch.randn_like(p))
         backbone = small if small.get_output_embeddings() is None else backbone_of(small)
-        expected = backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
+
+        def padded(ids: Tensor, mask: Tensor) -> Tensor:
+            return backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
+
+        expected = padded(ids, mask)
         trie = pack_trie(ids, mask, multiple=2 * BLOCK)
         for way, dense in ways:
             config._attn_implementation = way
@@ -347,13 +446,16 @@ def _compare(cls: type[PreTrainedModel], config: Any, implementation: str) -> st
             got = gather_rows(packed.flatten(0, 1), trie.node[mask.bool()])
             error = float((got - expected).norm() / expected.norm())
             if not error <= _TOLERANCE:
-                return (
+                return _Facts(
                     "the hidden states of a small copy on a padded batch and on its trie differ by "
                     f"{error:.2g} of their norm: it does not follow position_ids and attention_mask"
                 )
+        config._attn_implementation = from_stock
+        on_the_left = padded(F.pad(ids, (3, 0), value=1), F.pad(mask, (3, 0)))
+        return _Facts(None, float((on_the_left - expected).norm() / expected.norm()) <= _TOLERANCE)
     except Exception as error:  # the forward of any model
-        return f"a small copy of it failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    return None
+        cause = str(error).splitlines()[0] if str(error) else ""
+        return _Facts(f"a small copy of it failed ({type(error).__name__}: {cause})")
 
 
 _INNER = ("intermediate", "ffn", "inner", "mlp")

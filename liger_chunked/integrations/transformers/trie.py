@@ -34,6 +34,10 @@ class PackedTrie:
     - `node` (B, T): the index of each token of the padded batch in the flattened rows, -1 at padding
     - `tokens`: how many tokens of the padded batch are not padding
     - `nodes`: how many of the R * L packed tokens are not filler
+    - `padding`: where a sequence has padding: "left" if it has any in front, "between" its tokens, otherwise "right"
+    - `trailing`: the most padding behind the last token of a sequence
+
+    With `with_trailing`, padding behind the last token counts as tokens and nodes. Nothing attends to it.
     """
 
     input_ids: Tensor
@@ -42,6 +46,8 @@ class PackedTrie:
     node: Tensor
     tokens: int
     nodes: int
+    padding: str
+    trailing: int
 
     @property
     def saved(self) -> float:
@@ -50,8 +56,9 @@ class PackedTrie:
 
 
 def pack_trie(
-    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128
-) -> PackedTrie:
+    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
+    with_trailing: bool = False,
+) -> PackedTrie:  # fmt: skip
     """Merge the sequences of a padded batch into the trie of their tokens.
 
     The host builds the trie, and waits for the device once, for the tokens.
@@ -62,6 +69,7 @@ def pack_trie(
         row_tokens: cut the forest into rows of at most this many tokens. A tree is never cut, so the largest one may
             make the rows longer. None for one row.
         multiple: round the length of the rows up to a multiple of this.
+        with_trailing: pack the padding behind the last token of each sequence too, once for each.
 
     >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     >>> packed = pack_trie(batch, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), multiple=1)
@@ -81,14 +89,17 @@ def pack_trie(
     # The kernels of torch would start a pool of threads.
     places = _places(batch, None if attention_mask is None else attention_mask.cpu().numpy() != 0)
     sequences = [row[place] for row, place in zip(batch, places, strict=True)]
+    behind = [_behind(place, batch.shape[1]) for place in places]
+    trailing = [batch.shape[1] - n if with_trailing else 0 for n in behind]
 
     order = _depth_first_order(sequences)
     shared = [0] * len(sequences)  # tokens in common with the sequence before
     for before, i in itertools.pairwise(order):
         shared[i] = _n_common(sequences[before], sequences[i])
     fresh = [len(sequence) - n for sequence, n in zip(sequences, shared, strict=True)]
-    rows = _rows(order, fresh, shared, row_tokens)
-    row_length = max(1, -(-max(sum(fresh[i] for i in row) for row in rows) // multiple)) * multiple
+    sizes = [n + extra for n, extra in zip(fresh, trailing, strict=True)]
+    rows = _rows(order, sizes, shared, row_tokens)
+    row_length = max(1, -(-max(sum(sizes[i] for i in row) for row in rows) // multiple)) * multiple
 
     shape = len(rows), row_length
     host = _buffer(shape, batch.shape, pinned=input_ids.is_cuda)
@@ -103,6 +114,12 @@ def pack_trie(
             own = path.enter(fresh[i])
             ids[own], depths[own] = sequences[i][shared[i] :], depth[shared[i] : len(sequences[i])]
             node[i, places[i]] = path.nodes(r * row_length)
+            if trailing[i]:
+                last, own = len(sequences[i]), path.skip(trailing[i])
+                ids[own], depths[own] = batch[i, behind[i] :], np.arange(last, last + trailing[i])
+                # Not to itself either, as in a padded batch.
+                ends[own] = np.arange(own.start, own.stop) + (last == 0)
+                node[i, behind[i] :] = np.arange(own.start, own.stop) + r * row_length
         path.leave(0)
         filler = slice(path.place, row_length)
         ids[filler], depths[filler], ends[filler] = 0, 0, np.arange(path.place, row_length) + 1
@@ -112,8 +129,10 @@ def pack_trie(
         position_ids=positions,
         end=end,
         node=nodes,
-        tokens=sum(map(len, sequences)),
-        nodes=sum(fresh),
+        tokens=sum(map(len, sequences)) + sum(trailing),
+        nodes=sum(sizes),
+        padding=_side(places),
+        trailing=max(batch.shape[1] - n for n in behind),
     )
 
 
@@ -144,6 +163,19 @@ def _places(batch: _Array, valid: _Array | None) -> list[Any]:
     return places
 
 
+def _behind(place: Any, width: int) -> int:
+    """Return the column behind the last token."""
+    if isinstance(place, slice):
+        return width if place.stop is None else int(place.stop)
+    return width - int(place[::-1].argmax())
+
+
+def _side(places: list[Any]) -> str:
+    if not all(isinstance(place, slice) for place in places):
+        return "between"
+    return "left" if any(place.start and place.stop > place.start for place in places) else "right"
+
+
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
     """Return the lexicographic order of sequences, with negative ids last."""
     # Bytes are compared as fast as memory is read, and big-endian numbers have the order of their bytes. Ids that are
@@ -160,23 +192,23 @@ def _n_common(a: _Array, b: _Array) -> int:
     return first if n and differs[first] else n
 
 
-def _rows(order: list[int], fresh: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
+def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
     """Distribute trees to rows, and return the sequences of each row in their order.
 
     Each tree, the largest first, goes into the first row that has room for it.
     """
-    if row_tokens is None or sum(fresh) <= row_tokens:
+    if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees: list[list[int]] = []
     for i in order:
         if not shared[i]:
             trees.append([])
         trees[-1].append(i)
-    sizes = [sum(fresh[i] for i in tree) for tree in trees]
-    room = max(row_tokens, *sizes)
+    of_trees = [sum(sizes[i] for i in tree) for tree in trees]
+    room = max(row_tokens, *of_trees)
     rows: list[list[int]] = []
     filled: list[int] = []
-    for tree, size in sorted(zip(trees, sizes, strict=True), key=lambda pair: -pair[1]):
+    for tree, size in sorted(zip(trees, of_trees, strict=True), key=lambda pair: -pair[1]):
         row = next((r for r, used in enumerate(filled) if used + size <= room), len(rows))
         if row == len(rows):
             rows.append([])
@@ -202,6 +234,11 @@ class _Path:
         self._depth += n
         self.place += n
         return part
+
+    def skip(self, n: int) -> slice:
+        """Return `n` places behind the sequence that are not part of it."""
+        self.place += n
+        return slice(self.place - n, self.place)
 
     def leave(self, depth: int) -> None:
         """Shorten the sequence to `depth` nodes."""

@@ -56,6 +56,7 @@ class TrieMask(BlockMask):
     depth: Tensor
     window: Tensor | None
     blocks: BlockMask
+    ndim = 4  # some models ask for it
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:

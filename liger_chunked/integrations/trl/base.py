@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
 from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass, why_not_shared
 from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
@@ -44,6 +46,7 @@ def add_chunked_lm_head(
     outputs: tuple[str, ...] = ("log_probs",),
     *,
     logits_budget: int | float | str | None = None,
+    share_prefix: bool | str = False,
 ) -> None:
     """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
 
@@ -55,6 +58,7 @@ def add_chunked_lm_head(
         temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
         outputs: fields of TRL's output to compute in addition to `log_probs` and `loss`, from `STATISTICS`.
+        share_prefix: compute prefixes that sequences share once, see `SharedPromptsMixin`.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
@@ -67,30 +71,57 @@ def add_chunked_lm_head(
         float32=cast_lm_head_to_fp32,
         logits_budget=logits_budget,
     )
+    share = functools.partial(_share, model, share_prefix)
     # A copied partial runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
-    model.forward = functools.update_wrapper(functools.partial(_forward, model.forward, statistics), model.forward)
+    own = functools.partial(_forward, model.forward, statistics, share)
+    model.forward = functools.update_wrapper(own, model.forward)
 
 
 def _forward(
     inner: Callable[..., Any],
     statistics: HeadFn,
+    share: Callable[..., SharedBatch | None],
     /,
     *args: Any,
     fused_lm_head: bool = False,
     head_fn: HeadFn | None = None,
+    reads_padding: bool = False,
     **kwargs: Any,
 ) -> Any:
     if fused_lm_head:
         head_fn = statistics
-    return inner(*args, **kwargs) if head_fn is None else head_pass(inner, head_fn, *args, **kwargs)
+    if head_fn is None:
+        return inner(*args, **kwargs)
+    return head_pass(inner, head_fn, functools.partial(share, reads_padding), *args, **kwargs)
 
 
-def head_pass(forward: Callable[..., Any], head_fn: HeadFn, /, *args: Any, **kwargs: Any) -> Any:
+def head_pass(
+    forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
+) -> Any:
     """Return `head_fn(head, input)`, where `input` has the hidden states of the batch in `args` and `kwargs`.
 
     Every pass of a policy, old policy, reference or teacher comes here, inside the model's forward: TRL's and ours.
+    If `share` returns a batch, the model runs on that.
     """
-    return forward(*args, head_fn=head_fn, **kwargs)
+    batch = share(args, kwargs)
+    if batch is None:
+        return forward(*args, head_fn=head_fn, **kwargs)
+    own = ("input_ids", "attention_mask", "logits_to_keep")
+    others = {name: x for name, x in kwargs.items() if name not in {*own, *batch.inputs}}
+    head_fn = batch.head_fn(head_fn, logits_to_keep=kwargs.get("logits_to_keep", 0))
+    return forward(head_fn=head_fn, **batch.inputs, **others)
+
+
+def _share(
+    model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SharedBatch | None:
+    """Return the batch of a pass without repeated prefixes, or None to run it as it is."""
+    if setting is False:
+        return None
+    if args:
+        _, *names = inspect.signature(type(model).forward).parameters
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+    return share_pass(model, kwargs, always=setting is True, with_trailing=reads_padding)
 
 
 def head_stats(
@@ -259,6 +290,8 @@ class LigerTrainerMixin(_Trainer):
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
     # Models that get no fused head from TRL.
     models_without_head: ClassVar[tuple[str, ...]] = ()
+    # See `SharedPromptsMixin`.
+    share_prefix: bool | str = False
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
@@ -282,12 +315,12 @@ class LigerTrainerMixin(_Trainer):
             budget = options.logits_budget
         self.loss_override: Any = loss
         self.logits_budget = budget
-        with _chunked_heads(type(self), budget):
+        with _chunked_heads(type(self), budget, self.share_prefix):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
             model = getattr(self, name)
             if model is not None:
-                add_chunked_lm_head(inner_model(model), logits_budget=budget)
+                add_chunked_lm_head(inner_model(model), logits_budget=budget, share_prefix=self.share_prefix)
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
@@ -365,6 +398,29 @@ class LigerTrainerMixin(_Trainer):
             )
 
 
+class SharedPromptsMixin(LigerTrainerMixin):
+    """Extends a trainer whose batches have several sequences for a prompt.
+
+    Args:
+        share_prefix: whether to compute a prompt once for all of its sequences. "auto" does so where the model allows
+            it and at least a tenth of a batch's tokens is saved, and logs once what it does. True raises where the
+            model does not allow it. Off by default, because FlexAttention's path has few runs on a GPU so far. See
+            docs/shared_prefix.md.
+
+    Raises:
+        ValueError: `share_prefix` is something else, or True with a model that does not allow it.
+    """
+
+    def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
+        if share_prefix not in (True, False, "auto"):
+            raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
+        self.share_prefix = share_prefix
+        super().__init__(*args, **kwargs)
+        reason = why_not_shared(self.model) if share_prefix is True else None
+        if reason is not None:
+            raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
+
+
 _MISSING: Any = object()
 
 
@@ -386,7 +442,9 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 
 
 @contextmanager
-def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) -> Iterator[None]:
+def _chunked_heads(
+    trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
+) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
     TRL's calls name temperature, precision and statistics. A trainer may score its reference while it is built.
@@ -401,7 +459,7 @@ def _chunked_heads(trainer: type[LigerTrainerMixin], logits_budget: int | None) 
     budget = HEAD_BUDGET if logits_budget is None else logits_budget
     try:
         for module, function in theirs:
-            ours = functools.partial(add_chunked_lm_head, logits_budget=budget)
+            ours = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
             module.add_fused_lm_head = functools.wraps(function)(ours)
         yield
     finally:

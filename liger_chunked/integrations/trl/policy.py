@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from liger_chunked.integrations.trl.base import LigerTrainerMixin, Step, fitted, loss_step, rollout_inputs
+from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, fitted, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.types import LogitOptions
@@ -21,7 +21,7 @@ _LOGGED = {
 }
 
 
-class GRPOMixin(LigerTrainerMixin):
+class GRPOMixin(SharedPromptsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPolicyBase`, used at the config's `temperature`. If it has a KL term, set `beta` in the
@@ -104,5 +104,5 @@ class GRPOMixin(LigerTrainerMixin):
                 self.mode_metrics[name].append(mean)
 
 
-class RLOOMixin(LigerTrainerMixin):
+class RLOOMixin(SharedPromptsMixin):
     """TRL's `RLOOTrainer` on a chunked head; it takes no `loss`."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
-from liger_chunked.integrations.trl.base import LigerTrainerMixin, ReferenceMixin, Step, head_stats, loss_step
+from liger_chunked.integrations.trl.base import (
+    LigerTrainerMixin,
+    ReferenceMixin,
+    SharedPromptsMixin,
+    Step,
+    head_stats,
+    loss_step,
+)
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.reference_model import warn_reference_free
 from liger_chunked.types import Head
@@ -35,7 +42,7 @@ def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
     return logs
 
 
-class DPOMixin(ReferenceMixin):
+class DPOMixin(ReferenceMixin, SharedPromptsMixin):
     """TRL's `DPOTrainer` on a chunked head.
 
     `loss` is a `LigerFusedLinearPreferenceBase`. If it rejects a reference, none is loaded.
@@ -87,7 +94,7 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
     return input.options.logit_scale * (mean + bias)
 
 
-class ConcatenatedMixin(LigerTrainerMixin):
+class ConcatenatedMixin(SharedPromptsMixin):
     """Extends a trainer whose `concatenated_forward` builds logits. Subclasses override it."""
 
     loss_kind = LigerFusedLinearPreferenceBase
@@ -124,7 +131,8 @@ class ConcatenatedMixin(LigerTrainerMixin):
             aux_loss = () if input.aux_loss is None else (input.aux_loss,)
             return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
 
-        return model(**inputs, labels=labels, head_fn=scores)
+        # The logged means of the logits include padding.
+        return model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
 
     def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
         loss = self.loss_override
@@ -198,7 +206,7 @@ class CPOMixin(ConcatenatedMixin):
         return logps[:n], logps[n:], scores.mean_logits[:n], scores.mean_logits[n:], nll, *scores.aux_loss
 
 
-class OnlineDPOMixin(LigerTrainerMixin):
+class OnlineDPOMixin(SharedPromptsMixin):
     """TRL's `OnlineDPOTrainer` without logits, which its `_forward` builds; it takes no `loss`."""
 
     models_without_head = ("model", "ref_model")
@@ -229,4 +237,5 @@ class OnlineDPOMixin(LigerTrainerMixin):
             **{name: x for name, x in (vision_inputs or {}).items() if name in names},
             shift_labels=shift_labels,
             fused_lm_head=True,
+            reads_padding=True,
         ).log_probs[:, scored]

@@ -1,0 +1,239 @@
+"""Our trainers with prompts that are computed once, against the same trainers without: the same logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig
+from test_cost import Memory
+from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
+from torch import Tensor
+
+from liger_chunked import (
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+)
+from liger_chunked.integrations.transformers import shared_prefix
+from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
+from liger_chunked.integrations.transformers.trie import PackedTrie
+from liger_chunked.integrations.trl import base
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+
+def long_prompts(kind: str) -> Dataset:
+    """Return rows whose prompts, of uneven lengths, are most of their tokens."""
+
+    rows = tiny.dataset(KINDS[kind].data)
+    return Dataset.from_list([{**row, "prompt": (row["prompt"] * 9)[: 20 + 5 * (i % 3)]} for i, row in enumerate(rows)])
+
+
+class Passes:
+    """What `head_pass` gets: how many passes there were, and the tries of those that shared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n, self.shared, self.saved = 0, [], []
+
+        def watched(*args: Any) -> SharedBatch | None:
+            batch = stock(*args)
+            self.n += 1
+            self.shared += [] if batch is None else [batch.trie]
+            return batch
+
+        def packed(*args: Any, **options: Any) -> PackedTrie:
+            self.saved.append(pack(*args, **options).saved)
+            return pack(*args, **options)
+
+        stock, pack = base._share, shared_prefix.pack_trie
+        monkeypatch.setattr(base, "_share", watched)
+        monkeypatch.setattr(shared_prefix, "pack_trie", packed)
+
+    def check(self, least: float) -> None:
+        """Check that all passes shared that save at least that share of their tokens, and most do."""
+        assert len(self.saved) >= self.n >= 8
+        assert [trie.saved for trie in self.shared] == [saved for saved in self.saved if saved >= least]
+        assert len(self.shared) >= self.n / 2
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Passes]:
+    def check(
+        kind: str,
+        config: dict[str, Any] | None = None,
+        own: Callable[[], dict[str, Any]] = dict,
+        share_prefix: bool | str = True,
+    ) -> Passes:
+        """Train and evaluate with and without sharing, and return the passes of the former."""
+        shared_prefix.why_not_shared(tiny.model())  # whose tries would be counted
+        evaluate = kind != "OnlineDPO"  # TRL's does not support it
+
+        def seeded(share_prefix: bool | str) -> Log:
+            torch.manual_seed(0)
+            arguments = {"train_dataset": long_prompts(kind), **own(), "share_prefix": share_prefix}
+            return run(tmp_path, kind, True, {**PLAIN, **(config or {})}, evaluate, **arguments)
+
+        plain = seeded(False)
+        passes = Passes(monkeypatch)
+        shared = seeded(share_prefix)
+        assert len(shared) == len(plain) >= 5
+        for ours, theirs in zip(shared, plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-5)
+        return passes
+
+    return check
+
+
+LOSSES = {
+    "GRPO": lambda: LigerFusedLinearGRPOLoss(reduction="dapo"),
+    "DPO": lambda: LigerFusedLinearDPOLoss(beta=0.1),
+    "ORPO": lambda: LigerFusedLinearORPOLoss(),
+    "CPO": lambda: LigerFusedLinearSimPOLoss(),
+}
+CONFIGS = {
+    "GRPO": {"beta": 0.1, **SEQUENCES},  # with a reference, and an old policy
+    "RLOO": {"beta": 0.1, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_same_logs(compare, kind, tmp_path):
+    """Policy, old policy and reference, in training and evaluation; GRPO pads prompts on the left, DPO on the right."""
+    tiny.model(seed=2).save_pretrained(tmp_path / "reference")
+
+    def own() -> dict[str, Any]:
+        model = tiny.model()
+        model.config._name_or_path = str(tmp_path / "reference")  # where GRPO and RLOO find it
+        return {"model": model}
+
+    passes = compare(kind, CONFIGS.get(kind), own, share_prefix="auto")
+    passes.check(least=shared_prefix.WORTHWHILE)
+    assert {trie.padding for trie in passes.shared} >= ({"left"} if KINDS[kind].data == "prompts" else {"right"})
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_same_logs_of_a_loss(compare, kind):
+    compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
+    def own() -> dict[str, Any]:
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return {"peft_config": adapter, **({"ref_model": None} if kind == "DPO" else {})}
+
+    compare(kind, {**CONFIGS.get(kind, {}), "gradient_checkpointing": True}, own).check(least=0)
+
+
+@pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
+@pytest.mark.parametrize("kind", ["GRPO", "ORPO"])
+def test_families(compare, kind, family):
+    config = {"router_aux_loss_coef": 0.0} if kind == "GRPO" and family == "experts" else {}
+    passes = compare(kind, config, lambda: {"model": tiny.model(family)}, share_prefix="auto")
+    # A router loss weighs tokens, and the padding that ORPO's metrics read may be beyond a window.
+    assert passes.shared or (kind, family) == ("GRPO", "experts")
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
+    vocabulary, budget = 6000, 256 * 1024
+    config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    config |= {name: 24 for name in ("max_completion_length", "max_new_tokens") if name in KINDS[kind].config}
+    models = {"model": tiny.model(vocab_size=vocabulary)}
+    models |= {"ref_model": tiny.model(seed=1, vocab_size=vocabulary)} if kind == "DPO" else {}
+    memory, passes = Memory(), Passes(monkeypatch)
+    memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
+    with memory:
+        run(tmp_path, kind, True, config, **models, train_dataset=long_prompts(kind), logits_budget=budget)
+    assert passes.shared
+    weight_gradient, logits = vocabulary * 32 * 4, 4 * 24 * vocabulary * 4
+    assert weight_gradient <= memory.largest <= 1.2 * weight_gradient < logits / 2
+
+
+def test_log_of_the_saving(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="liger_chunked")
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=long_prompts("DPO"))
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("liger_chunked")]
+    assert len(ours) == 2  # policy and reference
+    assert all(text.startswith("LlamaForCausalLM computes shared prompts once: ") for text in ours)
+
+
+def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
+    short = Dataset.from_list([{**row, "prompt": row["prompt"][:1]} for row in tiny.rows(scale=2)])
+    passes = Passes(monkeypatch)
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=short)
+    assert passes.n >= 8 and not passes.shared
+
+
+def test_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "share_pass", None)
+    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
+
+
+def test_what_cannot_be_shared(tmp_path):
+    with pytest.raises(ValueError, match=r"share_prefix must be 'auto', True or False, got 'on'"):
+        build(tmp_path, "DPO", True, share_prefix="on")
+    with pytest.raises(TypeError, match="share_prefix"):  # its sequences have no prompts in common
+        build(tmp_path, "SFT", True, share_prefix=True)
+    prompt_tuning = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "ref_model": None}
+    with pytest.raises(ValueError, match=r"cannot share prompts: its adapter .* adds virtual tokens"):
+        build(tmp_path, "DPO", True, share_prefix=True, **prompt_tuning)
+    with pytest.raises(ValueError, match=r"its router loss"):
+        run(tmp_path, "GRPO", True, {"router_aux_loss_coef": 0.1}, share_prefix=True, model=tiny.model("experts"))
+
+
+def arguments(mask: list[list[int]]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    row = torch.randint(3, 100, (len(mask[0]),))
+    return {"input_ids": row.expand(len(mask), -1), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"position_ids": torch.zeros(2, 8)}, "the pass has position_ids"),
+        ({"input_ids": None}, "the pass has no input_ids"),
+        ({"output_router_logits": True}, "its router loss"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, "its attention_mask has 4 dimensions"),
+    ],
+)
+def test_passes_that_are_left_alone(changes, reason):
+    given = {**arguments([[1] * 8] * 2), "output_router_logits": False, "use_cache": False}
+    assert shared_prefix.share_pass(tiny.model(), given) is not None
+    assert shared_prefix.share_pass(tiny.model(), {**given, **changes}) is None
+    with pytest.raises(ValueError, match=reason):
+        shared_prefix.share_pass(tiny.model(), {**given, **changes}, always=True)
+
+
+def test_positions_that_count_padding():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, bos_token_id=1, eos_token_id=2
+        )
+    )
+    right, left = [[1] * 16, [1] * 12 + [0] * 4], [[0] * 4 + [1] * 12] * 2
+    assert shared_prefix.share_pass(model, arguments(right)) is not None
+    assert shared_prefix.share_pass(model, arguments(left)) is None
+    with pytest.raises(ValueError, match="absolute"):
+        shared_prefix.share_pass(model, arguments(left), always=True)
+    llama = tiny.model()
+    assert shared_prefix.share_pass(llama, arguments(left)) is not None
+    with pytest.raises(ValueError, match="between"):
+        shared_prefix.share_pass(llama, arguments([[1] * 8 + [0] * 4 + [1] * 4] * 2), always=True)
