@@ -159,7 +159,8 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     memory, passes = Memory(), Passes(monkeypatch)
     memory.expect(*(parameter for model in models.values() for parameter in model.parameters()))
     with memory:
-        run(tmp_path, kind, True, config, **models, train_dataset=long_prompts(kind), logits_budget=budget)
+        data = long_prompts(kind)
+        run(tmp_path, kind, True, config, **models, train_dataset=data, logits_budget=budget, share_prefix="auto")
     assert passes.shared
     weight_gradient, logits = vocabulary * 32 * 4, 4 * 24 * vocabulary * 4
     assert weight_gradient <= memory.largest <= 1.2 * weight_gradient < logits / 2
@@ -167,7 +168,7 @@ def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
 
 def test_log_of_the_saving(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="liger_chunked")
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=long_prompts("DPO"))
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=long_prompts("DPO"), share_prefix="auto")
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("liger_chunked")]
     assert len(ours) == 2  # policy and reference
     assert all(text.startswith("LlamaForCausalLM computes shared prompts once: ") for text in ours)
@@ -176,13 +177,13 @@ def test_log_of_the_saving(tmp_path, caplog):
 def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
     short = Dataset.from_list([{**row, "prompt": row["prompt"][:1]} for row in tiny.rows(scale=2)])
     passes = Passes(monkeypatch)
-    run(tmp_path, "DPO", True, PLAIN, train_dataset=short)
+    run(tmp_path, "DPO", True, PLAIN, train_dataset=short, share_prefix="auto")
     assert passes.n >= 8 and not passes.shared
 
 
 def test_off(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "share_pass", None)
-    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
+    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"))  # the default
 
 
 def test_what_cannot_be_shared(tmp_path):
