@@ -81,7 +81,7 @@ REDUCTIONS: Mapping[str, _Reduction] = {
 
 
 class Clipped(NamedTuple):
-    """Where the ratio is out of bounds in the direction of its advantage."""
+    """Where the ratio is above its bound with a positive advantage, or below it with a negative one."""
 
     low: Tensor | None
     high: Tensor
@@ -127,8 +127,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the gradient of the true KL (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         entropy_coef: weight of the entropy bonus, a mean as in `dapo` for every reduction.
-        top_entropy_quantile: share, in [0, 1], of the call's tokens that keep cost and bonus: at least one, those with
-            the highest entropy (https://arxiv.org/abs/2506.01939). A batch over the logits budget costs one GEMM more.
+        top_entropy_quantile: only this share, in [0, 1], of the call's tokens keeps cost and bonus: those with the
+            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. If the logits exceed
+            the budget, the step takes one more matrix product.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
         **options: see `LogitOptions`; `temperature` is the sampler's, also for the reference.
     """
@@ -242,8 +243,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, the tokens of all ranks divided by their number. A tensor below 1 counts as 1. With other
-                reductions, divide the loss by the number of steps.
+                gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
+                With other reductions, divide the returned loss by the number of steps yourself.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing.

@@ -44,8 +44,8 @@ class _Sequences:
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
-    token_weights: Tensor | None  # (n, 2, T); None for ones
-    nll_only: Tensor | None  # (n, 2, T), True at tokens that only the NLL reads; None for none
+    token_weights: Tensor | None  # (n, 2, T); None: all are 1
+    nll_only: Tensor | None  # (n, 2, T), True at tokens that only the NLL reads; None: there are none
 
     @property
     def every(self) -> slice:
@@ -71,7 +71,7 @@ class _Batch:
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
     has_tokens: Tensor | None  # (n,); None if all have some
-    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None for `mask`
+    nll_mask: Tensor | None  # (n, T) of the chosen sequences; None: the same as `mask`
 
     def pairs(self, logps: Tensor, stats: TokenStats, index: slice | Tensor) -> Pairs:
         sequences = self.sequences
@@ -103,15 +103,16 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean over the pairs of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
 
-    A pair without a valid token adds 0, but counts in the mean. An empty sequence has probability 1, as in TRL.
+    A pair without a valid token adds 0, but counts in the mean. If only one sequence is empty, its probability is 1, as
+    in TRL.
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens. None: if `alpha`
-            is not 0. False refuses an `alpha` other than 0 and 1.
+        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens.
+            `compute_nll_loss=None` adds it if `alpha` is not 0. False raises if `alpha` is neither 0 nor 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: weight, in [0, 1], of log-probabilities, also the reference's, beyond the length of the pair's shorter
-            sequence; lengths do not change.
+        ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence, under policy and
+            reference. `lengths` count them fully.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
         use_ref_model: True requires a reference, False refuses one, None uses it if given.
         **options: see `LogitOptions`. The transform applies to policy and reference.
@@ -225,7 +226,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
-        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, by a chunk's first pair
+        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, keyed by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)

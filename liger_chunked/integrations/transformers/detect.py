@@ -1,4 +1,4 @@
-"""Facts about a model's code: its parts, whose code runs, and what its forward computes after the backbone.
+"""Facts about a model's code: its parts, which class's code runs, and what its forward computes after the backbone.
 
 The config does not say how a model transforms its logits. `check_head` therefore runs the forward on a copy in which
 backbone and `lm_head` return known values and other modules with parameters raise. It takes milliseconds at any size.
@@ -49,7 +49,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules of which `lm_head` calls one, or raise a ValueError."""
+    """Return the Linear modules inside `lm_head`, which calls one of them, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -99,7 +99,7 @@ def _head_refusal(module: nn.Module) -> str:
 
 # Whose code runs.
 
-# An instance's forward; accelerate's hooks move it to the second attribute.
+# An instance's forward; accelerate's hooks move it to `_old_forward`.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
 # Packages whose hooks and forwards accept any output.
@@ -125,7 +125,10 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Return the outermost wrapper that no framework defines, down to a forward of `known`, or None."""
+    """Walk from the outermost wrapper inwards, and return the first that no framework defines.
+
+    None if a forward of `known` comes first.
+    """
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
@@ -159,8 +162,8 @@ class HeadFacts:
     """The logits' transform, and how the arguments of forward and backbone differ."""
 
     options: LogitOptions
-    constants: tuple[tuple[str, Any], ...] = ()
-    dropped: tuple[str, ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()  # what the forward adds
+    dropped: tuple[str, ...] = ()  # what it does not pass on
     backbone_takes_labels: bool = False
 
 
@@ -168,7 +171,7 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
     """Return the facts, or raise a ValueError if the logits are not `transform(lm_head(last_hidden_state))`."""
     trial = _Trial(model, forward)
     with _explained(forward):
-        # From the slope of a softcap at 0 to its limit.
+        # Small logits show the scale, large ones the softcap.
         trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
         observed = trial.observe()
         factor = trial.factor(observed.reached, trial.hidden_states)
@@ -232,8 +235,8 @@ class _Observed(NamedTuple):
     reached: Tensor  # the input of lm_head
     output: Any
     given: dict[str, Any]  # arguments of the forward
-    passed: dict[str, Any]  # arguments of the core
-    expected: dict[str, Any] | None  # arguments of the core in a call of the backbone
+    passed: dict[str, Any]  # arguments of the core: the backbone, or the part of it that the forward calls
+    expected: dict[str, Any] | None  # arguments of the core in a call of the whole backbone
 
 
 class _Trial:
@@ -256,7 +259,7 @@ class _Trial:
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward. The core is the backbone, or the part of it that the forward calls."""
+        """Run the forward."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -409,7 +412,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode reveals a dropout, but may fuse the model's own forward.
+    # Training mode reveals a dropout, but a patched model would run its fused forward in it.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -459,6 +462,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
+    """Compare the arguments that the forward got with those that it passed to its backbone."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
@@ -491,14 +495,14 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of experts. Its settings have many names, so we evaluate two expressions of the source.
+# The load-balancing loss of experts. Its settings have many names, so we evaluate the source's own expressions.
 
 _SWITCH = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes the load-balancing loss, or why this is unknown."""
+    """How a forward computes the load-balancing loss, or why this is unknown. The defaults: there is none."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None

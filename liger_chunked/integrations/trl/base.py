@@ -29,7 +29,7 @@ Loss = TypeVar("Loss", bound=nn.Module)
 # Budget of a head that replaces TRL's; see docs/tuning.md.
 HEAD_BUDGET = 512 * 2**20
 
-# Names of the statistics: TRL's and ours.
+# Names of the statistics: TRL's to ours.
 STATISTICS = {
     "log_probs": "logps",
     "entropy": "entropy",
@@ -72,7 +72,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A copied partial runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
+    # A partial, so that a copy of the model runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -100,7 +100,7 @@ def head_pass(
 ) -> Any:
     """Return `head_fn(head, input)`, where `input` has the hidden states of the batch in `args` and `kwargs`.
 
-    Every pass of a policy, old policy, reference or teacher comes here, inside the model's forward: TRL's and ours.
+    Every pass of a policy, old policy, reference or teacher comes here, TRL's and ours: the one place to change them.
     If `share` returns a batch, the model runs on that.
     """
     batch = share(args, kwargs)
@@ -200,7 +200,7 @@ def loss_step(
     length: int | None = None,
     **arguments: Any,
 ) -> Step:
-    """Run `model` with `apply_loss` as its head. `labels` (B, T) are not shifted, and -100 where no loss is."""
+    """Run `model` with `apply_loss` as its head. `labels` (B, T) are not shifted, and -100 at tokens without loss."""
     apply = functools.partial(apply_loss, loss=loss, length=length, **arguments)
     return model(**inputs, labels=labels, head_fn=apply)
 
@@ -208,7 +208,7 @@ def loss_step(
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
     """Apply `loss`, with the model's logits transform, to the model's hidden states. A `head_fn`.
 
-    With `length`, only to that many of the last positions that predict a token.
+    `length`: only for this many of the last positions that predict a token.
     """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
@@ -240,7 +240,7 @@ def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments for prompts and completions, and labels of what the model, not a tool, wrote."""
+    """Return the model's arguments for prompts and completions, and labels: -100 unless the model wrote the token."""
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -328,13 +328,13 @@ class LigerTrainerMixin(_Trainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """Return the mean over items and ranks, without samples that fill up a last batch."""
+        """Return the mean over items and ranks, without samples that Accelerate repeats to fill a last batch."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Return the mean over all ranks' items; this rank has `count` items with this `mean`.
+        """Return the mean over all ranks' items, given the `mean` over this rank's `count` items.
 
-        Samples that fill up a last batch count only if `with_repeated`.
+        Samples that Accelerate repeats to fill a last batch count only if `with_repeated`.
         """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
@@ -447,7 +447,8 @@ def _chunked_heads(
 ) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
-    TRL's calls name temperature, precision and statistics. A trainer may score its reference while it is built.
+    TRL's calls keep their temperature, precision and statistics. A trainer may score its reference in its `__init__`, so
+    the replacement is in place before.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
@@ -467,12 +468,12 @@ def _chunked_heads(
             module.add_fused_lm_head = function
 
 
-# Passed as the reference model, it keeps a trainer from loading one.
+# A placeholder: a trainer that gets a reference model loads none.
 _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """Extends a trainer with a reference model, and loads none for a loss that rejects one."""
+    """Extends trainers that have a reference model. Loads none for a loss that rejects one."""
 
     # Columns of a batch with the reference's precomputed log-probabilities, one per sequence.
     ref_columns: ClassVar[tuple[str, ...]]
@@ -540,7 +541,10 @@ class ReferenceMixin(LigerTrainerMixin):
 
     @contextmanager
     def _reference(self) -> Iterator[nn.Module]:
-        """Yield, without gradient, the reference model, or the policy with its adapter "ref" or without adapters."""
+        """Yield the reference, without gradients: the reference model if there is one, otherwise the policy.
+
+        The policy runs with its adapter "ref", or else with its adapters disabled.
+        """
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
                 yield self.ref_model
