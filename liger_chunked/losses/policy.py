@@ -128,8 +128,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             https://arxiv.org/abs/2512.02556).
         entropy_coef: weight of the entropy bonus, a mean as in `dapo` for every reduction.
         top_entropy_quantile: only this share, in [0, 1], of the call's tokens keeps cost and bonus: those with the
-            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. If the logits exceed
-            the budget, the step takes one more matrix product.
+            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. If the logits
+            exceed the budget, the step takes one more matrix product.
         clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
         **options: see `LogitOptions`; `temperature` is the sampler's, also for the reference.
     """

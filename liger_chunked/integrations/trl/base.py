@@ -72,7 +72,8 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial, so that a copy of the model runs on the copy's weights. `generate` and `Trainer` read the signature of the wrapped function.
+    # A partial, so that a copy of the model runs on the copy's weights. `generate` and `Trainer` read the signature of
+    # the wrapped function.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -447,8 +448,8 @@ def _chunked_heads(
 ) -> Iterator[None]:
     """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
 
-    TRL's calls keep their temperature, precision and statistics. A trainer may score its reference in its `__init__`, so
-    the replacement is in place before.
+    TRL's calls keep their temperature, precision and statistics. The replacement is in place during `__init__`, where a
+    trainer may score its reference.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
