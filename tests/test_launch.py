@@ -67,6 +67,7 @@ class OnDevice(NamedTuple):
     device: int
     address: int = 16
     dtype: torch.dtype = torch.float32
+    is_meta: bool = False
 
     def data_ptr(self) -> int:
         return self.address

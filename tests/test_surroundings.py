@@ -25,7 +25,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import FusedLoss, distillation, stats
+from liger_chunked.engine import FusedLoss, stats
 from liger_chunked.engine import hooks as engine_hooks
 from liger_chunked.engine import step as engine_step
 
@@ -92,9 +92,8 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
         return marking
 
-    for step in (engine_step._Step, distillation._Step):
-        monkeypatch.setattr(step, "run", marked(step.run))
-    monkeypatch.setattr(stats._Plan, "statistics", marked(stats._Plan.statistics))
+    monkeypatch.setattr(engine_step.Step, "run", marked(engine_step.Step.run))
+    monkeypatch.setattr(stats, "_statistics", marked(stats._statistics))
     return hooks
 
 
