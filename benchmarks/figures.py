@@ -45,14 +45,15 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 STEP_NOTE = (
-    "Forward, backward and AdamW. A cell is *tokens a second · peak GiB · GiB above what is there between steps*; "
-    "*over* another is the ratio of speeds, more is better, and of the memory above, less is better."
+    "Forward, backward and AdamW. A cell is *tokens a second · peak GiB · GiB that a step adds*. Columns *over …*: "
+    "speed ratio (higher is better) · ratio of the memory that a step adds (lower is better). "
+    "*Loss, gradient apart*: relative differences to stock of the loss and of the gradient's norm in the first step."
 )
 
 
 KERNEL_NOTE = (
-    "Forward and backward, as CUDA graphs but for the last rows, over the time of a copy that moves as many bytes as "
-    "the operation must."
+    "Forward and backward. Times are divided by the time of a copy that moves as many bytes as the operation must. All "
+    "rows run as CUDA graphs, except those with *launches included*."
 )
 
 
