@@ -245,7 +245,9 @@ def test_a_gradient_must_be_declared(device, passes):
     loss = Shifted(logits_budget=20 * VOCAB * 2, use_ref_model=False)
     batch = moved(sequences(7), torch.bfloat16, device)
     batch["weight"].requires_grad_()
-    with pytest.raises(ValueError, match=r"reaches mean_logits, .*: set token_outputs = \('mean_logits',\)"):
+    with pytest.raises(
+        ValueError, match=r"reaches mean_logits, .*: add it to token_outputs, as in token_outputs = \('mean_logits',\)"
+    ):
         loss(**batch)
     passes.clear()
     loss.token_outputs = ("mean_logits",)
