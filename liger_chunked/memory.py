@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from liger_chunked.engine import Group, Layout, LossWeights, StatsLoss, Teacher, TopK, linear_token_stats
@@ -21,6 +22,7 @@ from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.hooks import isolated
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.stats import run_statistics
 from liger_chunked.engine.step import Step, run_step
@@ -43,6 +45,20 @@ _MOST_PIECES = 1 << 16
 _HOPPER = (9, 0)
 
 
+@contextmanager
+def _ordinary_autograd() -> Iterator[None]:
+    """Leave the caller's modes: no_grad, inference, anomaly detection, hooks on saved tensors, fake tensors."""
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        isolated(),
+    ):
+        yield
+
+
+@_ordinary_autograd()
 def estimate_memory(
     loss: Loss,
     *,
@@ -147,7 +163,7 @@ def estimate_memory(
                 wide_tiles=_wide_tiles(capability),
             )
             objective = functools.partial(_sum, plan.differentiates)
-            _differentiate(run_step(Step(plan, objective, plan.open), head, input)[0], head, input)
+            _differentiate(run_step(Step(plan, objective, plan.make_pass), head, input)[0], head, input)
         else:
             _run_statistics(model, head, input, options)
     return counted.most
@@ -188,7 +204,8 @@ class _Bytes(TorchDispatchMode):
             self._parts.setdefault(storage, None)  # existed before
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage() not in self._parts:
+            # No scalars: the engine caches one.
+            if isinstance(x, Tensor) and x.ndim and x.untyped_storage() not in self._parts:
                 of_source = self._parts[given[0]] if func in _COPIES else None
                 self._count(x.untyped_storage(), of_source or _part_of_caller())
         return result
@@ -235,7 +252,7 @@ class _Model(NamedTuple):
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
     """An objective with a gradient for each of the statistics `names`."""
-    return torch.stack([getattr(stats, name).sum() for name in names]).sum()
+    return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
 
 
 def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:

@@ -225,6 +225,17 @@ def test_a_changing_count_is_not_a_constant():
         torch.testing.assert_close(compiled(**batch, num_items=num_items), loss(**batch, num_items=num_items))
 
 
+def test_export_is_refused():
+    class Exported(nn.Module):
+        def forward(self, weight: Tensor, input: Tensor, target: Tensor) -> Tensor:
+            return LigerFusedLinearCrossEntropyLoss()(weight, input, target)
+
+    batch = tokens(SMALL, seed=0)
+    given = (batch["weight"], batch["input"], batch["target"])
+    with pytest.raises(RuntimeError, match=r"torch\.export cannot trace a fused loss"):
+        torch.export.export(Exported(), given, strict=False)
+
+
 @pytest.mark.parametrize("call", ["module", "function", "stats"])
 def test_a_whole_graph_is_refused(call):
     batch = tokens(SMALL, seed=0)

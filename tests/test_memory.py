@@ -13,6 +13,7 @@ import torch
 from table import Batch, Row, Sizes, moved, rows
 from test_cost import Memory
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from liger_chunked import (
@@ -355,6 +356,26 @@ def test_the_budget_holds():
         assert estimate == estimate_memory(CrossEntropy(), **FIXED, trainable_head=False, logits_budget=budget)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        torch.autograd.detect_anomaly,
+        torch.autograd.graph.save_on_cpu,
+        FakeTensorMode,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_the_callers_modes_change_nothing(mode):
+    losses = {CrossEntropy(): {}, LigerFusedLinearJSDLoss(): {"teacher_hidden_size": 256}, linear_token_stats: {}}
+    for loss, arguments in losses.items():
+        expected = estimate_memory(loss, **FIXED, **arguments)
+        with mode():
+            assert estimate_memory(loss, **FIXED, **arguments) == expected
+        assert estimate_memory(loss, **FIXED, **arguments) == expected
+
+
 def test_what_is_frozen_takes_nothing():
     fixed = FIXED | OVER_LOGITS
     whole = estimate_memory(CrossEntropy(), **fixed)
@@ -364,8 +385,7 @@ def test_what_is_frozen_takes_nothing():
     forward = estimate_memory(CrossEntropy(), **fixed, trainable_head=False, trainable_input=False)
     by_logps = 2 * 4 * 8 * 512  # the gradient of each token's log-probability, and a rounded copy
     assert frozen.input_grad == 2 * 8 * 512 * 512
-    scalars = 64
-    assert frozen.peak - forward.peak == pytest.approx(frozen.input_grad + by_logps, abs=scalars)
+    assert frozen.peak - forward.peak == frozen.input_grad + by_logps
 
 
 def test_a_batch_may_give_its_lengths():

@@ -114,6 +114,10 @@ def entry_point(function: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise RuntimeError(
+                    "torch.export cannot trace a fused loss: it waits for the device to count its tokens"
+                )
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 

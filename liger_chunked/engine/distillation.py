@@ -176,8 +176,8 @@ def distillation_step(
         options=options,
         wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
     )
-    open_pass = functools.partial(DistillationPass, plan, weights, route, teacher, has_target)
-    return Step(plan, weights, open_pass, teacher_dtype)
+    make_pass = functools.partial(DistillationPass, plan, weights, route, teacher, has_target)
+    return Step(plan, weights, make_pass, teacher_dtype)
 
 
 def distillation_loss(

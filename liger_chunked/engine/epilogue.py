@@ -94,7 +94,7 @@ class EpiloguePass:
 
     `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
 
-    `serves` requires bfloat16, because E is rounded to 8 bits. The gradient must be a multiple of E. `Plan.open`
+    `serves` requires bfloat16, because E is rounded to 8 bits. The gradient must be a multiple of E. `Plan.make_pass`
     requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
 
     dX and dW overlap on two streams. dX reaches the device first: dW is enqueued first, but small kernels precede its

@@ -50,9 +50,10 @@ class Pass(Protocol):
         ...
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        """Add the chunk's dX, dW and db, given the gradients of its values. None of them: the loss ignores this chunk.
+        """Add the chunk's dX, dW and db, given the gradients of its values.
 
-        Call it right after `statistics` of the same tokens.
+        Without any, the loss ignores this chunk; `DistillationPass` knows them from its `statistics`. Call it right
+        after `statistics` of the same tokens.
         """
         ...
 

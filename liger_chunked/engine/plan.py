@@ -43,7 +43,7 @@ class Plan:
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
-    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `open` allows it
+    by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
 
     @classmethod
     def of_loss(
@@ -153,15 +153,15 @@ class Plan:
         """Logits of the largest tile."""
         return max(map(largest, self.tiles))
 
-    def open(self, head: Head, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
+    def make_pass(self, head: Head, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
         """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
-        opened: HeadPass | EpiloguePass
+        made: HeadPass | EpiloguePass
         if self.by_epilogue and (grads is None or grads.accumulates):
-            opened = EpiloguePass(head, self.options, self.outputs, grads)
+            made = EpiloguePass(head, self.options, self.outputs, grads)
         else:
-            opened = HeadPass(head, self.options, self.outputs, self.class_weight, grads)
-        opened.reserve(self.largest_tile)
-        return opened
+            made = HeadPass(head, self.options, self.outputs, self.class_weight, grads)
+        made.reserve(self.largest_tile)
+        return made
 
 
 def _length(chunk: Chunk) -> int:

@@ -32,7 +32,7 @@ def _tokens(plan: Plan, input: Tensor) -> Tokens:
     return Tokens(x, layout.target, rows, plan.tiles[0])
 
 
-def _open(plan: Plan, given: Head) -> HeadPass:
+def _make_pass(plan: Plan, given: Head) -> HeadPass:
     """Return the pass with its buffer."""
     head = Head(given.weight.to(plan.dtype), None if given.bias is None else given.bias.to(plan.dtype))
     head_pass = HeadPass(head, plan.options, plan.outputs, plan.class_weight)
@@ -42,7 +42,7 @@ def _open(plan: Plan, given: Head) -> HeadPass:
 
 def _statistics(plan: Plan, given: Head, input: Tensor) -> tuple[HeadPass, TokenStats]:
     """Return the pass with the last tile's logits, and the statistics of all tokens."""
-    head_pass = _open(plan, given)
+    head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input))
     return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
@@ -96,7 +96,7 @@ class _LinearTokenStats(torch.autograd.Function):
         input, weight, bias, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
         plan = _holding(ctx.plan, *plan_tensors)
         layout, given = plan.layout, Head(weight, bias)
-        head_pass, ctx.head_pass = ctx.head_pass or _open(plan, given), None
+        head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
         head_pass.logps_grad_scale = logps_grad_scale
 

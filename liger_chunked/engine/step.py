@@ -73,7 +73,7 @@ class Step:
 
     plan: Plan
     objective: Objective | LinearObjective
-    open: Callable[[Head, HeadGradients | None], Pass]  # the head has the products' dtype
+    make_pass: Callable[[Head, HeadGradients | None], Pass]  # the head has the products' dtype
     teacher_dtype: torch.dtype | None = None  # of the teacher's products
 
     def run(
@@ -85,11 +85,12 @@ class Step:
         grads = None
         if any(needs):
             grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
-        head_pass = self.open(Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)), grads)
+        head_pass = self.make_pass(Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)), grads)
 
         parts: list[Any] = []
         loss: Tensor | None = None
         has_gradient = isinstance(objective, LinearObjective)
+        assert not has_gradient or layout.group_lengths is None  # its values stay in the order of the tokens
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
@@ -247,6 +248,6 @@ def fused_loss(
         wide_tiles=has_wide_tiles(input.device),
         class_weight=class_weight,
     )
-    loss, values = run_step(Step(plan, objective, plan.open), head, input)
+    loss, values = run_step(Step(plan, objective, plan.make_pass), head, input)
     present = [name for name in TokenStats._fields if name in outputs]
     return loss, TokenStats(**dict(zip(present, values, strict=True)))

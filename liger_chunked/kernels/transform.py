@@ -17,7 +17,7 @@ def transform_and_slope(
     if logit_scale != 1.0:
         z = z * logit_scale
     if softcap is not None:
-        tanh_z = torch.tanh(z / softcap)
+        tanh_z = torch.div(z, softcap).tanh_()
         if needs_slope:
             slope = 1.0 - tanh_z.square()
         z = tanh_z * softcap

@@ -206,8 +206,11 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-# Graphs break here and at the head: the facts are measured on values, and a `head_fn` may be any code.
-@torch.compiler.disable
+# Graphs break here, where facts are measured on values, and at the head, where a `head_fn` may be any code.
+_REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
+
+
+@torch.compiler.disable(reason=_REASON)
 def head_facts(
     model: PreTrainedModel, forward: Callable[..., Any] | None = None, *, causal_loss: bool = False
 ) -> HeadFacts:
@@ -319,7 +322,7 @@ _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=_REASON)
 def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """Return `head_fn(head, input)`, computed inside the forward of `lm_head`.
 
