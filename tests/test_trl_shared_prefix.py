@@ -111,6 +111,12 @@ CONFIGS = {
 }
 
 
+# Preference, policy and metrics over padding; the other trainers only in the exhaustive run.
+RARELY = [
+    kind if kind in ("DPO", "GRPO", "ORPO") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARING
+]
+
+
 @pytest.mark.parametrize("kind", SHARING)
 def test_same_logs(compare, kind, tmp_path):
     """Policy, old policy and reference, in training and evaluation; GRPO pads prompts on the left, DPO on the right."""
@@ -131,7 +137,7 @@ def test_same_logs_of_a_loss(compare, kind):
     compare(kind, own=lambda: {"loss": LOSSES[kind]()}).check(least=0)
 
 
-@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("kind", RARELY)
 def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
     def own() -> dict[str, Any]:
         adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -140,6 +146,7 @@ def test_same_logs_with_gradient_checkpointing_and_adapters(compare, kind):
     compare(kind, {**CONFIGS.get(kind, {}), "gradient_checkpointing": True}, own).check(least=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["softcap", "experts", "scaled"])
 @pytest.mark.parametrize("kind", ["GRPO", "ORPO"])
 def test_families(compare, kind, family):
@@ -149,7 +156,7 @@ def test_families(compare, kind, family):
     assert passes.shared or (kind, family) == ("GRPO", "experts")
 
 
-@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize("kind", RARELY)
 def test_no_tensor_of_the_size_of_the_logits(tmp_path, monkeypatch, kind):
     vocabulary, budget = 6000, 256 * 1024
     config = {"max_steps": 1, "optim": "sgd", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}

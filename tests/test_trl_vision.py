@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be remo
 CASES = [
     ("SFT", None),
     ("DPO", None),
-    ("KTO", None),
+    pytest.param("KTO", None, marks=pytest.mark.exhaustive),
     ("GRPO", None),
-    ("Distillation", None),
-    ("SFT", LigerFusedLinearCrossEntropyLoss()),
+    pytest.param("Distillation", None, marks=pytest.mark.exhaustive),
+    pytest.param("SFT", LigerFusedLinearCrossEntropyLoss(), marks=pytest.mark.exhaustive),
     ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
-    ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+    pytest.param("KTO", LigerFusedLinearKTOLoss(beta=0.1), marks=pytest.mark.exhaustive),
     ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
 ]
 

@@ -89,12 +89,12 @@ BUDGET = 2 * 4 * 300
 CASES = [
     ("SFT", "softcap", None),
     ("DPO", "llama", None),
-    ("ORPO", "softcap", None),
-    ("GKD", "llama", None),
+    pytest.param("ORPO", "softcap", None, marks=pytest.mark.exhaustive),
+    pytest.param("GKD", "llama", None, marks=pytest.mark.exhaustive),
     ("GRPO", "llama", None),
-    ("Distillation", "llama", None),
+    pytest.param("Distillation", "llama", None, marks=pytest.mark.exhaustive),
     ("DPO", "softcap", LigerFusedLinearDPOLoss(beta=0.1, logits_budget=BUDGET)),
-    ("KTO", "llama", LigerFusedLinearKTOLoss(beta=0.1, logits_budget=BUDGET)),
+    pytest.param("KTO", "llama", LigerFusedLinearKTOLoss(beta=0.1, logits_budget=BUDGET), marks=pytest.mark.exhaustive),
 ]
 
 
