@@ -288,13 +288,12 @@ class LigerTrainerMixin(_Trainer):
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
     # Models that get no fused head from TRL.
     models_without_head: ClassVar[tuple[str, ...]] = ()
-    # See `SharedPromptsMixin`.
     share_prefix: bool | str = False
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # raises before anything is loaded
+        budget = budget_bytes(logits_budget)  # raises before loading anything
         config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Distillation: GKD, GOLD, and TRL's on-policy distillation."""
+"""GKD, GOLD, and on-policy distillation."""
 
 from __future__ import annotations
 
