@@ -59,8 +59,8 @@ class HeadGradients:
     dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
     element (`n_contributions`). Otherwise it is float32.
 
-    float16 gradients of a mean over many tokens would underflow, so they are divided by `unit`, a power of two near the
-    largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
+    float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
+    power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
     """
 
     def __init__(

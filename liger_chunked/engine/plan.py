@@ -32,11 +32,11 @@ from liger_chunked.types import Head, LogitOptions
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Planning does not read the device or values of tensors."""
+    """How a step is cut, and what its head computes. Planning does not read the device or tensors' values."""
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, the rows whose teacher logits are in memory
+    tiles: list[list[Tile]]  # of each chunk; with a teacher, the whole rows whose teacher logits are in memory
     dtype: torch.dtype  # of the matrix products
     n_contributions: int  # products in the sum of each element of dW
     options: LogitOptions
@@ -174,10 +174,10 @@ def budget_elements(
     """Return how many logits may be in memory at once.
 
     The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). With fewer than
-    `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Products of
+    dW in chunks of fewer than `CHUNK_TOKENS` would be bound by reading and writing dW.
 
-    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts copies and a teacher too.
+    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts copies and a teacher.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -203,7 +203,7 @@ def chunk_and_tile(
     """Return the tokens of a distillation chunk, and of a tile. Only a tile's teacher logits are in memory.
 
     dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
-    uses one chunk if its tile takes at most half its bytes.
+    uses one chunk if its tile takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
@@ -224,7 +224,7 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once if the caller's budget cuts a step into many chunks."""
+    """Warn once if the budget cuts a step into many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
