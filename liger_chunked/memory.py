@@ -1,4 +1,4 @@
-"""Estimates of a loss's memory, before any of its tensors exist."""
+"""Memory estimates of a loss, without its tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Loss = nn.Module | Callable[..., Any]
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
 # Most pieces of a step; each takes milliseconds.
 _MOST_PIECES = 1 << 16
-# Assumed on a machine without a GPU.
+# Assumed without a GPU.
 _HOPPER = (9, 0)
 
 
@@ -79,8 +79,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
 
-    The engine runs the step on meta tensors, without a GPU. Three things are not counted: permanent memory such as
-    cuBLAS's workspace, the loss's own tensors of one value per token, and completions for a KL (`kl_input`).
+    Runs the step on meta tensors, without a GPU. Does not count permanent memory such as cuBLAS's workspace, the loss's
+    tensors of one value per token, or completions for a KL (`kl_input`).
 
     Args:
         loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
@@ -95,13 +95,12 @@ def estimate_memory(
         teacher_hidden_size: H of a teacher given as hidden states.
         teacher_top_k: entries per token of a teacher given as log-probabilities.
         logits_budget: instead of the loss's.
-        capability: the target GPU's compute capability; None for this machine's, else Hopper's. Hopper, (9, 0), has the
-            fused epilogue, and Blackwell, (10, x), if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
+        capability: the GPU's; None for this machine's, else Hopper's, (9, 0), which has the fused epilogue. Blackwell,
+            (10, x), has it if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
 
     Raises:
         TypeError: a wrong type of loss, dtype, size or shape.
-        ValueError: sizes that make no batch, a reference model or teacher that is missing or not taken, or a budget of
-            too many pieces.
+        ValueError: sizes that make no batch, a reference or teacher that is missing or not taken, or too many pieces.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -171,7 +170,7 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# Maps each part of the estimate to the functions that allocate it, directly or in functions they call.
+# The functions that allocate each part, directly or indirectly.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -232,8 +231,6 @@ def _part_of_caller() -> Part:
 
 
 class _Model(NamedTuple):
-    """Makes heads and hidden states on the meta device."""
-
     vocab_size: int
     layout: Layout
     dtype: torch.dtype
@@ -243,7 +240,6 @@ class _Model(NamedTuple):
     def inputs(
         self, hidden_size: int, trainable_head: bool = False, trainable_input: bool = False
     ) -> tuple[Head, Tensor]:
-        """Return a head and hidden states (N, H)."""
         weight = _meta(self.vocab_size, hidden_size, dtype=self.dtype).requires_grad_(trainable_head)
         bias = _meta(self.vocab_size, dtype=self.dtype).requires_grad_(trainable_head) if self.bias else None
         input = _meta(self.layout.mask.numel(), hidden_size, dtype=self.dtype).requires_grad_(trainable_input)
@@ -314,7 +310,6 @@ def _wide_tiles(capability: tuple[int, int] | None) -> bool:
 
 
 def _per_token(loss: nn.Module) -> bool:
-    """Return whether the loss has one value per token, whose gradients wait for the backward."""
     return isinstance(loss, LigerFusedLinearCrossEntropyLoss) and loss.reduction == "none"
 
 
@@ -325,7 +320,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Return the loss's group and options. Check its reference model and teacher."""
+    """Return the loss's group and options. Check its arguments."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
@@ -351,7 +346,6 @@ def _read(
 
 
 def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | None) -> Layout:
-    """Return the layout of a target of this shape, on meta tensors."""
     n_sequences, length = (shape if len(shape) == 2 else (1, *shape)) if shape else (0, 0)
     if len(shape) not in (1, 2) or (group != "token" and len(shape) != 2) or min(shape) < 1:
         expected = "(B, T) or (N,)" if group == "token" else "(B, T)"

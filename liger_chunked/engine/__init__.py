@@ -1,14 +1,14 @@
 """The engine: losses and gradients of chunks of tokens. It knows no loss by name.
 
 batch, plan                      which tokens count; how they are cut
-step                             the loop over chunks, and the autograd Function with gradients in the forward
+step                             the loop over chunks, and its autograd Function
 head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
 loss, calls                      what all loss classes share
 precision, side_stream, hooks        float32 sums, overlapping products, hooks on saved tensors
-checks                               of inputs, with their error messages
+checks                               of inputs
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

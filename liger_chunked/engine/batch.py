@@ -23,7 +23,7 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` itself if `part` covers it, because making a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if `part` covers it: making a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
@@ -35,19 +35,19 @@ class Chunk(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The logits in memory at once: `rows` of the chunk, columns `vocab`."""
+    """`rows` of the chunk, columns `vocab` of the logits."""
 
     rows: slice
     vocab: slice
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Return the number of blocks of rows: how often a chunk adds to each element of dW."""
+    """Return how often a chunk adds to each element of dW: once per block of rows."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the number of logits in the largest tile, which is the first."""
+    """Return the number of logits in the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]
@@ -56,10 +56,10 @@ def largest(tiles: list[Tile]) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each token of a batch.
+    """The position of each token.
 
     The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are
-    computed in the order of the input. If pairs are stacked, a pair's two sequences lie far apart in it, so a step of
+    computed in the order of the input. The two sequences of a stacked pair lie far apart in it, so a step of
     several chunks reorders the tokens with `by_group`.
     """
 
@@ -86,14 +86,13 @@ class Layout:
 
     @property
     def tokens_per_group(self) -> int:
-        """Dense positions of a group."""
         size = 1
         for extent in self.shape[1:]:
             size *= extent
         return size
 
     def input_rows(self, input: Tensor, rows: slice) -> Tensor:
-        """Return hidden states (len, H) from the flattened input (N, H)."""
+        """Return hidden states (len, H) from the flattened input."""
         return along(input, rows) if self.rows is None else input.index_select(0, along(self.rows, rows))
 
     def _slots_in(self, chunk: Chunk) -> Tensor | None:
@@ -103,10 +102,7 @@ class Layout:
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere.
-
-        Deterministic, like `compact`: no two values share a place.
-        """
+        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere. Deterministic, like `compact`."""
         if self.group_lengths is None:
             return values
         n_groups, slots = chunk.groups.stop - chunk.groups.start, self._slots_in(chunk)
@@ -123,19 +119,18 @@ class Layout:
         return dense.contiguous()
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Move all valid tokens' values to the dense layout, with `fill` elsewhere."""
+        """Move all values to the dense layout, with `fill` elsewhere."""
         if self.slots is not None:
             values = values.new_full((self.mask.numel(),), fill).scatter_(0, self.slots, values)
         return self._unflatten(values, self.shape[0])
 
     def _unflatten(self, flat: Tensor, n_groups: int) -> Tensor:
-        """Split a flattened dense tensor into groups."""
         if self.stacked:
             return flat.view(self.shape[1], n_groups, self.shape[2]).transpose(0, 1)
         return flat.view(n_groups, *self.shape[1:])
 
     def by_group(self) -> Layout:
-        """Return the same batch with each group's tokens together."""
+        """Return the batch with each group's tokens together."""
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
@@ -149,7 +144,7 @@ class Layout:
         return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[Any]) -> Any:
-        """Join the chunks' NamedTuples of values into the batch's; statistics become dense."""
+        """Join the chunks' NamedTuples; statistics become dense."""
         values = parts[0]
         if len(parts) > 1:
             values = values._make(None if f[0] is None else torch.cat(f) for f in zip(*parts, strict=True))
@@ -158,7 +153,7 @@ class Layout:
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move all valid tokens' statistics to the dense layout, with argmax -1 and zeros elsewhere."""
+        """Move statistics to the dense layout, with argmax -1 and zeros elsewhere."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -169,7 +164,6 @@ class Layout:
         return x.unflatten(0, (sequences_per_group, -1)).transpose(0, 1)
 
     def index(self, chunk: Chunk) -> slice | Tensor:
-        """Return the index of the chunk's rows in a dense tensor."""
         if self.group_lengths is not None:
             return chunk.groups
         return chunk.rows if self.slots is None else self.slots[chunk.rows]
@@ -178,7 +172,7 @@ class Layout:
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if a target is out of range.
 
-    Pairs stack all chosen sequences, then all rejected ones. The host waits for the device once, to count the tokens.
+    Pairs are stacked: all chosen sequences first. The host waits for the device once, to count the tokens.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -191,7 +185,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # waits for the device, so that launches come before it
+    sizes, lows, highs = found.read()  # waits for the device: launches come before it
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -217,7 +211,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
 
 
 def lay_out_every(n: int) -> Layout:
-    """Return the layout of `n` tokens that all count, without waiting for the device."""
+    """Return the layout of `n` valid tokens, without waiting for the device."""
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
     return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)

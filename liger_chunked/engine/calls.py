@@ -24,17 +24,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments. Valid where the call was made and the error caught."""
+    """Return whether a function rejected its arguments. Valid only where its call's error is caught."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
 
 class LossType(ABCMeta):
-    """The metaclass of every loss class."""
-
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The constructor's signature, for `help` and editors."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
@@ -64,7 +61,7 @@ class LossType(ABCMeta):
 
 
 class _Eager:
-    """Holds entry points that Dynamo does not trace, as attributes: Dynamo cannot take a function from a constant."""
+    """Holds untraced entry points as attributes, because Dynamo cannot take a function from a constant."""
 
 
 _EAGER = _Eager()
@@ -81,15 +78,15 @@ def _kept_out_of_graphs(name: str) -> str:
     return name
 
 
-# torch.compiler.assume_constant_result sets this attribute, but would import the compiler, which is slow.
+# torch.compiler.assume_constant_result sets this, but imports the slow compiler.
 _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entry_point(function: Function) -> Function:
     """Make a function, or the `forward` of a loss, an entry point of the library.
 
-    It gets plain tensors, its `TypeError` for an unknown argument suggests the right name, and torch.compile breaks the
-    graph at its call: a loss waits for the device, and its objective may be any Python code.
+    It gets plain tensors, its `TypeError` for an unknown argument suggests a name, and torch.compile breaks the graph
+    there, because a loss waits for the device and may run any Python code.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()
@@ -135,7 +132,7 @@ def _kept(cls: Any, settings: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss from a cache, unless a setting is callable: the cache would keep alive what it holds."""
+    """Return a loss from a cache, unless a setting is callable: the cache would keep its closure alive."""
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 

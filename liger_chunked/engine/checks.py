@@ -1,4 +1,4 @@
-"""Check the engine's inputs. Every message names the argument, the expected value and the given one."""
+"""Check inputs. Raise TypeError or ValueError."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def _has_autocast(device: str) -> bool:
 
 
 def autocasts(device: str) -> bool:
-    """Return whether autocast is on for a type of device. Some devices have none."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
@@ -32,7 +31,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
         return dtype
     tensors = [x for x in (input, *head) if x is not None]
     dtypes = {x.dtype for x in tensors}
-    # Autocast itself does not cast float64 either.
+    # Autocast does not cast float64.
     if autocast and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
     if len(dtypes) > 1:
@@ -67,7 +66,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Raise ValueError unless a user's method `name` returned a tensor of `shape`."""
+    """Check that a user's method `name` returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -77,7 +76,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`, or "". `ids` is for token ids."""
+    """Return advice on what to pass instead of `x`. `ids` is for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -86,7 +85,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
         bias = f", and {name.replace('weight', 'bias')}=its bias" if getattr(x, "bias", None) is not None else ""
         return f": pass its weight{bias}" if name.endswith("weight") else ""
     if ids:
-        # A Mapping covers dictionaries and transformers' BatchEncoding.
+        # also transformers' BatchEncoding
         found = [key for key in ("labels", "input_ids") if isinstance(x, Mapping) and key in x]
         return f": pass its {found[0]!r}, shifted by one position" if found else ""
     if name.endswith("weight"):
@@ -101,7 +100,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
-    """Raise TypeError or ValueError unless `input @ weight.T + bias` is defined."""
+    """Check that `input @ weight.T + bias` is defined."""
     weight, bias = head
     for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
@@ -137,7 +136,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
 ) -> None:
-    """Raise TypeError or ValueError unless `target` has an integer per row of `input`. `weight` helps detect a swap."""
+    """Check that `target` has an integer per row of `input`. `weight` helps detect a swap."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     if target.shape != input.shape[:-1]:
         hint = ""
@@ -156,8 +155,8 @@ def check_target(
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
 
-    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss can
-    detect that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+    The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
+    detects that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
 
     Args:
         hidden: (B, T, H) last hidden states.
@@ -167,7 +166,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         (B, T - 1, H) and (B, T - 1), views.
 
     Raises:
-        TypeError: `labels` is not an integer tensor, or `hidden` is not a floating-point tensor.
+        TypeError: wrong dtype of `labels` or `hidden`.
         ValueError: shapes or devices do not match.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
@@ -189,7 +188,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_top_k(logps: Tensor, ids: Tensor, vocab_size: int) -> None:
-    """Check a teacher's top-k: `logps` (N, k), -inf where missing, and `ids` (N, k). Raise ValueError if wrong."""
+    """Check a teacher's top-k: `logps` (N, k), -inf where missing, and `ids` (N, k)."""
     not_low, high, twice, positive, empty = survey_top_k(logps, ids).tolist()
     low = ~not_low
     if low < 0 or high >= vocab_size:

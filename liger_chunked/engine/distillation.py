@@ -1,4 +1,4 @@
-"""Distillation losses: a pass that projects student and teacher.
+"""Project student and teacher, and reduce to divergences.
 
     project the student's chunk
     for tile in chunk:                  whole rows: a divergence needs all of them
@@ -7,7 +7,7 @@
         student logits -> gradient, in place
     dX, dW
 
-The loss is a weighted sum of divergences and log-probabilities, so its gradients are known in advance.
+The loss is linear in divergences and log-probabilities, so its gradients are known in advance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Divergences(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """The weights of the sums of divergences and log-probabilities; a `logps` of None drops the second sum."""
+    """The weights of the sums of divergences and log-probabilities; None drops the second sum."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -51,16 +51,15 @@ class LossWeights(LinearObjective):
         return loss + self.logps * values.logps.sum(dtype=torch.float64)
 
     def gradients(self, values: Divergences) -> dict[str, Tensor]:
-        return {}  # `DistillationPass` applies them in `statistics`, while the teacher's logits are in memory
+        return {}  # applied in `DistillationPass.statistics`, while the teacher's logits are in memory
 
     def of_tokens(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return the gradients for `n` tokens' values."""
         given = {"divergence": self.divergence, "logps": self.logps}
         return {k: torch.empty(n, dtype=dtype, device=device).fill_(x) for k, x in given.items() if x is not None}
 
 
 class Teacher(NamedTuple):
-    """A teacher's head, cut to the student's V rows, and its hidden states (..., H_teacher)."""
+    """A teacher's head, cut to V rows, and its hidden states (..., H_teacher)."""
 
     head: Head
     input: Tensor
@@ -125,7 +124,6 @@ class DistillationPass:
         return self.weights.of_tokens(n, accumulation_dtype(self.plan.dtype), self.head.weight.device)
 
     def _measure(self, logits: Tensor, rows: slice) -> Divergences:
-        """Return the values of a tile's `rows` in the layout."""
         layout = self.plan.layout
         measured = self.route.measure(
             student=logits,
@@ -147,7 +145,7 @@ class DistillationPass:
         if self.teacher is None:
             return None
         if self._teacher is None:
-            # Only after the student's first product, until which the GPU is idle.
+            # After the student's first product, until which the GPU is idle.
             dtype, (weight, bias) = self.teacher.dtype, self.teacher.head
             head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
             self._teacher = HeadPass(head, self.teacher.options)
@@ -166,7 +164,7 @@ def distillation_step(
     options: LogitOptions,
     has_target: bool,
 ) -> Step:
-    """Plan a step with products in `dtype`. The budget covers both models' logits."""
+    """Plan a step. The budget covers both models' logits."""
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = Plan.of_distillation(
         head.weight.shape,
@@ -192,8 +190,7 @@ def distillation_loss(
 ) -> tuple[Tensor, Divergences]:
     """Return the loss () with its gradients, and the detached values of the valid tokens.
 
-    Inputs are checked, and the teacher's head has V rows. `teacher` is None if `route` has the
-    teacher's log-probabilities.
+    Inputs are checked.
     """
     step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)

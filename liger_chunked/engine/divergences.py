@@ -1,4 +1,4 @@
-"""Compute each token's divergence from a block of student and teacher logits, and the gradient.
+"""Compute the divergences of a block of logits, and their gradient.
 
 `ClosedForm` uses kernels, `ByAutograd` takes any function, and `TopK` (top_k.py) the teacher's largest
 log-probabilities.
@@ -24,10 +24,7 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(NamedTuple):
-    """A block's divergences, log-probabilities (None without targets), and backward.
-
-    `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient.
-    """
+    """A block's results. `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient."""
 
     divergence: Tensor
     logps: Tensor | None
@@ -44,24 +41,21 @@ class Route(Protocol):
     def measure(
         self, student: Tensor, teacher: Tensor | None, target: Tensor | None, rows: slice, with_gradient: bool
     ) -> Measured:
-        """Compute the divergences of `rows` of the valid tokens."""
+        """`rows` are of the valid tokens."""
         ...
 
 
 def transformed(logits: Tensor, options: LogitOptions) -> Tensor:
-    """Apply the transform of `LogitOptions` without the temperature; differentiable."""
+    """Apply the transform of `LogitOptions` without the temperature."""
     return transform(logits, options.logit_scale, options.softcap, 1.0)
 
 
 def tempered(z: Tensor, options: LogitOptions) -> Tensor:
-    """Divide by the temperature."""
     return z if options.temperature == 1.0 else z / options.temperature
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Uses kernels, in place. Allocates nothing else of the logits' size."""
-
     divergence: Divergence
     options: LogitOptions
     teacher_options: LogitOptions
@@ -85,7 +79,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ByAutograd:
-    """Uses autograd on copies of the logits in the accumulation dtype."""
+    """Uses autograd on copies in the accumulation dtype."""
 
     function: DivergenceFunction
     options: LogitOptions

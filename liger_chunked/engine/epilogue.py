@@ -1,7 +1,4 @@
-"""Run a chunk through the head with the fused epilogue, without logits.
-
-For losses whose gradient reaches only logps and lse.
-"""
+"""Run a chunk with the fused epilogue, without logits, for losses whose gradient reaches only logps and lse."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from liger_chunked.kernels import (
 from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
-# Tensor descriptors need rows that start at multiples of 16 bytes.
+# Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_ELEMENTS = _DESCRIPTOR_BYTES // torch.bfloat16.itemsize
 # The epilogue has no registers for an argmax or a sum of squares.
@@ -48,7 +45,7 @@ def serves(
     differentiates: tuple[str, ...],
     chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass` on a device with wide tiles, and is faster."""
+    """Return whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     hidden_size = head.weight.shape[1]
     # If the dtype differs, the cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
@@ -69,11 +66,10 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether several chunks with the fused epilogue take less memory than one without, in about the same time.
+    """Return whether several chunks with the fused epilogue need less memory than one without, in about the same time.
 
-    One chunk of N tokens holds 2 N V bytes of logits and 2 V H bytes of dW. Chunks of n tokens hold 2 n V bytes of
-    exponentials and 4 V H bytes of float32 dW: less if n + H < N. Each chunk adds a read and a write of dW. See
-    docs/tuning.md.
+    One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n tokens hold 2 n V of exponentials and
+    4 V H of float32 dW: less if n + H < N. Each chunk also reads and writes dW. See docs/tuning.md.
     """
     return (
         len(chunks) > 1
@@ -85,7 +81,7 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
 
 @dataclass
 class EpiloguePass:
-    """A `Pass` with the fused epilogue. Each chunk is one tile.
+    """A `Pass` with the fused epilogue, for chunks of one tile.
 
     With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
     registers. The gradient of the logits is `s E`, except at the target, so
@@ -97,9 +93,9 @@ class EpiloguePass:
     `serves` requires bfloat16, because E is rounded to 8 bits. The gradient must be a multiple of E. `Plan.make_pass`
     requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
 
-    dX and dW overlap on two streams. dX reaches the device first: dW is enqueued first, but small kernels precede its
-    product. Otherwise dX would end last, alone, because each of its tiles takes long. cuBLAS's
-    workspace per stream, 32 MiB on Hopper, is in no estimate. See docs/tuning.md.
+    dX and dW overlap on two streams. dW is enqueued first, but small kernels precede its product, so dX starts first.
+    Otherwise dX would end last, alone, because its tiles take long. No estimate counts cuBLAS's workspace per stream,
+    32 MiB on Hopper. See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 
@@ -126,7 +122,6 @@ class EpiloguePass:
         return self.options.logit_scale / self.options.temperature
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer for the largest chunk."""
         if self.grads is not None:
             row_stride = -(-self.vocab_size // _DESCRIPTOR_ELEMENTS) * _DESCRIPTOR_ELEMENTS
             self._buffer = self.head.weight.new_empty(elements // self.vocab_size, row_stride)
@@ -136,7 +131,7 @@ class EpiloguePass:
 
     @functools.cached_property
     def _weight_sum(self) -> Tensor:
-        """Sum of the weight over the vocabulary, (H,) float32."""
+        """(H,) float32, summed over the vocabulary."""
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(self, tokens: Tokens) -> TokenStats:

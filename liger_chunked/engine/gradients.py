@@ -1,4 +1,4 @@
-"""Accumulate the gradients of hidden states, weight and bias over a step's chunks."""
+"""Accumulate the gradients of hidden states, weight and bias over chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.sum(0)` in `dtype`.
 
-    On a GPU it is a matrix product, because torch's sum of float32 logits allocates more than the logits.
+    A matrix product on a GPU, because torch's sum of float32 logits allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -43,25 +43,23 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=dtype)
 
 
-# The unit of float16 gradients that are all zero.
+# The unit if all float16 gradients are zero.
 _SMALLEST_UNIT = 2.0**-64
 
 
 class Needs(NamedTuple):
-    """The gradients to compute."""
-
     input: bool
     weight: bool
     bias: bool
 
 
 class HeadGradients:
-    """dX, dW and db of one step, to which the chunks add.
+    """dX, dW and db of one step.
 
     dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
     element (`n_contributions`). Otherwise it is float32.
 
-    float16 gradients of a mean over many tokens would underflow. So the statistics' gradients are divided by `unit`, a
+    float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
     power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
     """
 
@@ -90,9 +88,9 @@ class HeadGradients:
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide the gradients of a chunk's statistics by `unit`. If the unit must grow, rescale dX, dW and db.
+        """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
 
-        It never grows within a distillation chunk, whose tiles all have the gradient of one mean.
+        It never grows within a distillation chunk, whose tiles share one mean's gradient.
         """
         if not self._half:
             return gradients
@@ -100,7 +98,6 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            # Returns at once if the unit did not grow.
             scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
             if self._bias is not None:
                 self._bias.mul_(self._unit / unit)
@@ -118,7 +115,7 @@ class HeadGradients:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
     def open_weight(self) -> bool:
-        """Allocate dW before its first product, if it is needed. Return whether it is."""
+        """Allocate dW if needed. Return whether it is."""
         return self._weight_gradient() is not None
 
     def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
@@ -131,18 +128,18 @@ class HeadGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether more can be added to dW: yes if it is float32, or not needed."""
+        """Whether dW can be added to: it is float32, or not needed."""
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Return dX or None. Allocated late, because the GPU is idle until the first product."""
+        """Allocated late, because the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Return dW or None. Allocated late, because a teacher's logits may be free by then."""
+        """Allocated late, because a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -164,7 +161,7 @@ class HeadGradients:
             add_target_rows_(weight, target, found, target_scale, x)
 
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
-        """Move a chunk's dX to its place; later tiles add to dW."""
+        """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
         if self._input is None or dx is None:
             return
@@ -174,7 +171,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return and drop the gradients, in the parameters' dtypes (float32 for float16)."""
+        """Return and drop the gradients, in the parameters' dtypes or, for float16, float32."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

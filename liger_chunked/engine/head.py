@@ -30,8 +30,6 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 
 
 class Tokens(NamedTuple):
-    """The tokens of a chunk."""
-
     x: Tensor  # (n, H) hidden states in the products' dtype
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
@@ -41,8 +39,7 @@ class Tokens(NamedTuple):
 class Pass(Protocol):
     """Runs the head of one step, chunk by chunk; `step.py` drives it.
 
-    Implementations: `HeadPass` with plain logits, `EpiloguePass` with the fused epilogue, `DistillationPass` with a
-    teacher. A head whose vocabulary is sharded would be another.
+    See `HeadPass`, `EpiloguePass` and `DistillationPass`.
     """
 
     def statistics(self, tokens: Tokens) -> Any:
@@ -50,10 +47,9 @@ class Pass(Protocol):
         ...
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
-        """Add the chunk's dX, dW and db, given the gradients of its values.
+        """Add the chunk's dX, dW and db, right after its `statistics`.
 
-        Without any, the loss ignores this chunk; `DistillationPass` knows them from its `statistics`. Call it right
-        after `statistics` of the same tokens.
+        `gradients` of its values is empty if the loss ignores this chunk, or if `statistics` used them already.
         """
         ...
 
@@ -81,7 +77,6 @@ class HeadPass:
         return self.head.weight.shape[0]
 
     def reserve(self, elements: int) -> None:
-        """Allocate the buffer."""
         if self._buffer is None or self._buffer.numel() < elements:
             self._buffer = self.head.weight.new_empty(elements)
 
@@ -98,7 +93,6 @@ class HeadPass:
         return torch.addmm(along(self.head.bias, tile.vocab), x, weight.t(), out=logits)
 
     def project_all(self, x: Tensor) -> Tensor:
-        """Return the logits (n, V) in the buffer."""
         return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)))
 
     def _class_weight(self, tile: Tile) -> Tensor | None:
@@ -115,7 +109,6 @@ class HeadPass:
         return stats
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
-        """Return the statistics of the rounded logits."""
         x, target, _, tiles = tokens
         if len(tiles) == 1:
             self._held = self.project(x, tiles[0])
@@ -147,7 +140,7 @@ class HeadPass:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
         cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
         dx = self.grads.open_input(x, rows, one_slice=len(tiles) == row_blocks(tiles))
-        for tile in reversed(tiles):  # so `first` is true for the last slice, and for the last rows of a slice
+        for tile in reversed(tiles):  # `first` is true for the last slice, and the last rows of a slice
             logits = self.project(x, tile) if self._held is None else self._held
             self._held = None
             dz = logits_grad_(

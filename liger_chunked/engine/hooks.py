@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Return whether hooks on saved tensors are active. If so, disabling them raises."""
+    """Return whether disabling hooks raises, because some are active."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -21,7 +21,6 @@ def _any_hooks() -> bool:
 
 
 def _probed() -> Callable[[bool], Any] | None:
-    """Return torch's private function that reads the active hooks, if any."""
     try:
         top = torch._C._autograd._top_saved_tensors_default_hooks
         top(False)

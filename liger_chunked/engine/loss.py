@@ -13,7 +13,7 @@ from liger_chunked.types import Head, LogitOptions, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Raise TypeError or ValueError if a loss's `token_outputs` or `scope` is invalid, unless they are properties."""
+    """Check a loss's `token_outputs` or `scope`, unless it is a property."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)
@@ -37,7 +37,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
     options: LogitOptions
 
     def _made(self) -> None:
-        """Raise RuntimeError unless the constructor called the base's."""
+        """Raise RuntimeError unless the base's constructor ran."""
         if "_parameters" not in vars(self) or not hasattr(self, "options"):
             name = type(self).__name__
             raise RuntimeError(f"{name}.__init__ does not call super().__init__(): call it first, with beta and so on")
@@ -46,7 +46,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 class StatsLoss(FusedLoss):
     """A loss that reads logits only through token statistics: every loss except distillation.
 
-    A subclass defines these, as properties or class attributes, for the engine and `estimate_memory`.
+    A subclass defines these as properties or class attributes.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
@@ -87,7 +87,6 @@ class StatsLoss(FusedLoss):
         objective: Objective | LinearObjective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Call `fused_loss` for this loss."""
         return fused_loss(
             head,
             input,

@@ -1,7 +1,7 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A larger group is cut along the vocabulary first, so that each slice of dW is
-written only once.
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first, to write each slice of dW
+once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from liger_chunked.types import Head, LogitOptions
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Making a plan reads neither the device nor values of tensors."""
+    """How a step is cut, and what its head computes. Planning does not read the device or tensors' values."""
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows: the parts with teacher logits in memory
+    tiles: list[list[Tile]]  # of each chunk; with a teacher, the whole rows whose teacher logits are in memory
     dtype: torch.dtype  # of the matrix products
-    n_contributions: int  # how many products each element of dW sums
+    n_contributions: int  # products in the sum of each element of dW
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Plan:
         options: LogitOptions,
         class_weight: Tensor | None = None,
     ) -> Plan:
-        """Plan a forward of the whole batch, whose backward comes later."""
+        """Plan a forward whose backward comes later."""
         vocab_size = head_shape[0]
         warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
         cut = tiles(layout.n_valid, vocab_size, budget_elements(options, head_shape, dtype))
@@ -128,7 +128,7 @@ class Plan:
         options: LogitOptions,
         wants_weight: bool,
     ) -> Plan:
-        """Plan a step of chunks of student logits, whose tiles also have teacher logits."""
+        """Plan chunks of student logits, whose tiles also have teacher logits."""
         vocab_size, n_valid = head_shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
         tokens, tile = chunk_and_tile(options, head_shape, dtype, n_valid, bytes_per_logit, wants_weight)
@@ -145,12 +145,12 @@ class Plan:
 
     @property
     def largest_chunk(self) -> int:
-        """Tokens of the largest chunk."""
+        """In tokens."""
         return max(map(_length, self.chunks))
 
     @property
     def largest_tile(self) -> int:
-        """Logits of the largest tile."""
+        """In logits."""
         return max(map(largest, self.tiles))
 
     def make_pass(self, head: Head, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
@@ -174,10 +174,10 @@ def budget_elements(
     """Return how many logits may be in memory at once.
 
     The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). In chunks of
-    fewer than `CHUNK_TOKENS`, products of dW would be bound by reading and writing dW.
+    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Products of
+    dW in chunks of fewer than `CHUNK_TOKENS` would be bound by reading and writing dW.
 
-    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts what else is in memory per logit.
+    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts copies and a teacher.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -185,7 +185,7 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Fewer tokens if more than one student and one teacher logit are in memory for each.
+    # Fewer if more than a student's and a teacher's logit are in memory for each.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
@@ -219,12 +219,12 @@ def chunk_and_tile(
     return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
-# A budget of so few rows is probably a mistake: a product of few rows takes about as long as one of many.
+# Probably a mistake: a product of few rows takes about as long as one of many.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once per budget and vocabulary if the caller's budget cuts a step into many chunks."""
+    """Warn once if the budget cuts a step into many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -248,13 +248,13 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size that cuts `n` into nearly equal pieces, as many as `limit` needs."""
+    """Return the size of the fewest nearly equal pieces of at most `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut `start` to `stop` into nearly equal pieces. An empty range has none."""
+    """Cut a range into nearly equal pieces. An empty one has none."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -262,13 +262,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
+    """Cut the batch into chunks of whole groups within `elements` logits, or one larger group."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # A product of dW takes as long for a short last chunk as for a long one.
+        # A short last chunk's product of dW takes as long as a long one's.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -297,7 +297,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is not projected again, so a short last one would save little.
+        # Only the last slice is not recomputed: a short one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))

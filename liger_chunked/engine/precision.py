@@ -16,10 +16,7 @@ class Refused:
     """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
 
     It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
-    to enter switches it off, and the last to leave restores it.
-
-    Change it only between steps. Switched on during a step, it stays on until the next step starts. Switched off during
-    a step, it is switched on again at the end.
+    to enter switches it off, and the last to leave restores it. Change it only between steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,7 +51,7 @@ _OF_DTYPE = {
 
 @functools.cache
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
-    """Return the permissions that products of these dtypes lose."""
+    """Return the settings that products of these dtypes switch off."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
 
 

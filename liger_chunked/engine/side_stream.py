@@ -26,7 +26,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A side stream of the current GPU, joined when the block ends. Does nothing elsewhere."""
+    """A side stream, joined when the block ends. Does nothing without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
@@ -39,7 +39,7 @@ class SideStream:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context whose work waits for all work enqueued so far."""
+        """Return a context whose work waits for work enqueued so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True
@@ -47,7 +47,7 @@ class SideStream:
         return torch.cuda.stream(self._other)
 
     def join(self) -> None:
-        """Make later work on the current stream wait for the side stream."""
+        """Make the current stream wait for the side stream."""
         if self._other is not None and self._forked:
             self._forked = False
             torch.cuda.current_stream().wait_stream(self._other)

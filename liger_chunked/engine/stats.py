@@ -26,7 +26,6 @@ from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, 
 
 
 def _tokens(plan: Plan, input: Tensor) -> Tokens:
-    """Return the batch as one chunk."""
     layout, rows = plan.layout, plan.chunks[0].rows
     x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
     return Tokens(x, layout.target, rows, plan.tiles[0])
@@ -49,7 +48,7 @@ def _statistics(plan: Plan, given: Head, input: Tensor) -> tuple[HeadPass, Token
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a backward reads. Some are the caller's, so autograd must watch them."""
+    """Return the backward's tensors. Some are the caller's, so autograd must watch them."""
     layout = plan.layout
     return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
 
@@ -57,7 +56,6 @@ def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
 def _holding(
     plan: Plan, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
 ) -> Plan:
-    """Return a plan with its tensors replaced by these, or removed."""
     layout = replace(plan.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
     return replace(plan, layout=layout, class_weight=class_weight)
 
@@ -70,8 +68,8 @@ def _savable(x: Tensor | None) -> Tensor | None:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. With active hooks it
-    is dropped, so that a checkpoint or an offloader saves memory.
+    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. Active hooks drop
+    it, so that a checkpoint or offloader saves memory.
     """
 
     @staticmethod
@@ -137,7 +135,6 @@ def token_stats(
 
 
 def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
-    """Return the differentiable statistics of all tokens."""
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head))):
         return _statistics(plan, head, input)[1]
     values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
@@ -165,8 +162,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Logits within `logits_budget` are kept for the backward: three matrix products
-    in total. Otherwise it recomputes them: at most four.
+    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products in
+    total. Otherwise they are recomputed: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`.
@@ -180,8 +177,7 @@ def linear_token_stats(
         TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
 
     Raises:
-        ValueError: shapes or devices do not match, a target is out of range, an output is unknown, or an option is
-            invalid.
+        ValueError: shapes or devices do not match, a target is out of range, or an output or option is invalid.
         TypeError: dtypes do not match.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

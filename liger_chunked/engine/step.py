@@ -54,7 +54,7 @@ class LinearObjective:
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood(LinearObjective):
-    """The objective `-sum(logps) / items`."""
+    """`-sum(logps) / items`."""
 
     items: float | Tensor  # a number, or ()
 
@@ -69,8 +69,6 @@ class NegativeLogLikelihood(LinearObjective):
 
 @dataclass(frozen=True)
 class Step:
-    """A step, without the tensors that get gradients."""
-
     plan: Plan
     objective: Objective | LinearObjective
     make_pass: Callable[[Head, HeadGradients | None], Pass]  # the head has the products' dtype
@@ -79,7 +77,7 @@ class Step:
     def run(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, the batch's values per token, and the needed gradients."""
+        """Return the loss, the values per token, and the needed gradients."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat = input.reshape(-1, input.shape[-1])
         grads = None
@@ -156,7 +154,7 @@ class Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the gradient of a loss, 1. Cached, because autograd would launch a kernel for it."""
+    """Return 1, cached, because autograd would launch a kernel for it."""
     return torch.ones((), dtype=dtype, device=device)
 
 
@@ -230,9 +228,8 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
 
-    Tensors are checked. The objective or the caller reads `outputs`, and the gradient may reach those in
-    `differentiates`. With `whole_batch`, the objective needs all groups at once. `class_weight` (V,) weighs
-    `mean_logits`.
+    Tensors are checked. The gradient may reach the `outputs` in `differentiates`. With `whole_batch`, the objective
+    needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

@@ -26,9 +26,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    A sweep over the student's logits, with those of the k tokens set to -inf, computes the tail's logsumexp without
-    cancellation. The
-    rest is autograd on k + 2 numbers per token.
+    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. The rest is
+    autograd on k + 2 numbers per token.
     """
 
     function: DivergenceFunction
@@ -63,7 +62,7 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # The columns' gradients come from unrounded values: they replace what the sweep wrote there.
+            # The columns' gradients come from unrounded values, and replace the sweep's.
             return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
@@ -71,7 +70,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns apart from the tail: the teacher's k tokens, then the target, if any.
+    """The columns outside the tail: the teacher's k tokens, then the target, if any.
 
     Where an entry is missing, its column repeats the row's first present token. The target's column may repeat any.
     """
@@ -123,7 +122,7 @@ class _Columns:
         return torch.cat([logps, left.masked_fill(nothing, -torch.inf)], 1)
 
     def log_prob_of_target(self, z: Tensor, tail: Tensor | None) -> Tensor:
-        """Return the target's log-probabilities (n,)."""
+        """Return (n,)."""
         assert tail is not None
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 

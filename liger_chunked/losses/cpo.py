@@ -20,8 +20,6 @@ from liger_chunked.types import LogitOptionsDict, Pairs, shown
 
 @dataclass(frozen=True)
 class CPOSettings:
-    """The settings of loss types, except `beta`."""
-
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
 

@@ -40,7 +40,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """The loss of a token, in two parts because they may have different denominators."""
+    """A token's loss, in two parts that may have different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -51,7 +51,6 @@ class _CrossEntropy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loss is `-logps`."""
         return self == _CrossEntropy()
 
     def cross_entropy(self, stats: TokenStats, target: Tensor) -> Tensor:
@@ -105,8 +104,6 @@ def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """The objective's inputs."""
-
     definition: _CrossEntropy
     target: Tensor  # (N,)
     weights: Tensor | None  # (N,)

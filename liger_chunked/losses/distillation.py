@@ -45,8 +45,6 @@ class DistillationOptionsDict(LogitOptionsDict, total=False):
 
 
 class _Given(NamedTuple):
-    """The caller's teacher."""
-
     teacher_weight: Tensor | None
     teacher_input: Tensor | None
     teacher_bias: Tensor | None

@@ -58,8 +58,6 @@ F_DIVERGENCES: Mapping[str, _FDivergence] = {
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """The settings of loss types, except `beta`."""
-
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
     f_divergence_type: str = "reverse_kl"

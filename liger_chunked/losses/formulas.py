@@ -1,4 +1,4 @@
-"""Formulas that several losses share."""
+"""Shared formulas."""
 
 from __future__ import annotations
 
@@ -81,6 +81,5 @@ def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tenso
 
 
 def share_of_mean(losses: Tensor, n: int) -> Tensor:
-    """Return `losses.sum() / n`."""
     # mean() is one launch instead of two.
     return losses.mean() if losses.shape[0] == n else losses.sum() / n

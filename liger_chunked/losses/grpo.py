@@ -21,8 +21,6 @@ from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """The surrogates' settings."""
-
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
@@ -51,7 +49,7 @@ def _reinforce(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> Tensor:
-    """Return the numbers in the dtype of `like`; `torch.where` would return float32."""
+    """Like `torch.where`, in the dtype of `like` instead of float32."""
     return torch.full_like(like, value).where(condition, otherwise)
 
 

@@ -14,7 +14,6 @@ from liger_chunked.losses.settings import check_finite
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
 from liger_chunked.types import Examples, LogitOptionsDict, shown
 
-# The reference point of each name.
 LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpaired": None}
 
 

@@ -97,7 +97,7 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens; of values (n, 1), over sequences that have some."""
+    """Return the mean over valid tokens or, for (n, 1), sequences that have some."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
@@ -244,7 +244,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
-                With other reductions, divide the returned loss by the number of steps yourself.
+                With other reductions, divide the returned loss by the number of steps.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing.
@@ -272,7 +272,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         dense_ref_logps = reference_logps(reference, self, head, target, layout, required=True if self.beta else None)
 
-        @functools.cache  # built on first use, while the device computes the first product
+        @functools.cache  # built while the device computes the first product
         def batch() -> RolloutBatch:
             return self._batch(arrange, advantages, old_logps, dense_ref_logps, importance_weights, items)
 
@@ -325,7 +325,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Only `ref_logps` come in the dense layout, other tensors in the caller's shapes."""
+        """Only `ref_logps` come in the dense layout."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

@@ -39,8 +39,6 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The tokens of the sequences, by pair."""
-
     mask: Tensor  # (n, 2, T)
     lengths: Tensor  # (n, 2), at least 1
     average_log_prob: bool
@@ -56,7 +54,6 @@ class _Sequences:
         return values if self.nll_only is None else values.masked_fill(along(self.nll_only, index), 0.0)
 
     def logps(self, token_logps: Tensor, index: slice | Tensor) -> Tensor:
-        """Return `Pairs.logps`."""
         token_logps = self.own(token_logps, index)
         if self.token_weights is not None:
             token_logps = token_logps * along(self.token_weights, index)
@@ -65,8 +62,6 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs."""
-
     sequences: _Sequences
     batch_lengths: Tensor  # (2,), at least 1
     ref_logps: Tensor  # (n, 2)
@@ -109,7 +104,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     Args:
         beta: scale of the rewards, not negative.
         alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens.
-            `compute_nll_loss=None` adds it if `alpha` is not 0. False raises if `alpha` is neither 0 nor 1.
+            `compute_nll_loss=None` adds it if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence, under policy and
             reference. `lengths` count them fully.
@@ -250,7 +245,6 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return loss, self._metrics(batch, logps, stats)
 
     def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
-        """Return the tokens of either target."""
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
         check_target(nll_target, input, "nll_target")

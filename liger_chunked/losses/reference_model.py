@@ -80,7 +80,7 @@ def reference_logps(
     per_token = ref_logps.shape == target.shape
     dtype = accumulation_dtype(head.weight.dtype)
     if not per_token:
-        # Keep float64: a difference of large sums has few digits in float32.
+        # float64: a difference of large sums has few digits in float32.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
     ref_logps = layout.arrange(ref_logps.detach().to(dtype))
     # Padding may hold any value, NaN included.

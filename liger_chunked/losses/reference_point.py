@@ -1,4 +1,4 @@
-"""The reference point of unpaired losses, and KTO's estimate of it."""
+"""Unpaired losses' reference points."""
 
 from __future__ import annotations
 

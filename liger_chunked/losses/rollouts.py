@@ -51,8 +51,6 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Moves tensors to the layout of `Rollouts`."""
-
     layout: Layout
     target: Tensor  # (B, T)
     dtype: torch.dtype
@@ -77,8 +75,6 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The objective's inputs."""
-
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n, 1), at least 1
     weights: Tensor  # (n, 1) one over the reduction's denominator

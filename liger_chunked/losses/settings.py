@@ -39,8 +39,6 @@ def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 class Reader(Protocol):
-    """A row of a table of losses."""
-
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of settings."""

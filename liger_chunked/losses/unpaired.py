@@ -38,8 +38,6 @@ from liger_chunked.types import (
 
 @dataclass(frozen=True)
 class _Batch:
-    """The objective's inputs."""
-
     mask: Tensor  # (n, T)
     lengths: Tensor  # (n,), at least 1
     tokens: Tensor  # (n,), may be 0
@@ -52,7 +50,7 @@ class _Batch:
     counts: Tensor  # (2,) of `sides`
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1 runs over the sequences of a group, here one.
+        # Axis 1: the sequences of a group, here one.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)

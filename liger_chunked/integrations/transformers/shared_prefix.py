@@ -1,14 +1,11 @@
-"""Computes the hidden states of a prefix that several sequences share once: of prompts in GRPO, DPO, ORPO, CPO, SimPO.
+"""Computes a prefix that several sequences share once: a prompt in GRPO, DPO, ORPO, CPO, SimPO.
 
     batch = share_batch(model, input_ids, attention_mask)
     loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
 
-The model's own forward runs on a trie (`trie.py`) in place of the padded batch, with `position_ids` and a mask that it
-passes to its attention layers. Wrappers, adapters, hooks and gradient checkpointing work as on any batch. `head_fn`
-then hands the loss the hidden states of the padded batch.
-
-A model with state, ALiBi or unusual positions cannot compute on a trie. `why_not_shared` runs a small copy of the model
-on a padded batch and on its trie, and compares the hidden states.
+The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
+`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share, such as
+those with state or ALiBi.
 """
 
 from __future__ import annotations
@@ -35,28 +32,24 @@ from liger_chunked.types import Head
 
 logger = logging.getLogger(__name__)
 
-WORTHWHILE = 0.1  # least share of saved tokens for which `maybe_share` shares
-_DENSE = 1024  # longest row for a dense mask on a GPU, and limit of a row on a CPU
-_ROW = 1 << 16  # limit of a row for FlexAttention
+WORTHWHILE = 0.1  # least share of tokens to save
+_DENSE = 1024  # longest row: with a dense mask on a GPU, with any on a CPU
+_ROW = 1 << 16  # longest row for FlexAttention
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A padded batch as a trie.
-
-    - `trie`: the packed tokens, and where each token of the batch is
-    - `inputs`: arguments of `model.forward`
-    """
+    """A padded batch as a trie."""
 
     trie: PackedTrie
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # of `model.forward`
 
     def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
         """Return the hidden states (B, T, H) of the padded batch, zero at padding.
 
         Args:
-            packed: (R, L, H), the hidden states that the model computed on `inputs`.
-            logits_to_keep: return these positions of the padded batch only, as `model.forward` would.
+            packed: (R, L, H), computed on `inputs`.
+            logits_to_keep: return only these positions, as `model.forward` would.
         """
         index = _kept(self.trie.node[..., None], logits_to_keep)[..., 0]
         return gather_rows(packed.flatten(0, 1), index)
@@ -64,8 +57,8 @@ class SharedBatch:
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
         """Return a `head_fn` for `model(**batch.inputs, ...)` that calls yours with the padded batch's hidden states.
 
-        Labels are those of the padded batch; pass them to the model as usual. `logits_to_keep` belongs here, not to
-        the model. `HeadInput.outputs` stays that of the trie.
+        Pass the padded batch's labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays
+        that of the trie.
         """
 
         def on_padded_batch(head: Head, input: HeadInput) -> Any:
@@ -77,7 +70,7 @@ class SharedBatch:
 def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch:
     """Merge the common prefixes of a batch.
 
-    A token's position is the number of tokens before it in its sequence, as in `generate`: padding is not counted.
+    A token's position is the number of tokens before it, without padding, as in `generate`.
 
     Args:
         model: a transformers model, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
@@ -94,15 +87,15 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge the common prefixes of a batch if the model allows it and a tenth of the tokens or more is saved.
+    """Merge the common prefixes of a batch if the model allows it and at least a tenth of the tokens is saved.
 
-    The decision and the saving are logged (INFO), once for each model.
+    Logs the decision (INFO) once for each model.
     """
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
         batch = _share(inner, input_ids, attention_mask)
-        # Without a log line where little is saved, because the next batch may differ.
+        # No log line: the next batch may save more.
         return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
@@ -113,16 +106,13 @@ def share_pass(
 ) -> SharedBatch | None:
     """Like `maybe_share`, for `arguments` of `model.forward`, and only if the hidden states equal those of `forward`.
 
-    `forward` counts padding in positions, unlike `share_batch`, which matters to models with absolute positions.
+    Unlike `share_batch`, `forward` counts padding in positions, so models with absolute positions may differ.
 
     Args:
         model: without wrappers.
-        arguments: by name. `input_ids` and `attention_mask` are read, and the others decide whether to share.
-        always: share if anything is saved.
-        with_trailing: compute the padding behind the last token of each sequence too, for a `head_fn` that reads it.
-
-    Raises:
-        ValueError: `always`, and the model or the pass cannot share prefixes.
+        arguments: by name.
+        always: share if anything is saved; raise ValueError if that is impossible.
+        with_trailing: compute the padding behind each last token too, for a `head_fn` that reads it.
     """
     batch = None
     reason = _reason_of_arguments(arguments) or why_not_shared(model)
@@ -200,10 +190,9 @@ def _logged(model: PreTrainedModel, batch: SharedBatch) -> SharedBatch:
 
 
 def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Return the last hidden states (B, T, H) of a padded batch, zero at padding. Common prefixes are computed once.
+    """Return the backbone's hidden states (B, T, H) of a padded batch, zero at padding. Computes common prefixes once.
 
-    They equal those of the model's backbone. Their gradients may be taken. A model with an `lm_head` gets
-    `attach_head(model)`, so that the call goes through the forward of `model` and its wrappers.
+    Differentiable. A model with an `lm_head` gets `attach_head(model)`, to run its wrappers too.
 
     Raises:
         ValueError: the model cannot share prefixes; see `why_not_shared`.
@@ -228,9 +217,6 @@ def _hidden_states(head: Head, input: HeadInput) -> Tensor:
     return input.hidden_states
 
 
-# The arguments of the forward.
-
-
 def _share(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, with_trailing: bool = False
 ) -> SharedBatch:
@@ -249,7 +235,7 @@ def _share(
 
 
 def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense: bool) -> dict[str, Any]:
-    """Return the arguments of the forward of `model` or of its backbone."""
+    """Return arguments for `model` or its backbone."""
     windows = _windows(model.config)
     has_windows = any(window is not None for window in windows.values())
 
@@ -280,22 +266,18 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the first hidden states, on which the dtype of eager masks depends."""
+    """Return the dtype of the first hidden states, which eager masks need."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.dtype
 
 
 class _Unknown(Exception):
-    """A model has layers that the masks do not cover. The message says which."""
+    """The masks do not cover a layer."""
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Return the sliding window of each type of layer, None where it has none.
-
-    Raises:
-        _Unknown: there are other types.
-    """
+    """Return each layer type's sliding window or None. Raise `_Unknown` for other types."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
@@ -306,14 +288,11 @@ def _windows(config: Any) -> dict[str, int | None]:
     return {kind: known[kind] for kind in dict.fromkeys(layer_types)}
 
 
-# The check of a model.
-
-
 def why_not_shared(model: nn.Module) -> str | None:
     """Return why a model cannot compute shared prefixes once; None if it can.
 
-    A small copy of the model, with random weights, computes a padded batch and its trie on the CPU. The
-    hidden states must agree. This takes a fraction of a second, once for each config and attention implementation.
+    Compares the hidden states of a small random copy on a padded batch and on its trie, on the CPU, once for each
+    config and attention implementation.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
@@ -340,7 +319,7 @@ def _reason_of_wrapper(model: nn.Module) -> str | None:
 
 
 def _reason_now(model: PreTrainedModel) -> str | None:
-    """Reasons that settings may change from call to call."""
+    """Return a reason that may change between calls."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return _ROUTER
@@ -355,7 +334,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
 
 
 class _Facts(NamedTuple):
-    """Why an architecture cannot share prefixes, or None; and whether only differences of positions matter to it."""
+    """Why an architecture cannot share prefixes, or None; and whether its positions are relative."""
 
     reason: str | None
     relative: bool = False
@@ -393,7 +372,6 @@ def _declared_reason(model: PreTrainedModel) -> str | None:
 
 
 def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
-    """Compare the hidden states of a small copy of `model` on a padded batch and on its trie."""
     try:
         config = _small(model.config)
         key = (type(model), implementation, config.to_json_string(use_diff=False))
@@ -413,7 +391,7 @@ def _measured(model: PreTrainedModel, implementation: str) -> _Facts:
     return _KNOWN[key]
 
 
-_TOLERANCE = 1e-4  # of the norm of the hidden states: models round to float32 in some places
+_TOLERANCE = 1e-4  # of the hidden states' norm; some models round to float32
 _VOCABULARY = 64
 _PROMPT = list(range(1, 12))
 _PROBE = [[*_PROMPT, 20, 21, 22, 23], [*_PROMPT, 20, 24], _PROMPT, [*_PROMPT[:4], *range(30, 40)], [40, 41]]
@@ -463,7 +441,7 @@ _MOST_LAYERS = 8
 
 
 def _small(config: Any) -> Any:
-    """Return a copy of a config with narrow layers: the first two, and one of each other type.
+    """Return a copy of a config with few, narrow layers: the first two, and one of each other type.
 
     Heads keep their size, because scaled rotary embeddings have a list of that length.
     """

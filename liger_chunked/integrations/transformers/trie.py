@@ -1,11 +1,10 @@
-"""Packs a padded batch as the trie of its tokens, so that a prefix that sequences share is computed once.
+"""Packs a padded batch as the trie of its tokens, so that a shared prefix is computed once.
 
-The nodes of the trie are laid out depth first. Token q then attends to token k, an ancestor of q or q itself, where
+Nodes are laid out depth first. Token q attends to token k, an ancestor of q or q itself, where
 
     k <= q < end[k]            end[k]: the index behind the last descendant of k
 
-and its position is its depth. Shared prompts, partly shared completions, conversations that branch, and unrelated
-sequences without padding are all tries, or forests.
+Its position is its depth.
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ from torch import Tensor
 
 _Array = NDArray[Any]
 
-_CHUNK = 1 << 24  # gradient values that `gather_rows` holds in float32 at a time
+_CHUNK = 1 << 24  # gradients that `gather_rows` holds in float32 at once
 
 
 @dataclass(frozen=True)
 class PackedTrie:
     """A batch of B padded sequences as R rows of L tokens.
 
-    - `input_ids`, `position_ids`, `end` (R, L): token, depth and end of the subtree of each node. `end` is int32 and
-      counts within the row. A filler token behind the nodes attends to itself only.
-    - `node` (B, T): the index of each token of the padded batch in the flattened rows, -1 at padding
-    - `tokens`: how many tokens of the padded batch are not padding
-    - `nodes`: how many of the R * L packed tokens are not filler
-    - `padding`: where a sequence has padding: "left" if it has any in front, "between" its tokens, otherwise "right"
-    - `trailing`: the most padding behind the last token of a sequence
+    - `input_ids`, `position_ids`, `end` (R, L): each node's token, depth and end of the subtree (int32, within the
+      row). Filler behind the nodes attends to itself only.
+    - `node` (B, T): each token's index in the flattened rows, -1 at padding
+    - `tokens`, `nodes`: how many there are, without padding and filler
+    - `padding`: "between" the tokens of some sequence, else "left" of some, else "right"
+    - `trailing`: the most padding behind a last token
 
-    With `with_trailing`, padding behind the last token counts as tokens and nodes. Nothing attends to it.
+    With `with_trailing`, this padding counts as tokens and nodes. Nothing attends to it.
     """
 
     input_ids: Tensor
@@ -51,7 +49,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of the tokens that need not be computed, counting filler as computed."""
+        """The share of the tokens that is not computed; filler is."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 
@@ -59,17 +57,16 @@ def pack_trie(
     input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
     with_trailing: bool = False,
 ) -> PackedTrie:  # fmt: skip
-    """Merge the sequences of a padded batch into the trie of their tokens.
+    """Merge the sequences of a padded batch into the trie of their tokens, on the host.
 
-    The host builds the trie, and waits for the device once, for the tokens.
+    Waits for the device once.
 
     Args:
         input_ids: (B, T), padded anywhere.
-        attention_mask: (B, T), nonzero where a token is not padding; None if there is no padding.
-        row_tokens: cut the forest into rows of at most this many tokens. A tree is never cut, so the largest one may
-            make the rows longer. None for one row.
-        multiple: round the length of the rows up to a multiple of this.
-        with_trailing: pack the padding behind the last token of each sequence too, once for each.
+        attention_mask: (B, T), 0 at padding; None if there is none.
+        row_tokens: longest row, unless a tree is larger: trees are never cut. None for one row.
+        multiple: round the rows' length up to a multiple of this.
+        with_trailing: pack the padding behind each sequence's last token too.
 
     >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     >>> packed = pack_trie(batch, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), multiple=1)
@@ -86,14 +83,14 @@ def pack_trie(
             "needs the padding mask of the batch"
         )
     batch = input_ids.cpu().numpy()
-    # The kernels of torch would start a pool of threads.
+    # NumPy, because torch would start a thread pool.
     places = _places(batch, None if attention_mask is None else attention_mask.cpu().numpy() != 0)
     sequences = [row[place] for row, place in zip(batch, places, strict=True)]
     behind = [_behind(place, batch.shape[1]) for place in places]
     trailing = [batch.shape[1] - n if with_trailing else 0 for n in behind]
 
     order = _depth_first_order(sequences)
-    shared = [0] * len(sequences)  # tokens in common with the sequence before
+    shared = [0] * len(sequences)  # prefix shared with the sequence before
     for before, i in itertools.pairwise(order):
         shared[i] = _n_common(sequences[before], sequences[i])
     fresh = [len(sequence) - n for sequence, n in zip(sequences, shared, strict=True)]
@@ -117,7 +114,7 @@ def pack_trie(
             if trailing[i]:
                 last, own = len(sequences[i]), path.skip(trailing[i])
                 ids[own], depths[own] = batch[i, behind[i] :], np.arange(last, last + trailing[i])
-                # Not to itself either, as in a padded batch.
+                # Padding behind tokens does not attend to itself, as in a padded batch.
                 ends[own] = np.arange(own.start, own.stop) + (last == 0)
                 node[i, behind[i] :] = np.arange(own.start, own.stop) + r * row_length
         path.leave(0)
@@ -137,22 +134,21 @@ def pack_trie(
 
 
 def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
-    """Return memory for all results, which goes to the device in one copy."""
-    size = 3 * math.prod(packed) + math.prod(padded)  # a half of the third is not used
+    """Return memory for all results, to copy them to the device at once."""
+    size = 3 * math.prod(packed) + math.prod(padded)  # half of `end` is unused: it is int32
     if pinned:
         return torch.empty(size, dtype=torch.int64, pin_memory=True)
-    return torch.from_numpy(np.empty(size, np.int64))  # NumPy asks for large pages, which are faster to get
+    return torch.from_numpy(np.empty(size, np.int64))  # NumPy uses huge pages, which are faster
 
 
 def _parts(buffer: Tensor, packed: tuple[int, ...], padded: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return views of the buffer for `input_ids`, `position_ids`, `end`, and `node`."""
     n = math.prod(packed)
     ids, depths, ends, nodes = buffer.split([n, n, n, math.prod(padded)])
     return ids.view(packed), depths.view(packed), ends.view(torch.int32)[:n].view(packed), nodes.view(padded)
 
 
 def _places(batch: _Array, valid: _Array | None) -> list[Any]:
-    """Return the index of the tokens of each sequence that are not padding: a slice, or a mask if it has holes."""
+    """Return the index of each sequence's tokens: a slice, or a mask around padding between them."""
     if valid is None or valid.all():
         return [slice(None)] * len(batch)
     places: list[Any] = []
@@ -177,9 +173,8 @@ def _side(places: list[Any]) -> str:
 
 
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
-    """Return the lexicographic order of sequences, with negative ids last."""
-    # Bytes are compared as fast as memory is read, and big-endian numbers have the order of their bytes. Ids that are
-    # equal in the last 32 bits would cost shared nodes, never a wrong trie: the trie is built from the tokens.
+    """Return the lexicographic order of sequences."""
+    # Big-endian numbers sort like their bytes, which compare fast. If ids agree in the last 32 bits, less is shared.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -193,10 +188,7 @@ def _n_common(a: _Array, b: _Array) -> int:
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Distribute trees to rows, and return the sequences of each row in their order.
-
-    Each tree, the largest first, goes into the first row that has room for it.
-    """
+    """Return each row's sequences. Each tree, largest first, goes into the first row where it fits."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees: list[list[int]] = []
@@ -219,16 +211,16 @@ def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int
 
 
 class _Path:
-    """The nodes of one sequence after the other, in a row. `ends` gets the end of the nodes that it leaves."""
+    """Walks through a row's sequences. Writes the end of each node that it leaves."""
 
     def __init__(self, ends: _Array) -> None:
         self.place = 0  # of the next node
         self._ends = ends
-        self._parts = [slice(0, 0)]  # nodes that lie together
+        self._parts = [slice(0, 0)]  # consecutive nodes
         self._depth = 0
 
     def enter(self, n: int) -> slice:
-        """Continue the sequence with `n` new nodes, and return their places."""
+        """Add `n` nodes to the sequence, and return their places."""
         part = slice(self.place, self.place + n)
         self._parts.append(part)
         self._depth += n
@@ -236,7 +228,7 @@ class _Path:
         return part
 
     def skip(self, n: int) -> slice:
-        """Return `n` places behind the sequence that are not part of it."""
+        """Return `n` places that are not part of the sequence."""
         self.place += n
         return slice(self.place - n, self.place)
 
@@ -251,13 +243,11 @@ class _Path:
                 self._parts.append(slice(part.start, kept))
 
     def nodes(self, base: int) -> _Array:
-        """Return the places of all nodes of the sequence, plus `base`."""
+        """Return the places of the sequence's nodes, plus `base`."""
         return np.concatenate([np.arange(base + part.start, base + part.stop) for part in self._parts])
 
 
 class _GatherRows(torch.autograd.Function):
-    """The gradient of a row is the sum over all its copies: in float32, in the order of the copies."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
@@ -272,7 +262,7 @@ class _GatherRows(torch.autograd.Function):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(ctx.n_rows, grad.shape[1], dtype=dtype, device=grad.device)
         padding = index < 0
-        # Padding adds zero. It is spread over the rows, because the additions to one row wait for each other.
+        # Spread padding, which adds zero, because additions to one row wait for each other.
         spread = torch.arange(len(index), device=index.device) % max(ctx.n_rows, 1)
         index = torch.where(padding, spread, index)
         step = max(1, _CHUNK // max(grad.shape[1], 1))
@@ -280,7 +270,7 @@ class _GatherRows(torch.autograd.Function):
             part = slice(i, i + step)
             values = grad[part].to(dtype).masked_fill(padding[part, None], 0)
             if grad.is_cuda:
-                total.index_put_((index[part],), values, accumulate=True)  # sorts: unlike index_add_, deterministic
+                total.index_put_((index[part],), values, accumulate=True)  # deterministic, unlike index_add_
             else:
                 total.index_add_(0, index[part], values)
         return total.to(grad.dtype), None
@@ -289,7 +279,7 @@ class _GatherRows(torch.autograd.Function):
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """Return `rows[index]`, with zeros where `index` is negative.
 
-    The gradient of a row that is taken several times is accumulated in float32, and is the same from run to run.
+    Gradients of repeated rows are summed in float32, deterministically.
 
     Args:
         rows: (N, H).

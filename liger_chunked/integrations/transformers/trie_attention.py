@@ -1,14 +1,13 @@
-"""Attention over rows that are packed as a trie: masks, and the attention function that takes them.
+"""Masks and attention for rows that are packed as a trie.
 
-A model gets its mask ready-made, as `attention_mask=`, so that it needs no other forward. transformers passes a mask of
-four dimensions, or one for each type of layer in a dict, to the attention layers as it is. There are two kinds:
+transformers passes a mask of four dimensions, or a dict of one for each type of layer, unchanged to the attention
+layers. There are two kinds:
 
 - a dense mask, for SDPA and eager attention: on a CPU and for short rows
-- a `TrieMask`, for FlexAttention, which skips the blocks of tokens that see nothing of each other
+- a `TrieMask`, for FlexAttention, which skips blocks without a visible token
 
-SDPA and flash attention do not know a `TrieMask`. `serve` registers a function in their place that runs FlexAttention
-for a `TrieMask` and the original one for every other mask. The config stays as it is, so the choice depends on the mask
-alone, also when gradient checkpointing repeats a layer.
+`serve` makes SDPA and flash attention run FlexAttention for a `TrieMask`. The mask alone decides, not the config, so
+that gradient checkpointing repeats a layer in the same way.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-BLOCK = 128  # tokens; rows of a `TrieMask` are multiples of it
-TRIES_ONLY = "liger_tries_only"  # an attention implementation that accepts no mask but a `TrieMask`
-_SERVED = "_liger_serves_tries"  # attribute of an attention function
+BLOCK = 128  # tokens
+TRIES_ONLY = "liger_tries_only"  # an attention implementation for `TrieMask` only
+_SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 
 
 def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -> Tensor:
@@ -34,7 +33,7 @@ def dense_mask(end: Tensor, depth: Tensor, window: int | Tensor | None = None) -
 
     Args:
         end, depth: (R, L), of a `PackedTrie`.
-        window: the most distant key has a depth of `window - 1` less than the query; None for no limit.
+        window: a query sees keys whose depth is up to `window - 1` less; None for no limit.
     """
     q, k = torch.arange(end.shape[1], device=end.device)[:, None], torch.arange(end.shape[1], device=end.device)
     mask = (k <= q) & (q < end[:, None, :])
@@ -47,24 +46,23 @@ class TrieMask(BlockMask):
     """A `BlockMask` of a trie.
 
     - `end`, `depth` (R, L): int32
-    - `window` (): a tensor, so that layers with and without a window run the same compiled function; None if no layer
-      has one
-    - `blocks`: the `BlockMask` itself, of the class that torch compiles
+    - `window` (): a tensor, so that layers with and without one share a compiled function; None if no layer has one
+    - `blocks`: a plain `BlockMask` for torch.compile
     """
 
     end: Tensor
     depth: Tensor
     window: Tensor | None
     blocks: BlockMask
-    ndim = 4  # some models ask for it
+    ndim = 4  # some models read it
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
-    """Return the `TrieMask` of rows whose length is a multiple of `BLOCK`, without an L x L tensor.
+    """Return a `TrieMask` without building an L x L tensor. L is a multiple of `BLOCK`.
 
     Args:
         end, depth, window: as in `dense_mask`.
-        has_windows: other layers of the model have a window.
+        has_windows: whether another layer has a window.
     """
     n_rows, length = end.shape
     end, depth = end.int(), depth.int()
@@ -98,7 +96,7 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks are True in each row, and the indices of all, those first."""
+    """Return each row's number of True blocks, and all indices, those first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
@@ -123,8 +121,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
 
-    `scale` and `softcap` are numbers as strings: a compiled function takes numbers as variables, and FlexAttention
-    needs constants.
+    `scale` and `softcap` are strings: torch.compile makes numbers variables, and FlexAttention needs constants.
     """
     cap = float(softcap or "inf")
 
@@ -150,7 +147,7 @@ def _compiled_attend() -> Callable[..., Tensor]:
 
     @functools.wraps(_attend)
     def attend_at_any_length(*args: Any) -> Tensor:
-        # Otherwise sizes that are equal in the first call, such as heads and blocks, would have to stay equal.
+        # Else sizes that are equal in the first call, such as heads and blocks, must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return compiled(*args)
 
@@ -161,7 +158,7 @@ def _attend_densely(
     query: Tensor, key: Tensor, value: Tensor, mask: TrieMask, scale: float | None, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute the same as `_attend`. On a CPU FlexAttention has no gradient, and is slow to compile."""
+    """Replace `_attend` on a CPU, where FlexAttention has no gradient and compiles slowly."""
     n_groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(n_groups, 1), value.repeat_interleave(n_groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -185,9 +182,9 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention (R, L, heads, head size) of a layer, as functions of `AttentionInterface` do.
+    """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
 
-    It is compiled once for all lengths with gradients, and once without.
+    Compiles once with and once without gradients, for all lengths.
     """
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")
@@ -217,11 +214,7 @@ AttentionInterface.register(TRIES_ONLY, _attend_only)
 
 
 def serve(implementation: str) -> None:
-    """Make an attention implementation of transformers accept a `TrieMask`. Other masks take the same path as before.
-
-    Raises:
-        ValueError: the implementation is "eager", which every model defines for itself.
-    """
+    """Make an attention implementation of transformers accept a `TrieMask`. Raise ValueError for "eager"."""
     if implementation == "eager":
         raise ValueError(
             "eager attention cannot take long shared prompts: call model.set_attn_implementation('flex_attention')"

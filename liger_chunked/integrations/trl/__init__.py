@@ -1,16 +1,16 @@
 """TRL's trainers, without logits.
 
     Liger*Trainer                a mixin over TRL's class
-      model(..., labels=,        the wrapped model, with the hooks of DDP, FSDP and ZeRO, and adapters
+      model(..., labels=,        the wrapped model (DDP, FSDP, ZeRO, PEFT)
             fused_lm_head=True   TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
             head_fn=fn)          our call: returns `fn(head, input)`
-        head_pass                both calls; runs the backbone, then `fn` in place of lm_head and loss
+        head_pass                both calls: backbone, then `fn` in place of lm_head and loss
 
-A trainer gets its loss in one of three ways:
+A trainer's loss comes from one of three places:
 
-1. SFT, DPO, KTO, GRPO, RLOO: TRL computes loss and metrics from the statistics of a fused head, which is ours.
-2. ORPO, CPO, GKD, GOLD, distillation, online DPO: TRL builds logits in one method, which we override.
-3. `loss=` replaces the loss by one of this library, or a user's.
+1. SFT, DPO, KTO, GRPO, RLOO: TRL, from the statistics of our fused head.
+2. ORPO, CPO, GKD, GOLD, distillation, online DPO: our override of the one method that builds logits.
+3. `loss=`: one of this library, or a user's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# TRL 1.15 is the first release whose trainers use a fused head.
+# The first release whose trainers use a fused head.
 REQUIRED = {"trl": "1.15", "transformers": "5.17"}
 
 
 def check_versions() -> None:
-    """Raise ImportError if a package of `REQUIRED` is missing or too old."""
     for package, oldest in REQUIRED.items():
         needs = f"liger_chunked.integrations.trl needs {package} >= {oldest}, found"
         try:
@@ -39,8 +38,8 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is `XMixin` of a file here over `XTrainer` of TRL's module. Imports wait for the first use, because
-# modules of trl.experimental warn, and a later release may drop them.
+# `LigerXTrainer` is `XMixin` of a file here over `XTrainer` of TRL's module. Imported on first use, because
+# trl.experimental warns, and may drop modules.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),

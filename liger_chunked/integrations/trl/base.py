@@ -1,4 +1,4 @@
-"""What all trainers share: the model's head, a step with a `loss`, the mixin, the reference model."""
+"""Parts that all trainers share."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
-# Budget of a head that replaces TRL's; see docs/tuning.md.
+# See docs/tuning.md.
 HEAD_BUDGET = 512 * 2**20
 
-# Names of the statistics: TRL's to ours.
+# Statistics: TRL's names to ours.
 STATISTICS = {
     "log_probs": "logps",
     "entropy": "entropy",
@@ -50,15 +50,15 @@ def add_chunked_lm_head(
 ) -> None:
     """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
 
-    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns TRL's `FusedCausalLMOutput`, and `model(...,
+    `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
     labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
 
     Args:
         model: a causal language model; under PEFT its base model.
         temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: fields of TRL's output to compute in addition to `log_probs` and `loss`, from `STATISTICS`.
-        share_prefix: compute prefixes that sequences share once, see `SharedPromptsMixin`.
+        outputs: fields of TRL's output in addition to `log_probs` and `loss`; keys of `STATISTICS`.
+        share_prefix: see `SharedPromptsMixin`.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
     if unknown:
@@ -72,8 +72,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial, so that a copy of the model runs on the copy's weights. `generate` and `Trainer` read the signature of
-    # the wrapped function.
+    # A partial, so that a copy of the model uses its weights. `generate` and `Trainer` read the wrapped signature.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -99,10 +98,10 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)`, where `input` has the hidden states of the batch in `args` and `kwargs`.
+    """Return `head_fn(head, input)` with the hidden states of the batch in `args` and `kwargs`.
 
-    Every pass of a policy, old policy, reference or teacher comes here, TRL's and ours: the one place to change them.
-    If `share` returns a batch, the model runs on that.
+    Every pass of a policy, old policy, reference or teacher comes here: the one place to change them. If `share`
+    returns a batch, the model runs on that.
     """
     batch = share(args, kwargs)
     if batch is None:
@@ -116,7 +115,7 @@ def head_pass(
 def _share(
     model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SharedBatch | None:
-    """Return the batch of a pass without repeated prefixes, or None to run it as it is."""
+    """Return the batch without repeated prefixes, or None to run it as it is."""
     if setting is False:
         return None
     if args:
@@ -133,7 +132,6 @@ def head_stats(
     temperature: float = 1.0,
     logits_budget: int | float | str | None = None,
 ) -> TokenStats:
-    """Return `linear_token_stats` of a model's hidden states."""
     return linear_token_stats(
         head.weight,
         input.hidden_states,
@@ -156,9 +154,9 @@ def fused_output(
     float32: bool,
     logits_budget: int | float | str | None,
 ) -> FusedCausalLMOutput:
-    """Return TRL's `FusedCausalLMOutput` with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
+    """Return TRL's output with the fields `outputs`: (B, T - 1), or (B, T) for `shift_labels`.
 
-    `loss` is the NLL divided by `num_items_in_batch`, or by the number of valid tokens, plus the auxiliary loss.
+    `loss` is the NLL over `num_items_in_batch` or the valid tokens, plus the auxiliary loss.
     """
     autocast: Any = nullcontext()
     if float32:
@@ -184,7 +182,7 @@ def fused_output(
 
 
 class Step(NamedTuple):
-    """A loss, its metrics, its target (B, T), and the load-balancing loss of a mixture of experts."""
+    """A loss, its metrics, its target (B, T), and the load-balancing loss."""
 
     loss: Tensor
     metrics: Any
@@ -207,7 +205,7 @@ def loss_step(
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """Apply `loss`, with the model's logits transform, to the model's hidden states. A `head_fn`.
+    """A `head_fn` that applies `loss`, with the model's logits transform.
 
     `length`: only for this many of the last positions that predict a token.
     """
@@ -219,7 +217,7 @@ def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | N
     return Step(value, metrics, target, input.aux_loss)
 
 
-# The logit options that the model determines.
+# Logit options that the model determines.
 TRANSFORM = ("softcap", "logit_scale")
 
 
@@ -234,14 +232,13 @@ def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...
 
 
 def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
-    """Return a copy of `loss` with the model's logits transform; see `with_transform`."""
     own: Any = copy.copy(loss)
     own.options = with_transform(own.options, options, names)
     return own
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments for prompts and completions, and labels: -100 unless the model wrote the token."""
+    """Return the model's arguments, and labels: -100 unless the model wrote the token."""
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -265,7 +262,7 @@ _MULTIMODAL = (
     "image_position_ids",
 )
 
-# mypy does not know the attributes of the trainer below a mixin.
+# mypy does not know the trainer below a mixin.
 _Trainer: Any = object
 
 
@@ -276,28 +273,27 @@ class LigerTrainerMixin(_Trainer):
         *args, **kwargs: see TRL.
         loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields that it replaces
             (`replaced_fields`) must have TRL's defaults or agree with it.
-        logits_budget: most bytes of logits in memory at once, see `LogitOptions`. None means 512 MiB for a head that
-            replaces TRL's, and an automatic choice otherwise. A `loss` brings its own.
+        logits_budget: see `LogitOptions`. None means 512 MiB for a head that replaces TRL's, else an automatic choice.
+            A `loss` brings its own.
 
     Raises:
-        TypeError: the loss or the budget is of another type.
+        TypeError: wrong type of loss or budget.
         ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
         RuntimeError: the trainer of this TRL release would build logits.
     """
 
     # None if the trainer takes no loss.
     loss_kind: ClassVar[type[Any] | None] = None
-    # Config fields that TRL reads for its loss, and the equivalent attributes of a `loss`, or None.
+    # Config fields of TRL's loss, and the equivalent attributes of a `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
     # Models that get no fused head from TRL.
     models_without_head: ClassVar[tuple[str, ...]] = ()
-    # See `SharedPromptsMixin`.
     share_prefix: bool | str = False
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # raises before anything is loaded
+        budget = budget_bytes(logits_budget)  # raises before loading anything
         config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -325,7 +321,6 @@ class LigerTrainerMixin(_Trainer):
 
     @property
     def mode_metrics(self) -> dict[str, list[float]]:
-        """The metrics to log in training, or in evaluation."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
@@ -335,7 +330,7 @@ class LigerTrainerMixin(_Trainer):
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
         """Return the mean over all ranks' items, given the `mean` over this rank's `count` items.
 
-        Samples that Accelerate repeats to fill a last batch count only if `with_repeated`.
+        Samples that Accelerate repeats count only if `with_repeated`.
         """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
@@ -343,11 +338,10 @@ class LigerTrainerMixin(_Trainer):
 
     @property
     def _aux_inputs(self) -> dict[str, bool]:
-        """The argument with which a model returns its `aux_loss`."""
         return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """Add `aux_loss` to the loss, and log it. With `accumulates`, average it over micro-batches."""
+        """Add and log `aux_loss`. With `accumulates`, average it over micro-batches."""
         if aux_loss is None:
             return value
         self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
@@ -355,7 +349,6 @@ class LigerTrainerMixin(_Trainer):
         return value + self.router_aux_loss_coef * aux_loss / steps
 
     def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Log the number of tokens, and return `with_outputs`."""
         if self.model.training:
             # A batch without padding has no mask.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
@@ -366,7 +359,6 @@ class LigerTrainerMixin(_Trainer):
 
     @classmethod
     def _check_loss(cls, loss: Any) -> None:
-        """Raise if the trainer does not support this loss, before anything is loaded."""
         if cls.loss_kind is None or not isinstance(loss, cls.loss_kind):
             expected = "no loss" if cls.loss_kind is None else f"a {cls.loss_kind.__name__}"
             got = f"the class {loss.__name__}" if isinstance(loss, type) else f"loss={type(loss).__name__}"
@@ -377,10 +369,9 @@ class LigerTrainerMixin(_Trainer):
 
     @classmethod
     def _check_config(cls, loss: Any, config: Any) -> None:
-        """Raise if one of `replaced_fields` is neither at TRL's default nor equal in `loss`."""
         if config is None:
             return
-        # A user's subclass of TRL's config may have other defaults.
+        # A user's subclass may have other defaults.
         of_trl = next((c for c in type(config).__mro__ if c.__module__.partition(".")[0] == "trl"), type(config))
         unread = []
         for field in (field for field in dataclasses.fields(of_trl) if field.name in cls.replaced_fields):
@@ -403,13 +394,9 @@ class SharedPromptsMixin(LigerTrainerMixin):
     """Extends a trainer whose batches have several sequences for a prompt.
 
     Args:
-        share_prefix: whether to compute a prompt once for all of its sequences. "auto" does so where the model allows
-            it and at least a tenth of a batch's tokens is saved, and logs once what it does. True raises where the
-            model does not allow it. Off by default, because FlexAttention's path has few runs on a GPU so far. See
-            docs/shared_prefix.md.
-
-    Raises:
-        ValueError: `share_prefix` is something else, or True with a model that does not allow it.
+        share_prefix: compute a prompt once for all of its sequences. "auto" does so if the model allows it and a tenth
+            of a batch's tokens is saved, and logs that. True raises ValueError if the model does not allow it. Off by
+            default, because FlexAttention's path has few runs on a GPU. See docs/shared_prefix.md.
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
@@ -430,12 +417,12 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """Unpack a list of one element, because TRL makes a list of a single loss type."""
+    """Unpack a list of one: TRL makes a list of a single loss type."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-    """Return the loss `value`; with `return_outputs`, also the output of another forward, with logits."""
+    """Return `value`; with `return_outputs`, also the output of another forward, with logits."""
     if not return_outputs:
         return value
     with torch.no_grad():
@@ -446,10 +433,9 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 def _chunked_heads(
     trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
 ) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` by ours while a trainer is built.
+    """Replace TRL's `add_fused_lm_head` by ours during a trainer's `__init__`, which may score the reference.
 
-    TRL's calls keep their temperature, precision and statistics. The replacement is in place during `__init__`, where a
-    trainer may score its reference.
+    TRL's calls keep their temperature, precision and statistics.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
@@ -474,9 +460,9 @@ _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """Extends trainers that have a reference model. Loads none for a loss that rejects one."""
+    """Extends trainers that have a reference model."""
 
-    # Columns of a batch with the reference's precomputed log-probabilities, one per sequence.
+    # Columns of the reference's precomputed log-probabilities, one per sequence.
     ref_columns: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -524,15 +510,14 @@ class ReferenceMixin(LigerTrainerMixin):
         return self._finished(self._with_aux_loss(step.loss, step.aux_loss), model, model_inputs, return_outputs)
 
     def _loss_arguments(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return further arguments of the loss."""
         return {}
 
     def _log_metrics(self, step: Step) -> None:
-        """Log the metrics of the loss under TRL's names."""
+        """Log metrics under TRL's names."""
         raise NotImplementedError
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
-        """Return the reference's log-probabilities: (B, T - 1), one per label, or (B,) if precomputed."""
+        """Return (B, T - 1), one per label, or (B,) if precomputed."""
         if self.precompute_ref_logps:
             sums = torch.cat([inputs[name] for name in self.ref_columns])
             return self._of_sequences(sums, inputs["completion_mask"])
@@ -542,7 +527,7 @@ class ReferenceMixin(LigerTrainerMixin):
 
     @contextmanager
     def _reference(self) -> Iterator[nn.Module]:
-        """Yield the reference, without gradients: the reference model if there is one, otherwise the policy.
+        """Yield the reference, without gradients: the reference model, or else the policy.
 
         The policy runs with its adapter "ref", or else with its adapters disabled.
         """
@@ -555,5 +540,5 @@ class ReferenceMixin(LigerTrainerMixin):
                 yield self.model
 
     def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Return sums over the tokens in `mask`, or means if the loss uses means."""
+        """Return sums, or means if the loss uses means."""
         return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums

@@ -1,4 +1,4 @@
-"""Distillation from a teacher: GKD, GOLD, and TRL's on-policy distillation."""
+"""GKD, GOLD, and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from liger_chunked.types import DistillationMetrics, Head, LogitOptions
 
 
 class DistillationStep(NamedTuple):
-    """The result of a loss and, if requested, the sum of the student's entropies in nats."""
-
     loss: Tensor
     metrics: DistillationMetrics
-    entropy_sum: Tensor | None
+    entropy_sum: Tensor | None  # of the student, in nats
 
 
 def distillation_step(
@@ -42,7 +40,7 @@ def distillation_step(
 ) -> DistillationStep:
     """Apply `loss` inside the forward of the student `model`, inside the forward of `teacher`.
 
-    The forwards are nested because each head is complete only inside its own. `with_entropy` costs one more GEMM.
+    Nested, because each head is complete only inside its forward. `with_entropy` costs one more GEMM.
     """
     with_gradient = torch.is_grad_enabled()
     steps: list[DistillationStep] = []
@@ -74,7 +72,6 @@ def distillation_step(
 
 
 def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
-    """Return a copy of `loss` with the teacher's logits transform; see `with_transform`."""
     own = copy.copy(loss)
     options = loss.teacher_options
     if options is loss.options:  # the student's, whose transform may differ
@@ -91,11 +88,11 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 class TeacherMixin(LigerTrainerMixin):
-    """Extends a trainer that builds the logits of student and teacher. Subclasses override its loss."""
+    """Extends a trainer that builds logits of student and teacher."""
 
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
-    # Budget of TRL's loss if none is given.
+    # If no budget is given.
     default_budget: ClassVar[int | None] = None
 
     def _distil(
@@ -107,7 +104,6 @@ class TeacherMixin(LigerTrainerMixin):
         num_items: int | Tensor | None,
         with_entropy: bool = False,
     ) -> DistillationStep:
-        """Apply the `loss`, or TRL's: a generalized Jensen-Shannon divergence."""
         loss = self.loss_override
         if loss is None:
             loss = LigerFusedLinearJSDLoss(
@@ -169,8 +165,8 @@ class GKDMixin(TeacherMixin):
 class GOLDMixin(TeacherMixin):
     """TRL's `GOLDTrainer` without logits.
 
-    If the teacher has another tokenizer (`use_uld_loss`), TRL's code runs, with logits: it sorts and merges rows of
-    probabilities. Otherwise `loss` may be a `LigerFusedLinearDistillationBase`.
+    With another tokenizer (`use_uld_loss`), TRL's code runs, with logits, because it sorts whole rows. Otherwise `loss`
+    may be a `LigerFusedLinearDistillationBase`.
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}

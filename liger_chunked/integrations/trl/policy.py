@@ -24,8 +24,8 @@ _LOGGED = {
 class GRPOMixin(SharedPromptsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearPolicyBase`, used at the config's `temperature`. If it has a KL term, set `beta` in the
-    config too, or TRL keeps no reference. This loss divides like TRL's default:
+    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. If it has a KL term, set `beta` in the
+    config too, or TRL keeps no reference. Divides like TRL's default:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)
@@ -35,7 +35,7 @@ class GRPOMixin(SharedPromptsMixin):
     replaced_fields: ClassVar = {
         "loss_type": None,
         "beta": "beta",
-        "epsilon": None,  # TRL's epsilon is the upper bound too, unless epsilon_high is given
+        "epsilon": None,  # TRL's sets both bounds, unless epsilon_high is given
         "epsilon_high": "settings.epsilon_high",
         "delta": "settings.delta",
         "importance_sampling_level": "importance_level",
@@ -71,7 +71,7 @@ class GRPOMixin(SharedPromptsMixin):
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         training = self.model.training
         window = self.current_gradient_accumulation_steps if training else 1
-        # TRL counts the items of the generation batch on all ranks.
+        # TRL counts the generation batch on all ranks.
         items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         items = items * window / self.args.steps_per_generation if training else items
         counts_items = REDUCTIONS[loss.reduction].counts_items
@@ -99,7 +99,7 @@ class GRPOMixin(SharedPromptsMixin):
             metric = getattr(step.metrics, field)
             if metric is not None:
                 one_a_sequence = name.startswith("clip_ratio") and self.loss_override.importance_level != "token"
-                # Like GRPO's own metrics, and unlike other trainers'.
+                # GRPO's metrics include repeated samples, unlike other trainers'.
                 mean = self.global_mean(metric, sequences if one_a_sequence else tokens, with_repeated=True)
                 self.mode_metrics[name].append(mean)
 

@@ -23,7 +23,6 @@ from liger_chunked.types import Head
 
 
 def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
-    """Return the metrics of a loss on pairs under TRL's names."""
     metrics = step.metrics
     of_pairs = {
         "rewards/chosen": metrics.chosen_rewards,
@@ -70,7 +69,7 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
 
 
 class Scores(NamedTuple):
-    """(2 n, T) log-probability and mean logit where position t predicts token t + 1; the auxiliary loss, if any."""
+    """(2 n, T) log-probability and mean logit of token t + 1 at position t; the auxiliary loss, if any."""
 
     logps: Tensor
     mean_logits: Tensor
@@ -79,10 +78,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """Return the mean logit over the vocabulary at every position, (B, T).
-
-    Without a softcap this is `mean(W) @ h + mean(b)`, and needs no logits.
-    """
+    """Return the mean logit over the vocabulary, (B, T): without a softcap, `mean(W) @ h + mean(b)`."""
     if input.options.softcap is not None:
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
@@ -95,7 +91,7 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
 
 
 class ConcatenatedMixin(SharedPromptsMixin):
-    """Extends a trainer whose `concatenated_forward` builds logits. Subclasses override it."""
+    """Extends a trainer whose `concatenated_forward` builds logits."""
 
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
@@ -115,10 +111,9 @@ class ConcatenatedMixin(SharedPromptsMixin):
                 f"{type(loss).__name__} needs a reference, and {cls.__name__} keeps none: see LigerDPOTrainer"
             )
         if loss._expects_reference:
-            warn_reference_free(loss)  # every step runs on a copy, which would warn again
+            warn_reference_free(loss)  # once: every step runs on a copy
 
     def _concatenated(self, batch: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Return the model's arguments, and labels of the completions."""
         padding_value = getattr(self, self.padding_attribute)
         batch = self.concatenated_inputs(batch, padding_value=padding_value, device=self.accelerator.device)
         inputs = {name: batch[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}
@@ -142,12 +137,12 @@ class ConcatenatedMixin(SharedPromptsMixin):
         nll_target = self._nll_target(inputs) if loss.compute_nll_loss else None
         step = loss_step(model, loss, inputs, labels, length=labels.shape[1] - 1, nll_target=nll_target)
         prefix = "eval_" if train_eval == "eval" else ""
-        # Unlike other trainers, these call the coefficient so, and do not log this loss.
+        # Unlike other trainers, these do not log this loss.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
         return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the target of the NLL term if it differs from that of the loss."""
+        """Return the NLL term's target if it differs."""
         return None
 
 
@@ -207,7 +202,7 @@ class CPOMixin(ConcatenatedMixin):
 
 
 class OnlineDPOMixin(SharedPromptsMixin):
-    """TRL's `OnlineDPOTrainer` without logits, which its `_forward` builds; it takes no `loss`."""
+    """TRL's `OnlineDPOTrainer` without logits; it takes no `loss`."""
 
     models_without_head = ("model", "ref_model")
 
@@ -221,7 +216,7 @@ class OnlineDPOMixin(SharedPromptsMixin):
         vision_inputs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         if vision_inputs is None:
-            # Truncate the prompt on the left. Images need all of their tokens.
+            # Truncate the prompt on the left, unless it has images.
             too_long = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)
             prompt_ids, prompt_mask = prompt_ids[:, too_long:], prompt_mask[:, too_long:]
         names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")

@@ -71,10 +71,10 @@ class SFTMixin(LigerTrainerMixin):
     def _label_smoothing(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items: int | Tensor | None
     ) -> Tensor:
-        """Return TRL's loss with `label_smoothing_factor`, and log its metrics.
+        """Return TRL's smoothed loss, and log its metrics.
 
-        A token costs `(1 - eps) * nll + eps * mean(-log p)`, where the mean is `lse - mean_logits`. Like TRL, this logs
-        the auxiliary loss but does not add it.
+        A token costs `(1 - eps) * nll + eps * (lse - mean_logits)`. Like TRL, this logs the auxiliary loss but does not
+        add it.
         """
         eps = self.args.label_smoothing_factor
         budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget

@@ -14,8 +14,8 @@ from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
 class KTOMixin(ReferenceMixin):
     """TRL's `KTOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is "kl" or none. "kl" needs
-    `KTOConfig(loss_type="kto")`, with which TRL prepares mismatched completions.
+    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is none or "kl", which needs
+    `KTOConfig(loss_type="kto")` for TRL to prepare mismatched completions.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
@@ -63,7 +63,7 @@ class KTOMixin(ReferenceMixin):
         return self.accelerator.gather_for_metrics(kl).mean()
 
     def _log_metrics(self, step: Step) -> None:
-        """Log means over the desirable and the undesirable sequences of all ranks, if there are any."""
+        """Log means of each side over all ranks."""
         logs, metrics = self.mode_metrics, step.metrics
         sides = []
         for side in ("chosen", "rejected"):
