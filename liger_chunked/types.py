@@ -27,8 +27,8 @@ class TokenStats(NamedTuple):
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
     The first four are differentiable. A field has the shape of the tokens, or is None if not requested. Floating fields
-    are float32, or float64 for float64 inputs. Logits of 16-bit hidden states are rounded, but not the `z_y` of `logps`
-    (`kernels/target_logit.py`), so `logps + lse` is close to the exact `z_y`.
+    are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
+    (`kernels/target_logit.py`).
     """
 
     logps: Tensor | None = None
@@ -71,7 +71,7 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return a tensor's shape, dtype and device, not its values; else the type."""
+    """Return a tensor's shape, dtype and device; else the type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind

@@ -6,8 +6,7 @@
 - A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
 - Sums over tokens are in float32 or float64.
 
-Constructors raise ValueError if a name is unknown or a number is out of range. Calls raise it if shapes do not fit, or
-a reference model is missing, given twice, or unread because of `use_ref_model=False`.
+Errors are those of `liger_chunked`; a reference model that `use_ref_model=False` would not read is one.
 """
 
 from __future__ import annotations

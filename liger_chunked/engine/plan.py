@@ -36,7 +36,7 @@ class Plan:
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, the whole rows whose teacher logits are in memory
+    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows
     dtype: torch.dtype  # of the matrix products
     n_contributions: int  # products in the sum of each element of dW
     options: LogitOptions

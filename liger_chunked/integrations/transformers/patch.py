@@ -385,7 +385,7 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. Copies and pickles of the model are patched too. `rope` serves all models of the family until the
+    `token_accuracy`. `rope` serves all models of the family until the
     last model patched with it is reverted or deleted.
 
     Args:
