@@ -83,7 +83,7 @@ def estimate_memory(
     tensors of one value per token, or completions for a KL (`kl_input`).
 
     Args:
-        loss: a loss, also your own on one of the base classes, or `linear_token_stats`.
+        loss: a loss, also your own, or `linear_token_stats`.
         vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
         valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
@@ -108,8 +108,6 @@ def estimate_memory(
     3262 MiB: logits 2004, weight_grad 1002, input_grad 192, hidden 64
     >>> print(estimate_memory(LigerFusedLinearDPOLoss(), **batch, trainable_head=False, logits_budget=256 << 20))
     443 MiB: logits 251, input_grad 176, hidden 16
-
-    The same step on two GPUs:
 
     >>> from liger_chunked import LigerFusedLinearCrossEntropyLoss
     >>> batch = {"vocab_size": 151936, "hidden_size": 896, "shape": (32768,)}

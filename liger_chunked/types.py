@@ -119,7 +119,7 @@ _UNITS = {"b": 1} | {
 
 
 def budget_bytes(budget: int | float | str | None) -> int | None:
-    """Convert a `logits_budget` to bytes; None stays None.
+    """Convert a `logits_budget` to bytes.
 
     A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
 

@@ -336,7 +336,7 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
 
 
 def _is_bare(lm_head: nn.Module | None) -> bool:
-    """Return whether only `nn.Linear.forward` would run. Then nothing needs to be replaced."""
+    """Return whether only `nn.Linear.forward` would run."""
     if type(lm_head) is not nn.Linear:
         return False
     hooks = (lm_head._forward_pre_hooks, lm_head._forward_hooks, lm_head._backward_pre_hooks, lm_head._backward_hooks)
