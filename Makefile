@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned one would bring several gigabytes of CUDA packages to a CPU machine.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: test test-all lint demo bench bench-models figures gpu clean
+.PHONY: test test-all coverage lint demo bench bench-models figures gpu clean
 
 # Neighbouring tests share models, imports and results: worksteal keeps them in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 # Every combination of parameters: about three times as long.
 test-all:
 	$(MAKE) test TESTS=--exhaustive
+
+# Lines of the package that the first half of `make test` runs.
+coverage: $(VENV)/.dev
+	$(INSTALL) pytest-cov
+	$(PYTEST) -m "not gpu" --cov=liger_chunked --cov-report=term:skip-covered
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
