@@ -4,8 +4,8 @@ python -m pytest -n 2                               the suite, on the CPU
 TRITON_INTERPRET=1 python -m pytest -m triton       the Triton kernels, in Triton's interpreter
 python -m pytest -m gpu                             the suite, on a CUDA device
 
-Each of them leaves out tests marked `exhaustive`, and most combinations of the parameters of a test marked `sampled`
-(see `mark_exhaustive`; `interpreted=True` does so only in the interpreter). With `--exhaustive` they run too.
+They deselect tests marked `exhaustive`, and most parameter combinations of tests marked `sampled` (see
+`mark_exhaustive`; `interpreted=True` does so only in the interpreter). `--exhaustive` runs these too.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_exhaustive(product: list[pytest.Function]) -> None:
-    """Mark all but a diagonal of a product of parameters: each value of the longest parameter keeps `n` combinations of
-    the others, or every second value keeps one for an `n` of 0.5. Neighbours keep different ones, so that every
-    combination of the others stays with some value.
+    """Mark all but a diagonal of a product of parameters.
 
-    Arguments that are parametrized together are one parameter. Devices are none.
+    Each value of the longest parameter keeps `n` combinations of the others. If `n` is 0.5, every second value keeps
+    one. Neighbouring values keep different combinations, so every combination stays with some value. Arguments that are
+    parametrized together count as one parameter. Devices do not count.
     """
     together = [mark.args[0] for mark in product[0].iter_markers("parametrize")]
     groups = [names.replace(" ", "").split(",") if isinstance(names, str) else [*names] for names in together]
@@ -92,7 +92,7 @@ def mark_exhaustive(product: list[pytest.Function]) -> None:
 
 
 def numbered(values: list[tuple[int, ...]]) -> list[int]:
-    """Return for each value the number of different ones before its first occurrence."""
+    """Return the index of each value among the distinct values, in order of first occurrence."""
     order = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return [order[value] for value in values]
 
@@ -111,7 +111,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def expects_triton(device: str) -> bool:
-    """Whether this process uses the Triton kernels for float32 tensors on `device`."""
+    """Return whether this process uses the Triton kernels for float32 tensors on `device`."""
     return device == "cuda" or backend.INTERPRETED
 
 

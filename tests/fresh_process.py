@@ -34,7 +34,7 @@ class FreshProcesses:
         )
 
     def run(self, code: str, *arguments: str) -> str:
-        """Run `code`, with `arguments` as `sys.argv[1:]`, and return what it printed. Raises if it fails."""
+        """Run `code` with `arguments` as `sys.argv[1:]`, and return its output. Raises if the code fails."""
         print(json.dumps([code, arguments]), file=self._server.stdin, flush=True)
         status, printed = json.loads(self._server.stdout.readline())
         assert status == 0, printed

@@ -1,4 +1,4 @@
-"""Bad input raises at once. The message has the argument's name, its value and what was expected."""
+"""Bad input raises at once, with a message that has the argument's name, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -468,7 +468,7 @@ def test_beta(loss, beta):
 
 
 def test_a_tensor_of_no_items_counts_as_one():
-    """Reading it would synchronize with the device."""
+    """Reading its value would synchronize with the device."""
     given = [cross_entropy(num_items=torch.tensor(n)) for n in (0, 1)]
     assert torch.equal(*given) and given[0] > 0
     batch = students(SMALL, seed=0)

@@ -1,4 +1,4 @@
-"""How losses are called: classes with tensors, functions, and names that belong to other libraries."""
+"""Ways to call a loss: classes with tensors, functions, and argument names of other libraries."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def split(batch: Batch, leading: int) -> tuple[list[Any], dict[str, Any]]:
 
 
 def ordered(cls: type, batch: Batch) -> Batch:
-    """In the order of the call, those that may be passed by position first."""
+    """Return the batch in the order of the call, positional arguments first."""
     names = [name for name in inspect.signature(cls.forward).parameters if name in batch]  # type: ignore[attr-defined]
     return {name: batch[name] for name in names}
 
@@ -143,7 +143,7 @@ class Shifted(Margin):
 
 
 class Three(Margin):
-    """As many positional parameters as a call has tensors, and none for a tensor."""
+    """Its constructor has three positional parameters, as many as a call has tensors, but takes no tensor."""
 
     def __init__(self, beta=0.2, alpha=1.0, average_log_prob=False):
         super().__init__(beta=beta, alpha=alpha, average_log_prob=average_log_prob)
@@ -199,7 +199,7 @@ def test_copies(cls, copied):
 
 
 def expected_parameters(cls: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """Those of the call, then those of the constructor by name: kind, default, type."""
+    """Return the call's parameters, then the constructor's, by name: kind, default, type."""
     forward = inspect.signature(cls.forward).parameters
     hints = get_type_hints(cls.forward)
     expected = {name: (p.kind, p.default, hints[name]) for name, p in forward.items() if name != "self"}
@@ -223,7 +223,7 @@ def test_a_function_has_the_arguments_of_its_module(case):
     hints = get_type_hints(function)
     actual = {name: (p.kind, p.default, hints[name]) for name, p in inspect.signature(function).parameters.items()}
     expected = expected_parameters(cls)
-    # It is a number of bytes there, and may be text here.
+    # A function also takes a budget as text. `LogitOptions` holds a number of bytes.
     budgets = [x.pop("logits_budget") for x in (actual, expected)]
     assert budgets[0][:2] == budgets[1][:2]
     assert actual == expected
@@ -272,7 +272,7 @@ def test_a_function_answers_a_wrong_name(case, given, message):
 
 
 def test_a_callable_is_not_kept():
-    """It may hold on to a batch."""
+    """A callable may hold a reference to a batch."""
     batch = pairs(SMALL, seed=0)
     data = {"hidden" if name == "input" else name: x for name, x in batch.items()}
     losses = [functional.dpo_loss(**data, loss_type=lambda pairs, a=a: a * pairs.logps[:, 0])[0] for a in (1.0, 2.0)]
@@ -318,7 +318,7 @@ def of_class(loss: str) -> Any:
     return getattr(lc, f"LigerFusedLinear{loss}Loss")
 
 
-# (loss, constructor or call, the name that somebody types, what the answer says after "... has no argument '...'")
+# (loss, constructor or call, the name that the user passes, the message's text after "... has no argument '...'")
 NAMES = [
     ("ORPO", "init", "alpha", ""),
     ("ORPO", "init", "use_ref_model", ": leave it out"),
@@ -380,7 +380,7 @@ def test_names(loss, place, name, answer):
     assert str(error.value).startswith(expected)
     if not answer:
         assert str(error.value) == expected
-    # So it is where the class is called with tensors, but that there is one place.
+    # A class that is called with tensors raises it too, but names no place: all arguments go to one call.
     with pytest.raises(TypeError, match=f"^{cls.__name__} has no argument '{name}'"):
         cls(torch.ones(V, H), torch.ones(B, T, H), **{name: 1})
 

@@ -1,4 +1,4 @@
-"""`check_model` finds what is wrong, passes what is right, and leaves the model as it was."""
+"""`check_model` accepts correct patches, reports wrong ones, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_other_patched_models():
-    """A model that an earlier test left in a reference cycle reverts the rotary function when it is collected."""
+    """Collect models that earlier tests left in reference cycles, because that reverts the rotary function."""
     gc.collect()
 
 
@@ -56,7 +56,7 @@ def test_a_stock_model_is_left_as_it_was():
 
 @pytest.mark.parametrize("options", [{}, {"swiglu": False}, {"logits_budget": 2048}])
 def test_a_patched_model_is_left_as_it_was(options):
-    """Its own patches are those that are checked, unless others are asked for."""
+    """Checks the patches that the model has, unless the caller chooses others."""
     model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
     apply_liger_kernel(model, rms_norm=False, logits_budget=4096)
     attach_head(model)
@@ -100,7 +100,7 @@ def wrong_rope(q, k, cos, sin, unsqueeze_dim=1):
     ],
 )
 def test_what_is_wrong_is_found(switch, broken, message, monkeypatch):
-    """In a row of the table that nobody has compared."""
+    """Breaks a row of the table that no other check has compared."""
     row = BY_NAME["llama"]
     changed = {"rope": broken} if switch == "rope" else {switch: {"LlamaRMSNorm": layers.Layer(broken)}}
     for name, value in changed.items():

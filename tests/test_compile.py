@@ -99,7 +99,7 @@ def test_metrics_of_the_cross_entropy(reduction, lse_square_scale):
 
 
 class Hinge(LigerFusedLinearUnpairedPreferenceBase):
-    """A user's loss, written without regard for compilers."""
+    """A user's loss that torch.compile cannot trace."""
 
     def preference_loss(self, examples: Examples) -> Tensor:
         if bool((examples.logratios > 1e9).any()):  # not traceable
@@ -265,7 +265,7 @@ def trained(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Te
 CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # on import of torch.utils.mkldnn
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised on import of torch.utils.mkldnn
 @pytest.mark.parametrize(
     ("loss", "backend"),
     [

@@ -112,7 +112,7 @@ def test_figure_and_table(written: Path, run: Convergence, tmp_path: Path) -> No
 
 
 def test_the_kept_run_is_within_its_bounds() -> None:
-    """In float32, every step agrees. In bfloat16, the distance to stock is at most the distance between two seeds."""
+    """Every step agrees in float32; in bfloat16, the distance to stock is at most the distance between two seeds."""
     path = report.newest_file(RESULTS, "convergence")
     assert path is not None
     kept = curves.load(path)

@@ -155,7 +155,7 @@ def test_memory(row, dtype, tokens_in_budget, monkeypatch):
     assert memory.largest <= max(budget, weight_gradient, n * h * 4)
     if tokens_in_budget < n:
         assert memory.largest < n * v * dtype.itemsize
-    # In memory at once: the logits; the weight gradient, and its rounded copy if it was accumulated; the valid rows and
+    # The peak holds the logits; the weight gradient, and its rounded copy if it was accumulated; the valid rows and
     # their gradient, twice during the scatter; a product's float32 operand; a few numbers per token.
     rounding = 0 if one_write or dtype == torch.float32 else v * h * dtype.itemsize
     rows = 2 * n * h * dtype.itemsize + 2 * n * h * 4

@@ -71,7 +71,7 @@ def test_the_temperature_leaves_the_hard_loss_alone():
     _, plain = LigerFusedLinearKLDivLoss()(**batch)
     loss, warm = LigerFusedLinearKLDivLoss(temperature=3.0)(**batch)
     assert warm.hard_loss == pytest.approx(plain.hard_loss.item(), rel=1e-12)
-    assert warm.soft_loss < plain.soft_loss  # not multiplied by the square of the temperature
+    assert warm.soft_loss < plain.soft_loss  # has no factor of temperature squared
     assert loss == pytest.approx(float(0.5 * warm.hard_loss + 0.5 * warm.soft_loss), rel=1e-12)
     assert not warm.hard_loss.requires_grad and not warm.soft_loss.requires_grad
 
@@ -121,7 +121,7 @@ def test_flat_tokens_and_a_teacher_of_another_dtype():
 
 @by_loss
 def test_closed_form_is_the_divergence(loss):
-    """For every loss, the formula used for a top-k agrees with the kernel used for hidden states."""
+    """The formula used for a top-k agrees with the kernel used for hidden states."""
     batch = students(SMALL, seed=0)
     by_autograd = type("ByAutograd", (type(loss),), {"closed_form": lambda self: None})
     other = by_autograd.__new__(by_autograd)

@@ -31,13 +31,13 @@ def by_kernels(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor, **o
 
 
 def by_autograd(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same from the loss's `divergence` method."""
+    """Return the value and gradient of the loss's `divergence` method."""
     z = z.clone().requires_grad_()
     divergence = loss.divergence(z, t)
     return divergence.detach(), torch.autograd.grad(divergence.sum(), z)[0]
 
 
-# HARD_CASES 15: the ends of beta, disjoint distributions, a student that is its teacher
+# HARD_CASES 15: the ends of beta, disjoint distributions, a student that equals its teacher
 
 
 @pytest.mark.triton
@@ -56,7 +56,8 @@ def test_kernels_match_autograd(loss, cols, device):
             float(((x.double() - expected).view(32, -1).norm(dim=1) / (rows + rows.median())).square().mean().sqrt())
             for x in (value, naive)
         )
-        # As many roundings as in eager code, in another order; one unit in the last place if eager happens to be exact.
+        # The kernels round as often as eager code, in another order. Allow one unit in the last place
+        # if eager code is exact.
         assert error <= max(2 * naive_error, 2**-23)
 
 
@@ -185,7 +186,7 @@ def test_jsd_near_its_ends_keeps_its_precision(beta, device):
     near = evaluate(lambda b: loss(**b)[0], batch)
     exact = evaluate(lambda b: loss(**b)[0], moved(batch, torch.float64))
     for name in exact:
-        # At most 6e-7 on a CPU. With beta rounded to float32, 1 - beta would have an error of a hundredth.
+        # The error is at most 6e-7 on a CPU. A beta rounded to float32 would put 1 - beta off by a hundredth.
         assert relative_error(near[name], exact[name]) < 1e-5, name
 
 

@@ -34,7 +34,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    line: int  # of its first line of code, from 1
+    line: int  # number of the first line of code, from 1
     mark: str | None  # "not run" or None
     code: str
 
@@ -56,7 +56,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def fresh_names(toy: ModuleType, folder: Path) -> dict[str, Any]:
-    """What a block may use: a tiny model and its batch, random hidden states and heads, and arguments of a Trainer."""
+    """Return the names for a block: a tiny model, its batch, random hidden states and heads, arguments of a Trainer."""
     tokenizer, rows = toy.byte_tokenizer(), toy.sums(2)
     sequences = [toy.encode(tokenizer, row["prompt"], row[kind]) for kind in ("chosen", "rejected") for row in rows]
     batch = toy.collate(sequences)
@@ -90,7 +90,7 @@ def fresh_names(toy: ModuleType, folder: Path) -> dict[str, Any]:
 
 
 def fake_module(name: str, **contents: Any) -> dict[str, ModuleType]:
-    """A module in the place of one of a framework that is not installed, and its parent packages."""
+    """Return a fake of a module that is not installed, and its parent packages."""
     parts = name.split(".")
     modules = {".".join(parts[:i]): ModuleType(".".join(parts[:i])) for i in range(1, len(parts) + 1)}
     vars(modules[name]).update(contents)
@@ -99,7 +99,7 @@ def fake_module(name: str, **contents: Any) -> dict[str, ModuleType]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of functions of frameworks that are not installed."""
+    """Record calls of functions of frameworks that are not installed."""
     made: list[str] = []
     for name, fake in {
         **fake_module("axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {})),
@@ -111,7 +111,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def only_own_families() -> Iterator[None]:
-    """Families that a block registers are gone afterwards."""
+    """Remove the families that a block registers."""
     tables = (families.BY_NAME, apply.APPLY_TO)
     before = [set(table) for table in tables]
     yield
@@ -160,7 +160,7 @@ def test_relative_links_point_to_files(page):
 
 
 def table_rows(page: Path) -> dict[str, list[str]]:
-    """The cells of every table row, by its first cell."""
+    """Return the cells of every table row, by its first cell."""
     lines = [line.strip("| \n").split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
 

@@ -379,7 +379,7 @@ def test_small_chunks_are_left_to_the_logits(monkeypatch):
     ],
 )
 def test_wide_tiles(capability, setting, monkeypatch):
-    """Hopper alone, unless the user asks for more or less."""
+    """Only Hopper has wide tiles by default. The setting adds or removes architectures."""
     for text in (None, "9", "10", "9, 10", ""):
         monkeypatch.setattr(backend, "WIDE_TILES", backend.wide_tiles_setting(text))
         assert backend.wide_tiles(capability) == (text in setting)
@@ -393,7 +393,7 @@ def test_a_wrong_setting_of_wide_tiles_is_refused(text):
 
 
 def test_an_estimate_follows_the_setting(monkeypatch):
-    """On Blackwell, as on a GPU without the tiles, unless the fused epilogue is asked for."""
+    """The estimate for Blackwell excludes the fused epilogue, unless the setting enables it."""
     arguments = {"loss": LigerFusedLinearCrossEntropyLoss()} | QWEN | {"shape": (32768,)}
     ampere, hopper = (estimate_memory(**arguments, capability=c) for c in ((8, 0), (9, 0)))
     assert ampere != hopper

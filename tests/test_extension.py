@@ -212,7 +212,7 @@ def test_a_loss_without_gradient_is_refused(budget):
         loss(**batch)
     with torch.no_grad():
         assert loss(**batch)[0].isfinite()
-    # Without tokens the loss depends on no input.
+    # A loss of no tokens depends on no input.
     empty, _ = loss(**batch | {"target": torch.full_like(batch["target"], -100)})
     empty.backward()
     assert not batch["weight"].grad.any()

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore::F
 
 @pytest.fixture
 def table():
-    """The table of families as it is, afterwards."""
+    """Restore the table of families after the test."""
     rows, functions = dict(BY_NAME), dict(APPLY_TO)
     yield
     for now, before in ((BY_NAME, rows), (APPLY_TO, functions)):
@@ -52,7 +52,7 @@ def table():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_rows_of_the_library(family):
-    """Without a model, in well under a second."""
+    """Checks a row without a model, in well under a second."""
     assert family.modeling
     state = torch.get_rng_state()
     begin = time.perf_counter()
@@ -63,7 +63,7 @@ def test_the_rows_of_the_library(family):
 
 @pytest.mark.parametrize("tiny", ZOO, ids=repr)
 def test_the_layers_of_models(tiny):
-    """Small copies of the layers that a model has, also where its weights are elsewhere."""
+    """Checks small copies of a model's layers, although its weights are on the meta device."""
     model = tiny.build().to("meta")
     family = BY_NAME[tiny.family]
     for switch, layers in family.layers.items():
@@ -137,7 +137,7 @@ FALCON = Family(
 
 
 def test_a_model_whose_config_makes_a_difference(table):
-    """A multiplier in the MLP, which is one by default: seen when a model is patched."""
+    """The MLP's multiplier is one by default, so only patching a model shows the difference."""
     register_family(FALCON)
     config = transformers.FalconH1Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -151,7 +151,7 @@ def test_a_model_whose_config_makes_a_difference(table):
 
 
 def test_a_class_that_cannot_be_compared_without_a_model(table):
-    """Then a family is not patched as a whole."""
+    """A family with such a class is not patched as a whole."""
     gated = row("qwen3_next", rms_norm={"Qwen3NextRMSNormGated": RMS_NORM})
     apply = register_family(gated)
     with pytest.raises(ValueError, match=r"Qwen3NextRMSNormGated cannot be compared without a model.*'gate'"):

@@ -29,7 +29,7 @@ class Projections:
     def __call__(self) -> list[Tensor]:
         self.outputs = [self.x @ weight for weight in self.weights]
         for y in self.outputs:
-            if y.requires_grad:  # not in the forward of a reentrant checkpoint
+            if y.requires_grad:  # false in the forward of a reentrant checkpoint
                 y.register_hook(self._look)
         return self.outputs
 

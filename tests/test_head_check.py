@@ -1,4 +1,4 @@
-"""A fused loss of a model is the loss of its own logits, or is refused in words."""
+"""A fused loss of a model equals the loss of the model's logits, or raises an error that says why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def text(model_type: str, **config: Any) -> dict[str, Any]:
 
 
 def tiny(model_class: str, **config: Any) -> PreTrainedModel:
-    """A model with random weights, its vectors away from their initial values; skipped where there is no such class."""
+    """Return a model with random weights, vectors included. Skips the test if transformers has no such class."""
     cls = getattr(transformers, model_class, None)
     if cls is None:
         pytest.skip(f"this transformers has no {model_class}")
@@ -73,7 +73,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def fused(head, input):
-    """The mean negative log-likelihood."""
+    """Return the mean negative log-likelihood."""
     stats = linear_token_stats(
         head.weight,
         input.hidden_states,
@@ -93,7 +93,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_served(model: PreTrainedModel) -> None:
-    """Loss and gradients are those of the model's own logits."""
+    """Check that loss and gradients are those of the model's own logits."""
     arguments = batch()
     labels = arguments.pop("labels")
     logits = model(**arguments).logits.float()
@@ -109,7 +109,7 @@ def assert_served(model: PreTrainedModel) -> None:
         assert (found[name] - g).norm() <= 1e-4 * g.norm() + 1e-6 * largest, name
 
 
-# Models whose config does not say what happens to their logits, with what does: softcap and scale.
+# Models whose config does not declare the softcap and scale of their logits, with both values.
 SERVED: list[tuple[str, dict[str, Any], float | None, float]] = [
     (
         "AyaVisionForConditionalGeneration",
@@ -191,7 +191,7 @@ def test_every_family_is_served(zoo):
     ],
 )
 def test_refused(name, config, difference):
-    if config is None:  # as large as it is, without memory
+    if config is None:  # full size on the meta device
         cls = getattr(transformers, name, None)
         if cls is None:
             pytest.skip(f"this transformers has no {name}")
@@ -204,7 +204,7 @@ def test_refused(name, config, difference):
             refused(model)
 
 
-# The sizes of most configs, under the names that they have.
+# Small sizes, under the names that most configs use.
 SIZES: dict[str, Any] = {
     **LLAMA,
     "mlp_bias": False,
@@ -228,7 +228,7 @@ CAUSAL = sorted(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", random.Random(0).sample(CAUSAL, 40))
 def test_any_causal_model(name):
-    """Served or refused: a sample of all classes of this transformers, those that build small."""
+    """Each class is served or refused. Samples the classes of the installed transformers that build small."""
     cls = getattr(transformers, name, None)
     try:
         config = cls.config_class(**SIZES)
@@ -241,7 +241,7 @@ def test_any_causal_model(name):
             arguments = batch()
             arguments.pop("labels")
             model(**arguments)
-    except Exception as error:  # any error of the validation of its config, or of its forward
+    except Exception as error:  # any error of the config's validation or of the forward
         pytest.skip(f"these names do not build one: {error}")
     try:
         attach_head(model)
@@ -256,7 +256,7 @@ def test_any_causal_model(name):
     "name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "Gemma3ForConditionalGeneration"]
 )
 def test_a_check_is_quick_at_any_size(name):
-    """Of meta-device models in their published sizes, vocabularies of up to 262,208."""
+    """Checks meta-device models in their published sizes, with vocabularies of up to 262,208."""
     cls = getattr(transformers, name)
     with torch.device("meta"):
         model = cls(cls.config_class())
@@ -285,7 +285,7 @@ def test_a_check_leaves_no_trace():
 
 @pytest.mark.parametrize("patch", [logit_options, attach_head, apply_liger_kernel])
 def test_a_model_is_freed_at_once(patch):
-    """Its memory does not wait for Python to collect garbage."""
+    """The model's memory does not wait for Python's garbage collector."""
     model = tiny("LlamaForCausalLM", **LLAMA).train()
     gc.collect()
     gc.disable()
@@ -324,7 +324,7 @@ def test_copies(copied):
 
 
 class Dropped(transformers.LlamaForCausalLM):
-    """With a module between backbone and head that changes something in training alone."""
+    """A model with dropout between backbone and head, which acts in training only."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -344,7 +344,7 @@ def test_dropout_before_the_head():
 
 
 class Masked(transformers.LlamaForCausalLM):
-    """Some tokens are never predicted."""
+    """A model that never predicts some tokens."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -360,7 +360,7 @@ class Tripled(transformers.LlamaForCausalLM):
 
 
 class Penalised(transformers.LlamaForCausalLM):
-    """Calls the forward of its base with embeddings of its own, and adds to its loss."""
+    """A model that calls its base's forward with other embeddings, and adds to the loss."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         embeddings = 2 * self.get_input_embeddings()(input_ids)
@@ -384,7 +384,7 @@ def test_a_forward_of_ones_own():
 
 @pytest.mark.parametrize("cls", [Penalised, Tripled, Masked])
 def test_a_forward_of_ones_own_over_a_patched_class(cls):
-    """It calls the fused forward of its base, and does its own to what comes back."""
+    """The class calls the fused forward of its base, then changes the output."""
     torch.manual_seed(0)
     model, arguments = cls(transformers.LlamaConfig(**LLAMA)).train(), batch()
     stock = model(**arguments).loss
@@ -404,7 +404,7 @@ def test_a_forward_of_ones_own_over_a_patched_class(cls):
 
 
 def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
-    """`attach_head` needs logits alone; a fused loss takes the place of the model's."""
+    """`attach_head` needs only the logits. A fused loss replaces the model's loss, so the two must be equal."""
     from liger_chunked.integrations.transformers.overrides import BY_NAME
     from liger_chunked.integrations.transformers.patch import Fusion, fuse
 
@@ -427,7 +427,7 @@ def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypa
         fuse(model, Fusion(transformers.modeling_outputs.CausalLMOutput))
 
 
-# What others do to a patched model.
+# Changes that other code makes to a patched model.
 
 
 @pytest.fixture(params=["fused", "head_fn"])
@@ -521,7 +521,7 @@ def test_hooks_of_frameworks_run(way):
 
 
 def test_threads_share_a_head_with_hooks():
-    """Fused steps in two threads, logits in a third."""
+    """Runs fused steps in two threads, and computes logits in a third."""
     model = tiny("LlamaForCausalLM", **LLAMA)
     attach_head(model)
     model.lm_head.register_forward_hook(lambda module, args, output: None)

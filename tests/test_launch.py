@@ -184,7 +184,7 @@ PERMISSIONS = {
 
 @pytest.fixture(params=PERMISSIONS)
 def permission(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One of cuBLAS's flags that allow reduced-precision sums, set by the user."""
+    """Set one of cuBLAS's flags that allow reduced-precision sums, as a user would."""
     matmul, name = torch.backends.cuda.matmul, request.param
     before = getattr(matmul, name)
     setattr(matmul, name, True)
@@ -549,7 +549,7 @@ def test_a_tensor_without_memory_is_refused(kernel) -> None:
 
 
 def test_an_import_leaves_cuda_alone(fresh_process) -> None:
-    """A process that has initialized CUDA can neither fork workers that use it nor select its devices."""
+    """A process that has initialized CUDA cannot fork workers that use CUDA, and cannot select devices."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_chunked"
     fresh_process.run(code)
 

@@ -244,7 +244,7 @@ def test_revert(tiny, fresh, device):
 
 @by_family
 def test_loss_keywords(tiny, fresh):
-    """Compared with stock: `num_items_in_batch`, `shift_labels`, and both."""
+    """Compares with stock: `num_items_in_batch`, `shift_labels`, and both."""
     model, arguments = fresh(tiny.name), labelled(tiny)
     generator = torch.Generator().manual_seed(3)
     shifted = torch.randint(10, VOCAB - 10, arguments["labels"].shape, generator=generator)
@@ -440,7 +440,7 @@ def test_bfloat16(name, device):
 
 @by_family
 def test_norms_round_where_stock_norms_round(tiny):
-    """In bfloat16, only a few values that are close to a rounding boundary differ."""
+    """Only a few bfloat16 values that are close to a rounding boundary differ."""
     model = tiny.build().to(torch.bfloat16)
     apply_liger_kernel(model)
     generator = torch.Generator().manual_seed(7)

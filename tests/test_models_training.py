@@ -308,7 +308,7 @@ def test_compiled_step(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile():
-    """The backbone is one graph, and a new length compiles it once more."""
+    """The backbone is one graph. Only the second length compiles it again."""
     model = shallow("llama").build().train()
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(10, VOCAB - 10, (2, length), generator=generator) for length in (9, 12, 17)]

@@ -188,7 +188,7 @@ def test_hard_case_14_orpo_log_odds_near_certainty(p, side, dtype):
 
 @pytest.mark.parametrize("certain", ["chosen", "rejected", "both"])
 def test_hard_case_14_orpo_at_certainty(certain):
-    """At log-probabilities of exactly 0 the odds are infinite, but loss and gradients are finite."""
+    """Log-probabilities of exactly 0 have infinite odds, but loss and gradients are finite."""
     batch = one_pair_of(0.5, 0.5, torch.float32)
     batch["input"][0 if certain == "chosen" else 1] = 200.0
     if certain == "both":

@@ -26,7 +26,7 @@ MODULES = (
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
 )
-# Names that a module serves on request and leaves out of `__all__`.
+# Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}
 CHANGED = """the public API differs from tests/public_api.txt:
 
@@ -93,7 +93,7 @@ def signature(function: Any, more: Mapping[str, inspect.Parameter] = MappingProx
 
 
 class named:
-    """A default that is a function, by its name."""
+    """Represent a default that is a function by its name."""
 
     def __new__(cls, default: Any) -> Any:
         return super().__new__(cls) if inspect.isfunction(default) else default

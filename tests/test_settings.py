@@ -85,7 +85,7 @@ def test_beta_set_after_construction(case):
     before = loss(**batch)[0]
     loss.beta = 0.7
     assert_equal(loss, make(beta=0.7), batch)
-    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # which uses no reference
+    assert torch.equal(before, loss(**batch)[0]) == (case == "dpo-sft")  # this case uses no reference
 
 
 @pytest.mark.parametrize("alpha", [(1.0, 0.3), (1.0, 0.0), (0.0, 0.3)], ids=str)

@@ -279,7 +279,7 @@ def test_any_forest(sequences: list[list[int]], side: str, dense: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_hidden_states_of_trailing_padding(name: str) -> None:
-    """As metrics of some trainers read it. The positions are those of a model that is given none."""
+    """Metrics of some trainers read these states. Positions are those that a model uses if it gets none."""
     model = build(name)
     ids, mask = padded([s for s in SEQUENCES if s], extra=2, token=40)
     ids, mask = torch.cat([ids[:, -1:], ids], dim=1), torch.cat([0 * mask[:, -1:], mask], dim=1)
@@ -385,7 +385,7 @@ def _layer(length: int, n_rows: int = 1) -> list[Tensor]:
 
 @pytest.fixture
 def flex_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention has gradients on a CPU, where it is slow, and therefore refuses them."""
+    """Allow FlexAttention's gradients on a CPU, which it refuses because they are slow."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda query, key, value: None)
 
 
@@ -425,7 +425,7 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     compiled = trie_attention._compiled_attend.__wrapped__()
-    # At first as many blocks as heads, which must not make the number of blocks a constant.
+    # The first mask has as many blocks as heads. That must not make the number of blocks a constant.
     for length, window in ((512, None), (768, 9), (256, None), (1280, 9)):
         end = torch.full((1, length), length, dtype=torch.int32)
         mask = trie_mask(end, torch.arange(length)[None], window, has_windows=True)

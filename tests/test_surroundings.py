@@ -340,7 +340,7 @@ def _module(scale: Tensor) -> nn.Module:
     return module
 
 
-# How a loss may hold a tensor, and what it makes of a number with that.
+# Ways for a loss to hold a tensor, and to multiply a number by it.
 HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
     "attribute": (lambda scale: scale, torch.mul),
     "list": (lambda scale: [scale], lambda held, x: held[0] * x),
@@ -405,7 +405,7 @@ def test_a_tensor_of_a_child_is_replaced(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "nested", "closure"])
 @pytest.mark.parametrize("within", [False, True], ids=["attribute", "element"])
 def test_settings_that_change_after_the_forward(kind: str, within: bool) -> None:
-    """A second backward has those of its forward, as numbers in eager code."""
+    """A second backward uses the settings of its forward, as eager code does with numbers."""
     batch = table.pairs(SMALL, seed=0, ref=None)
     leaves = leaves_of(batch)
     loss = _Scaled(kind, torch.tensor(0.5, dtype=torch.float64))
@@ -639,7 +639,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pick
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[FusedLoss], FusedLoss]], list[FusedLoss]]]:
-    """Replaces a loss that is called with a function's copy of it; returns the list of called losses."""
+    """Return a function that makes every call use a copy of the loss, and returns the list of called losses."""
     called: list[FusedLoss] = []
 
     def replace(other: Callable[[FusedLoss], FusedLoss]) -> list[FusedLoss]:

@@ -110,7 +110,7 @@ def test_left_to_others(logp, device):
 @pytest.mark.triton
 @HALVES
 def test_coarse_logits_stay(dtype, device):
-    """For logits in the thousands, errors of a row are correlated: correcting only the target's would add error."""
+    """Errors of logits in the thousands are correlated within a row: correcting only the target's would add error."""
     head, x = head_of(2000, 24, dtype, device), states(400, 24, dtype, device)
     target = torch.arange(400, device=device) * 5
     head.weight[:, 0], x[:, 0] = 1000.0, -10.0

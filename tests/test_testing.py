@@ -32,14 +32,14 @@ CLASS_WEIGHT = torch.rand(13, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
 class Logits(LigerFusedLinearDistillationBase):
-    """A user's own."""
+    """A user's distillation loss."""
 
     def divergence(self, student_logits, teacher_logits):
         return (student_logits - teacher_logits).square().mean(-1)
 
 
 class Entropic(LigerFusedLinearPreferenceBase):
-    """A user's own, which reads another statistic."""
+    """A user's preference loss, which reads another statistic."""
 
     token_outputs = ("entropy",)
 
@@ -96,7 +96,7 @@ def test_a_batch_of_the_users_own():
     report = check_loss(LigerFusedLinearDPOLoss(), batch)
     assert report.loss == pytest.approx(LigerFusedLinearDPOLoss()(**batch)[0].item(), rel=1e-5)
     teacher = students(SMALL, seed=1)
-    teacher.pop("target")  # then every token counts
+    teacher.pop("target")  # every token counts if there is no target
     assert check_loss(LigerFusedLinearJSDLoss(), teacher).tokens == SMALL.sequences * SMALL.length
     with pytest.raises(ValueError, match="needs a batch with teacher_weight and teacher_input"):
         check_loss(LigerFusedLinearJSDLoss(), students(SMALL, seed=1, top_k=3) | {"teacher_weight": None})
@@ -106,7 +106,7 @@ def test_a_batch_of_the_users_own():
 
 
 class Pair(LigerFusedLinearPreferenceBase):
-    """A right loss, of which the others are wrong versions."""
+    """A correct loss. The classes below are wrong versions of it."""
 
     def preference_loss(self, pairs):
         return -F.logsigmoid(self.margins(pairs))
@@ -248,7 +248,7 @@ def test_what_the_message_asks_for_helps():
 
 
 def test_the_mistake_is_silent_otherwise():
-    """Two budgets, two losses, and no error: what the check is for."""
+    """Two budgets give two losses and no error, which only the check detects."""
     batch = {name: x for name, x in pairs(SMALL, seed=0).items() if name in ("weight", "input", "target")}
     whole, cut = (Centred(logits_budget=budget)(**batch)[0].item() for budget in (None, 8 * SMALL.vocab))
     assert whole > 1 and cut == 0

@@ -137,7 +137,7 @@ def test_no_mask_and_other_dtypes() -> None:
 
 
 def test_large_and_negative_token_ids() -> None:
-    """A placeholder of -1 or -200, as multimodal processors insert, is a token like others."""
+    """Placeholders of -1 or -200, which multimodal processors insert, are packed like other tokens."""
     sequences = [[-1, 262143, -200], [-1, 262143, 7], [-200], [-1]]
     ids, mask = padded(sequences, token=-1)
     check(pack_trie(ids, mask), sequences, ids, mask)
@@ -153,7 +153,7 @@ def test_identical_sequences_are_one() -> None:
 @settings(max_examples=50, deadline=None)
 @given(forests(), st.sampled_from(["left", "right"]), st.integers(0, 3), st.sampled_from([None, 6]))
 def test_trailing_padding(sequences: Sequences, side: str, extra: int, row_tokens: int | None) -> None:
-    """Padding behind a sequence sees the sequence, nothing sees padding, and the rest is as without."""
+    """Padding after a sequence sees the sequence, no other token sees padding, and the rest is unchanged."""
     ids, mask = padded(sequences, side, extra, token=3)
     packed = pack_trie(ids, mask, multiple=4, row_tokens=row_tokens, with_trailing=True)
     width = ids.shape[1]
@@ -213,7 +213,7 @@ def test_another_order_costs_sharing_and_nothing_else(monkeypatch: pytest.Monkey
 
 
 def test_ids_that_are_equal_in_32_bits() -> None:
-    """They are no token of a vocabulary, but another trie must not come of them."""
+    """No vocabulary has such tokens, but they must not be merged."""
     sequences = [[1, 2], [1 + 2**32, 2], [1, 2, 3]]
     ids, mask = padded(sequences)
     packed = pack_trie(ids, mask, multiple=1)
@@ -278,7 +278,7 @@ def test_many_small_gradients_are_not_lost_in_bfloat16() -> None:
     upstream = torch.full((1025, 1), 2.0**-9, dtype=torch.bfloat16)
     upstream[0] = 1.0
     gather_rows(rows, index).backward(upstream)
-    assert rows.grad is not None and rows.grad.item() == 3.0  # in bfloat16, 1 + 2 ** -9 is 1
+    assert rows.grad is not None and rows.grad.item() == 3.0  # 1 + 2 ** -9 is 1 in bfloat16
 
 
 def test_gather_twice_differentiated_is_refused() -> None:

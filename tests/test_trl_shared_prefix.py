@@ -45,7 +45,7 @@ def long_prompts(kind: str) -> Dataset:
 
 
 class Passes:
-    """What `head_pass` gets: how many passes there were, and the tries of those that shared."""
+    """Count the passes of the model, and record the tries of those that shared prompts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n, self.shared, self.saved = 0, [], []
@@ -65,7 +65,7 @@ class Passes:
         monkeypatch.setattr(shared_prefix, "pack_trie", packed)
 
     def check(self, least: float) -> None:
-        """Check that all passes shared that save at least that share of their tokens, and most do."""
+        """Check that a pass shared if and only if it saves `least` of its tokens, and that most passes shared."""
         assert len(self.saved) >= self.n >= 8
         assert [trie.saved for trie in self.shared] == [saved for saved in self.saved if saved >= least]
         assert len(self.shared) >= self.n / 2
@@ -124,7 +124,7 @@ def test_same_logs(compare, kind, tmp_path):
 
     def own() -> dict[str, Any]:
         model = tiny.model()
-        model.config._name_or_path = str(tmp_path / "reference")  # where GRPO and RLOO find it
+        model.config._name_or_path = str(tmp_path / "reference")  # GRPO and RLOO load it from this path
         return {"model": model}
 
     passes = compare(kind, CONFIGS.get(kind), own, share_prefix="auto")

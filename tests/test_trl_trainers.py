@@ -238,7 +238,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "config"), CASES, ids=str)
 def test_logs_what_trl_logs(train, kind, config):
-    """In training and in evaluation, which TRL's online DPO does not support."""
+    """Compares training and evaluation. TRL's online DPO does not support evaluation."""
     evaluate = kind != "OnlineDPO"
     stock = train(kind, ours=False, config=config, evaluate=evaluate)
     assert_same(train(kind, ours=True, config=config, evaluate=evaluate), stock)
@@ -374,7 +374,7 @@ class Margin(LigerFusedLinearPreferenceBase):
 # Metrics that TRL computes from the head's statistics and that a loss does not report.
 NOT_REPORTED = {"entropy", "mean_token_accuracy", "log_odds_ratio", "log_odds_chosen", "nll_loss"}
 NOT_REPORTED |= {"clip_ratio/low_min", "clip_ratio/high_max"}
-# In ORPO and CPO, TRL's mean logit includes prompts and padding; ours covers responses only.
+# TRL's mean logit includes prompts and padding in ORPO and CPO; ours covers responses only.
 ELSEWHERE = {"ORPO": {"logits/chosen", "logits/rejected"}, "CPO": {"logits/chosen", "logits/rejected"}}
 
 
@@ -450,7 +450,7 @@ def test_a_loss_that_does_not_fit_is_refused(tmp_path, case):
         build(tmp_path, kind, ours=True, loss=loss)
 
 
-# For every field that a loss replaces, a value other than the default.
+# One loss per trainer, and a non-default value for every field that it replaces.
 LOSS_OF = {
     "SFT": LigerFusedLinearCrossEntropyLoss,
     "DPO": LigerFusedLinearDPOLoss,

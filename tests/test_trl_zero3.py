@@ -84,7 +84,7 @@ class Zero3(TrainerCallback):
         self._release(model)
 
 
-# Room for two rows of logits, so backward must project again.
+# The budget holds two rows of logits, so backward must project again.
 BUDGET = 2 * 4 * 300
 CASES = [
     ("SFT", "softcap", None),

@@ -102,8 +102,8 @@ FACTOR = 1.1
 # Every token has a target, so that eager code's GEMM of the weight gradient sums as many products as ours. With half of
 # them zero its partial sums would be shorter, and its error smaller.
 ERROR_SIZES = Sizes(sequences=8, length=32, hidden=64, vocab=499, ref_hidden=48, ignored=False)
-# In bfloat16 nearly all of the error is the same rounding of the logits. In float32 the order of summation differs, and
-# it takes more batches to average.
+# Nearly all of the bfloat16 error is the same rounding of the logits. The float32 error depends on the order of
+# summation, so its average needs more batches.
 SEEDS = {torch.bfloat16: 3, torch.float32: 12}
 
 
