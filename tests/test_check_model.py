@@ -29,6 +29,7 @@ def no_other_patched_models():
     gc.collect()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3", "glm4", "gemma3_text"])
 def test_what_is_right_passes(name, dtype):
