@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from liger_chunked import losses
+from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.engine.calls import entry_point, once
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from liger_chunked.engine import Group, Layout, LossWeights, StatsLoss, Teacher, TopK, linear_token_stats
+from liger_chunked.engine import Group, Layout, LossWeights, Teacher, TopK, linear_token_stats
 from liger_chunked.engine.distillation import distillation_step
 from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.epilogue import EpiloguePass
@@ -34,6 +34,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import Head, LogitOptions, MemoryEstimate, TokenStats, check_number, shown
 
 Loss = nn.Module | Callable[..., Any]

@@ -24,8 +24,9 @@ from liger_chunked import (
     functional,
     linear_token_stats,
 )
-from liger_chunked.engine import FusedLoss, StatsLoss, head
 from liger_chunked.engine import gradients as accumulating
+from liger_chunked.engine import head
+from liger_chunked.losses.base import FusedLoss, StatsLoss
 
 pytestmark = [
     pytest.mark.ordinary_memory,  # the compiler allocates memory that must not be filled with NaN

@@ -25,9 +25,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import liger_chunked as lc
-from liger_chunked.engine import FusedLoss, stats
 from liger_chunked.engine import hooks as engine_hooks
+from liger_chunked.engine import stats
 from liger_chunked.engine import step as engine_step
+from liger_chunked.losses.base import FusedLoss
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 some_rows = pytest.mark.parametrize(

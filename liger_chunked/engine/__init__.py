@@ -6,31 +6,28 @@ head, epilogue, distillation     the passes that `step` drives: plain logits, fu
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
-loss, calls                      what all loss classes share
-precision, side_stream, hooks        float32 sums, overlapping products, hooks on saved tensors
-checks                               of inputs
+precision, side_stream, hooks    float32 sums, overlapping products, hooks on saved tensors
+checks                           of inputs
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
-from liger_chunked.engine.calls import entry_point
 from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values, shifted
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
-from liger_chunked.engine.loss import FusedLoss, StatsLoss
 from liger_chunked.engine.stats import linear_token_stats, token_stats
-from liger_chunked.engine.step import NegativeLogLikelihood, fused_loss
+from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
 from liger_chunked.engine.top_k import TopK
 from liger_chunked.kernels.operands import plain
 
 __all__ = [
     "ByAutograd",
     "ClosedForm",
-    "FusedLoss",
     "Group",
     "Layout",
+    "LinearObjective",
     "LossWeights",
     "NegativeLogLikelihood",
-    "StatsLoss",
+    "Objective",
     "Teacher",
     "TopK",
     "along",
@@ -39,7 +36,6 @@ __all__ = [
     "check_top_k",
     "check_values",
     "distillation_loss",
-    "entry_point",
     "fused_loss",
     "lay_out",
     "lay_out_every",

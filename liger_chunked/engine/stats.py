@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_chunked.calls import entry_point
 from liger_chunked.engine.batch import Layout, lay_out
-from liger_chunked.engine.calls import entry_point
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens

@@ -4,7 +4,8 @@ Call `Loss(beta=0.2)(weight, input, target)`, or `Loss(weight, input, target, be
 
 losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
            cosine.py
-bases      preference.py (pairs), unpaired.py (labels), policy.py (rollouts), distillation.py (a teacher)
+bases      base.py (all losses), preference.py (pairs), unpaired.py (labels), policy.py (rollouts),
+           distillation.py (a teacher)
 helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO)
 """
 

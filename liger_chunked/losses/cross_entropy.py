@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.calls import entry_point
 from liger_chunked.engine import (
     Group,
     Layout,
     NegativeLogLikelihood,
-    StatsLoss,
     check_projection,
     check_target,
-    entry_point,
     lay_out,
     plain,
     token_stats,
 )
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (

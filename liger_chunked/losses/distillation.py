@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from liger_chunked.calls import entry_point
 from liger_chunked.engine import (
     ByAutograd,
     ClosedForm,
-    FusedLoss,
     Group,
     Layout,
     LossWeights,
@@ -23,10 +23,10 @@ from liger_chunked.engine import (
     check_target,
     check_top_k,
     distillation_loss,
-    entry_point,
     lay_out,
     lay_out_every,
 )
+from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     DistillationMetrics,

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import (
-    Group,
-    StatsLoss,
-    check_projection,
-    check_target,
-    entry_point,
-    lay_out,
-)
+from liger_chunked.calls import entry_point
+from liger_chunked.engine import Group, check_projection, check_target, lay_out
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, StatsLoss, check_projection, token_stats
+from liger_chunked.engine import Layout, check_projection, token_stats
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import Head, accumulation_dtype
 
 

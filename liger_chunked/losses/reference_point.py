@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import StatsLoss, check_projection, check_target, lay_out, token_stats
+from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.settings import check_finite

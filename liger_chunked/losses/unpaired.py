@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from liger_chunked.engine import (
-    Group,
-    Layout,
-    StatsLoss,
-    along,
-    check_projection,
-    check_target,
-    check_values,
-    entry_point,
-    lay_out,
-)
+from liger_chunked.calls import entry_point
+from liger_chunked.engine import Group, Layout, along, check_projection, check_target, check_values, lay_out
+from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
 from liger_chunked.losses.reference_point import Mismatched, ReferencePoint, reference_point

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from liger_chunked.engine.batch import Group, Layout
-from liger_chunked.engine.calls import LossType
-from liger_chunked.engine.step import LinearObjective, Objective, fused_loss
+from liger_chunked.calls import LossType
+from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fused_loss
 from liger_chunked.types import Head, LogitOptions, TokenStats
 
 
