@@ -29,6 +29,7 @@ from liger_chunked.types import (
     PolicyMetrics,
     Rollouts,
     TokenStats,
+    Weight,
     accumulation_dtype,
     check_number,
     shown,
@@ -217,7 +218,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         advantages: Tensor,
@@ -227,7 +228,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         old_logps: Tensor | None = None,
         ref_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Weight | None = None,
         ref_bias: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,

@@ -33,6 +33,7 @@ from liger_chunked.types import (
     Pairs,
     PreferenceMetrics,
     TokenStats,
+    Weight,
     accumulation_dtype,
 )
 
@@ -179,12 +180,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Weight | None = None,
         ref_bias: Tensor | None = None,
         *,
         ref_logps: Tensor | None = None,
