@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         LigerTVDWithLogitsLoss,
     )
     from liger_chunked.types import (
+        AdaptedWeight,
         CrossEntropyMetrics,
         DistillationMetrics,
         Examples,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptedWeight",
     "CrossEntropyMetrics",
     "DistillationMetrics",
     "Examples",

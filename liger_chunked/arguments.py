@@ -238,13 +238,13 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return settings, data
 
 
-def are_data(cls: type, args: tuple[Any, ...]) -> bool:
-    """Whether positional arguments are the tensors of a call, not the constructor's arguments.
+def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
+    """Whether positional arguments are the tensors of a call, of the types `data`, not the constructor's arguments.
 
     The constructor gets them if it has a parameter for each, and if each parameter that gets a tensor has no default,
     or the default None or a tensor.
     """
-    if not (isinstance(args[0], nn.Module) or any(isinstance(x, Tensor) for x in args)):
+    if not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
         return False
     named: list[inspect.Parameter] = []
     for _, parameters in _definitions(cls, "__init__"):
@@ -253,7 +253,7 @@ def are_data(cls: type, args: tuple[Any, ...]) -> bool:
             break
     if len(args) > len(named):
         return True
-    defaults = [p.default for p, x in zip(named, args, strict=False) if isinstance(x, Tensor)]
+    defaults = [p.default for p, x in zip(named, args, strict=False) if isinstance(x, data)]
     return not all(x is None or x is inspect.Parameter.empty or isinstance(x, Tensor) for x in defaults)
 
 

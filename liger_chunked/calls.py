@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_chunked import arguments
 from liger_chunked.kernels.operands import plain
+from liger_chunked.types import AdaptedWeight, Weight
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,14 +37,14 @@ class LossType(ABCMeta):
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=cls)
 
     @overload
-    def __call__(cls, weight: Tensor, /, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(cls, weight: Weight, /, *args: Any, **kwargs: Any) -> Any: ...
 
     @overload
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a loss; evaluate it if the positional arguments are tensors."""
-        if args and arguments.are_data(cls, args):
+        if args and arguments.are_data(cls, args, (Tensor, AdaptedWeight)):
             settings, data = arguments.split(cls, kwargs)
             return cls(**settings)(*args, **data)
         try:

@@ -23,6 +23,7 @@ from liger_chunked.types import (
     PolicyMetrics,
     PreferenceMetrics,
     UnpairedPreferenceMetrics,
+    Weight,
 )
 
 __all__ = [
@@ -44,7 +45,7 @@ __all__ = [
 
 @entry_point
 def cross_entropy_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
@@ -105,12 +106,12 @@ def cross_entropy_loss(
 
 @entry_point
 def dpo_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -178,12 +179,12 @@ def dpo_loss(
 
 @entry_point
 def orpo_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -226,12 +227,12 @@ def orpo_loss(
 
 @entry_point
 def cpo_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -285,12 +286,12 @@ def cpo_loss(
 
 @entry_point
 def simpo_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -344,13 +345,13 @@ def simpo_loss(
 
 @entry_point
 def kto_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     preference_labels: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -424,13 +425,13 @@ def kto_loss(
 
 @entry_point
 def bco_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     preference_labels: Tensor,
     bias: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     *,
     ref_logps: Tensor | None = None,
@@ -498,7 +499,7 @@ def bco_loss(
 
 @entry_point
 def grpo_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
     target: Tensor,
     advantages: Tensor,
@@ -508,7 +509,7 @@ def grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     ref_input: Tensor | None = None,
-    ref_weight: Tensor | None = None,
+    ref_weight: Weight | None = None,
     ref_bias: Tensor | None = None,
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
@@ -594,9 +595,9 @@ def grpo_loss(
 
 @entry_point
 def kl_div_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
-    teacher_weight: Tensor | None = None,
+    teacher_weight: Weight | None = None,
     teacher_input: Tensor | None = None,
     target: Tensor | None = None,
     bias: Tensor | None = None,
@@ -662,9 +663,9 @@ def kl_div_loss(
 
 @entry_point
 def jsd_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
-    teacher_weight: Tensor | None = None,
+    teacher_weight: Weight | None = None,
     teacher_input: Tensor | None = None,
     target: Tensor | None = None,
     bias: Tensor | None = None,
@@ -728,9 +729,9 @@ def jsd_loss(
 
 @entry_point
 def tvd_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
-    teacher_weight: Tensor | None = None,
+    teacher_weight: Weight | None = None,
     teacher_input: Tensor | None = None,
     target: Tensor | None = None,
     bias: Tensor | None = None,
@@ -792,9 +793,9 @@ def tvd_loss(
 
 @entry_point
 def cosine_similarity_loss(
-    weight: Tensor,
+    weight: Weight,
     hidden: Tensor,
-    teacher_weight: Tensor | None = None,
+    teacher_weight: Weight | None = None,
     teacher_input: Tensor | None = None,
     target: Tensor | None = None,
     bias: Tensor | None = None,

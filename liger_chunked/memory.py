@@ -35,7 +35,16 @@ from liger_chunked.losses import (
     LigerFusedLinearUnpairedPreferenceBase,
 )
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.types import Head, LogitOptions, MemoryEstimate, TokenStats, check_number, shown
+from liger_chunked.types import (
+    AdaptedWeight,
+    Head,
+    HeadTensors,
+    LogitOptions,
+    MemoryEstimate,
+    TokenStats,
+    check_number,
+    shown,
+)
 
 Loss = nn.Module | Callable[..., Any]
 
@@ -72,6 +81,7 @@ def estimate_memory(
     bias: bool = False,
     trainable_head: bool = True,
     trainable_input: bool = True,
+    lora_rank: int | None = None,
     ref_hidden_size: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_top_k: int | None = None,
@@ -92,6 +102,7 @@ def estimate_memory(
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
+        lora_rank: r of a trainable low-rank adapter in float32 on the head (`AdaptedWeight`), or None for no adapter.
         ref_hidden_size: H of a reference model given as hidden states. None if you pass `ref_logps`.
         teacher_hidden_size: H of a teacher given as hidden states.
         teacher_top_k: entries per token of a teacher given as log-probabilities.
@@ -119,8 +130,9 @@ def estimate_memory(
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
-    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "ref_hidden_size": ref_hidden_size,
-             "teacher_hidden_size": teacher_hidden_size, "teacher_top_k": teacher_top_k}  # fmt: skip
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "lora_rank": lora_rank,
+             "ref_hidden_size": ref_hidden_size, "teacher_hidden_size": teacher_hidden_size,
+             "teacher_top_k": teacher_top_k}  # fmt: skip
     for argument, size in sizes.items():
         check_number(argument, size, whole=True, optional=True)
         if size is not None and size < 1:
@@ -137,7 +149,8 @@ def estimate_memory(
         layout = _layout(group, tuple(shape), valid)
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
-    head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
+    tensors, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
+    head = tensors.head if lora_rank is None else Head(_adapted(tensors.weight, lora_rank), tensors.bias)
     reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
     teacher = None
     if teacher_hidden_size is not None:
@@ -145,7 +158,7 @@ def estimate_memory(
         teacher = Teacher(*given, LogitOptions(), autocast or dtype)
     with counted:
         if reference is not None:
-            _run_statistics(model, *reference, options)
+            _run_statistics(model, reference[0].head, reference[1], options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             step = _distillation(loss, model, head, options, teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
@@ -191,7 +204,7 @@ class _Bytes(TorchDispatchMode):
         self._alive = dataclasses.asdict(self.most)
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
 
-    def given(self, head: Head, hidden_states: Tensor) -> tuple[Head, Tensor]:
+    def given(self, head: HeadTensors, hidden_states: Tensor) -> tuple[HeadTensors, Tensor]:
         """Count no input, but a cast of hidden states as "hidden"."""
         self._parts[hidden_states.untyped_storage()] = "hidden"
         return head, hidden_states
@@ -238,11 +251,11 @@ class _Model(NamedTuple):
 
     def inputs(
         self, hidden_size: int, trainable_head: bool = False, trainable_input: bool = False
-    ) -> tuple[Head, Tensor]:
+    ) -> tuple[HeadTensors, Tensor]:
         weight = _meta(self.vocab_size, hidden_size, dtype=self.dtype).requires_grad_(trainable_head)
         bias = _meta(self.vocab_size, dtype=self.dtype).requires_grad_(trainable_head) if self.bias else None
         input = _meta(self.layout.mask.numel(), hidden_size, dtype=self.dtype).requires_grad_(trainable_input)
-        return Head(weight, bias), input
+        return HeadTensors(weight, bias), input
 
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
@@ -250,8 +263,16 @@ def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Te
     return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
 
 
+def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
+    down, up = (_meta(*shape, dtype=torch.float32) for shape in ((rank, weight.shape[1]), (weight.shape[0], rank)))
+    down.requires_grad_()
+    return AdaptedWeight(weight, up.requires_grad_(), lambda x: x.to(down.dtype) @ down.t())
+
+
 def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
-    trainable = [x for x in (input, *head) if x is not None and x.requires_grad]
+    weight = head.weight
+    of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
+    trainable = [x for x in (input, *of_weight, head.bias) if x is not None and x.requires_grad]
     if trainable:
         torch.autograd.grad(loss, trainable)
 

@@ -28,7 +28,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, Head, LogitOptions, TokenStats
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
 
@@ -107,6 +107,10 @@ def check_loss(
     method = _method_of(loss)
     options: Any = loss.options
     name = type(loss).__name__
+    if adapted := [x for x, value in (batch or {}).items() if isinstance(value, AdaptedWeight)]:
+        raise TypeError(
+            f"check_loss compares full logits and takes plain weights, got an AdaptedWeight as {adapted[0]}"
+        )
     given = _in_float64(_random_batch(loss, seed) if batch is None else batch)
     watched = _with_budget(loss, None)
     if method is not None:
@@ -282,6 +286,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         objective: Objective | LinearObjective,
         class_weight: Tensor | None = None,
     ) -> tuple[Tensor, TokenStats]:
+        assert isinstance(head.weight, Tensor)
         every = Chunk(slice(0, layout.n_valid), slice(0, layout.shape[0]))
         x = layout.input_rows(input.reshape(-1, input.shape[-1]), every.rows)
         transform = _transform(own.options)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,11 +54,94 @@ class DeclaredStats(TokenStats):
 DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 
 
+@dataclass(frozen=True, eq=False)
+class AdaptedWeight:
+    """The weight of a head with a low-rank adapter, such as LoRA. Every loss takes it in place of a weight (V, H).
+
+    The logits are `x @ weight.T + down(x) @ up.T + bias`, computed chunk by chunk without a second (V, H) matrix.
+
+    Args:
+        weight: (V, H), usually frozen.
+        up: (V, r). Several adapters are one: concatenate their matrices along r.
+        down: maps hidden states (..., H) to (..., r), differentiably, with the adapter's dropout and scaling. A loss
+            calls it once for each tensor of hidden states that it gets, so one dropout mask holds for the whole loss.
+
+    Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. The products of `up` run in the
+    dtype of the other products: `up` and `down(x)` may be in float32 beside a bfloat16 weight.
+
+    >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
+    >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
+    >>> weight.shape
+    torch.Size([11, 4])
+    """
+
+    weight: Tensor
+    up: Tensor
+    down: Callable[[Tensor], Tensor]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(V, H)."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of `weight`."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weight (V, H) itself needs a gradient."""
+        return self.weight.requires_grad
+
+    def __getitem__(self, rows: slice) -> AdaptedWeight:
+        """Return some rows of the vocabulary."""
+        return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
+
+    def detach(self) -> AdaptedWeight:
+        """Return `weight` and `up` without gradient. `down` is the same."""
+        return AdaptedWeight(self.weight.detach(), self.up.detach(), self.down)
+
+    def float(self) -> AdaptedWeight:
+        """Return `weight` and `up` in float32."""
+        return AdaptedWeight(self.weight.float(), self.up.float(), self.down)
+
+
+Weight: TypeAlias = Tensor | AdaptedWeight
+
+
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`: `weight` (V, H), `bias` (V,) or None."""
+    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+
+class HeadTensors(NamedTuple):
+    """The tensors of a head, `x @ weight.T + u @ up.T + bias`: `up` (V, r) or None, with `u` (N, r) beside `x`."""
 
     weight: Tensor
     bias: Tensor | None = None
+    up: Tensor | None = None
+
+    @property
+    def head(self) -> Head:
+        """Without `up`."""
+        return Head(self.weight, self.bias)
+
+    def to(self, dtype: torch.dtype) -> HeadTensors:
+        bias, up = self.bias, self.up
+        return HeadTensors(
+            self.weight.to(dtype), None if bias is None else bias.to(dtype), None if up is None else up.to(dtype)
+        )
 
 
 class LogitOptionsDict(TypedDict, total=False):

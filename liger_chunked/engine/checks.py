@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
-from liger_chunked.kernels.operands import check_class_ids, described
-from liger_chunked.types import Head
+from liger_chunked.kernels.operands import check_class_ids, described, plain
+from liger_chunked.types import AdaptedWeight, Head, Weight
 
 
 @functools.cache
@@ -99,10 +99,50 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
     return ""
 
 
+def _check_adapted(weight: AdaptedWeight, name: str) -> None:
+    """Check the parts of `AdaptedWeight` beside its `weight`."""
+    matrix, up = weight.weight, weight.up
+    if not isinstance(up, Tensor) or not up.is_floating_point():
+        raise TypeError(f"{name}.up must be a floating-point tensor, got {described(up)}")
+    if not callable(weight.down):
+        raise TypeError(
+            f"{name}.down must be a function of hidden states (..., H) that returns (..., r), got "
+            f"{described(weight.down)}"
+        )
+    if up.ndim != 2 or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0]):
+        raise ValueError(
+            f"{name}.up must be (V, r), one row per row of {name}.weight {described(matrix)}, got {described(up)}"
+        )
+    if isinstance(matrix, Tensor) and up.device != matrix.device:
+        raise ValueError(f"{name}.up is on {up.device}, {name}.weight on {matrix.device}: expected one device")
+
+
+def apply_down(weight: AdaptedWeight, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weight (V, H), `up` (V, r), and `down(input)` (..., r), under the caller's grad mode and autocast.
+
+    Raises:
+        TypeError, ValueError: `down` returned something else.
+    """
+    u = weight.down(input)
+    if not isinstance(u, Tensor) or not u.is_floating_point():
+        raise TypeError(f"weight.down must return a floating-point tensor, got {described(u)}")
+    (u,) = plain(("weight.down(input)",), (u,))
+    expected = (*input.shape[:-1], weight.up.shape[1])
+    if u.shape != expected or u.device != input.device:
+        raise ValueError(
+            f"weight.down must return {expected} on {input.device} for hidden states {described(input)}, one value per "
+            f"column of weight.up, got {described(u)}"
+        )
+    return weight.weight, weight.up, u
+
+
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
     """Check that `input @ weight.T + bias` is defined."""
-    weight, bias = head
-    for name, x in (("weight", weight), (input_name, input), ("bias", bias)):
+    weight, bias, own = head.weight, head.bias, "weight"
+    if isinstance(weight, AdaptedWeight):
+        _check_adapted(weight, f"{prefix}weight")
+        weight, own = weight.weight, "weight.weight"
+    for name, x in ((own, weight), (input_name, input), ("bias", bias)):
         if x is None and name == "bias":
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -110,17 +150,17 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
             raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}{hint}")
     if weight.ndim != 2 or weight.shape[0] == 0:
         hint = _SWAPPED if weight.ndim == 3 and input.ndim == 2 else ""
-        raise ValueError(f"{prefix}weight must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
+        raise ValueError(f"{prefix}{own} must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
     if input.ndim not in (2, 3):
         raise ValueError(f"{prefix}{input_name} must be (N, H) or (B, T, H), got {described(input)}")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{prefix}{input_name} and {prefix}weight must agree on the hidden size: {prefix}{input_name} is "
-            f"{described(input)}, {prefix}weight (V, H) is {described(weight)}"
+            f"{prefix}{input_name} and {prefix}{own} must agree on the hidden size: {prefix}{input_name} is "
+            f"{described(input)}, {prefix}{own} (V, H) is {described(weight)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{prefix}bias must be ({weight.shape[0]},), one per row of weight, got {described(bias)}")
-    for name, x in (("weight", weight), ("bias", bias)):
+    for name, x in ((own, weight), ("bias", bias)):
         if x is not None and x.device != input.device:
             raise ValueError(
                 f"{prefix}{name} is on {x.device}, {prefix}{input_name} on {input.device}: expected one device"
@@ -134,7 +174,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
 
 
 def check_target(
-    target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Tensor | None = None
+    target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Weight | None = None
 ) -> None:
     """Check that `target` has an integer per row of `input`. `weight` helps detect a swap."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Layout, Tile, along
-from liger_chunked.engine.checks import compute_dtype
+from liger_chunked.engine.checks import apply_down, compute_dtype
 from liger_chunked.engine.divergences import Route
-from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.step import LinearObjective, Step, run_step
-from liger_chunked.types import Head, LogitOptions, accumulation_dtype
+from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, accumulation_dtype
 
 
 class Divergences(NamedTuple):
@@ -61,14 +61,19 @@ class LossWeights(LinearObjective):
 class Teacher(NamedTuple):
     """A teacher's head, cut to V rows, and its hidden states (..., H_teacher)."""
 
-    head: Head
+    head: HeadTensors
     input: Tensor
     options: LogitOptions  # its logit transform
     dtype: torch.dtype  # of its products
+    u: Tensor | None = None  # (..., r), of an adapter
 
     @classmethod
     def of(cls, head: Head, input: Tensor, options: LogitOptions) -> Teacher:
-        return cls(head, input, options, compute_dtype(head, input))
+        weight, up, u = head.weight, None, None
+        if isinstance(weight, AdaptedWeight):
+            with torch.no_grad():
+                weight, up, u = apply_down(weight, input)
+        return cls(HeadTensors(weight, head.bias, up), input, options, compute_dtype(head, input), u)
 
 
 @dataclass
@@ -80,7 +85,7 @@ class DistillationPass:
     route: Route
     teacher: Teacher | None
     has_target: bool
-    head: Head
+    head: HeadTensors
     grads: HeadGradients | None
     _student: HeadPass = field(init=False, repr=False)
     _teacher: HeadPass | None = field(default=None, init=False, repr=False)
@@ -92,7 +97,7 @@ class DistillationPass:
 
     def statistics(self, tokens: Tokens) -> Divergences:
         """Return the divergences. With `grads`, overwrite the logits with their gradient."""
-        logits = self._student.project_all(tokens.x)
+        logits = self._student.project_all(tokens.x, tokens.u)
         start = tokens.rows.start
         found = [
             self._measure(along(logits, rows), slice(start + rows.start, start + rows.stop))
@@ -108,10 +113,8 @@ class DistillationPass:
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, dz, self._gradient = self.grads, self._gradient, None
         assert grads is not None and dz is not None
-        dx = grads.open_input(tokens.x, tokens.rows, one_slice=True)
-        if dx is not None:
-            accumulate(dx, dz, self.head.weight, first=True)
-        grads.add(slice(0, dz.shape[1]), dz, tokens.x, first=True)
+        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u)
+        grads.add(Tile(slice(0, dz.shape[0]), slice(0, dz.shape[1])), dz, tokens.x, self.head.weight, dx)
         grads.close_chunk(dx, tokens.rows)
 
     def release(self) -> None:
@@ -146,12 +149,15 @@ class DistillationPass:
             return None
         if self._teacher is None:
             # After the student's first product, until which the GPU is idle.
-            dtype, (weight, bias) = self.teacher.dtype, self.teacher.head
-            head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
-            self._teacher = HeadPass(head, self.teacher.options)
+            self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.largest_tile)
-        flat = self.teacher.input.reshape(-1, self.teacher.input.shape[-1])
-        return self._teacher.project_all(self.plan.layout.input_rows(flat, rows).to(self.teacher.dtype))
+        x, u = (None if given is None else self._rows_of(given, rows) for given in (self.teacher.input, self.teacher.u))
+        assert x is not None
+        return self._teacher.project_all(x, u)
+
+    def _rows_of(self, given: Tensor, rows: slice) -> Tensor:
+        assert self.teacher is not None
+        return self.plan.layout.input_rows(given.reshape(-1, given.shape[-1]), rows).to(self.teacher.dtype)
 
 
 def distillation_step(

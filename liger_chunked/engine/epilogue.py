@@ -23,7 +23,7 @@ from liger_chunked.kernels import (
     scale_rows,
 )
 from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, TokenStats
 
 # Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16
@@ -46,6 +46,8 @@ def serves(
     chunks: list[list[Tile]],
 ) -> bool:
     """Return whether `EpiloguePass` can replace `HeadPass`, and is faster."""
+    if isinstance(head.weight, AdaptedWeight):
+        return False
     hidden_size = head.weight.shape[1]
     # If the dtype differs, the cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
@@ -105,7 +107,7 @@ class EpiloguePass:
         E W            4 n H         while dX is formed; at most 32 MiB
     """
 
-    head: Head
+    head: HeadTensors
     options: LogitOptions
     outputs: tuple[str, ...]
     grads: HeadGradients | None = None
@@ -135,7 +137,7 @@ class EpiloguePass:
         return self.head.weight.sum(0, dtype=torch.float32)
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        x, target, _, tiles = tokens
+        x, target, _, tiles, _ = tokens
         assert len(tiles) == 1
         x = x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
         out = None if self._buffer is None else self._buffer[: x.shape[0], : self.vocab_size]

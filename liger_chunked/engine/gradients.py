@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine.batch import Layout, along
+from liger_chunked.engine.batch import Layout, Tile, along
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
-from liger_chunked.types import Head, accumulation_dtype
+from liger_chunked.types import HeadTensors, accumulation_dtype
 
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -50,21 +50,32 @@ _SMALLEST_UNIT = 2.0**-64
 class Needs(NamedTuple):
     input: bool
     weight: bool
-    bias: bool
+    bias: bool = False
+    u: bool = False
+    up: bool = False
 
 
 class HeadGradients:
-    """dX, dW and db of one step.
+    """dX, dW and db of one step, and the same of an adapter's pair (u, up).
 
     dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
     element (`n_contributions`). Otherwise it is float32.
 
     float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
     power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
+
+    A second object of this class, with the same unit, accumulates the gradients of (u, up).
     """
 
     def __init__(
-        self, layout: Layout, input: Tensor, head: Head, compute_dtype: torch.dtype, needs: Needs, n_contributions: int
+        self,
+        layout: Layout,
+        input: Tensor,
+        head: HeadTensors,
+        compute_dtype: torch.dtype,
+        needs: Needs,
+        n_contributions: int,
+        u: Tensor | None = None,
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
@@ -86,6 +97,13 @@ class HeadGradients:
             assert head.bias is not None
             # float64: db is small and may sum a term per token.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
+        self._low_rank: HeadGradients | None = None
+        self._chunk: tuple[Tensor, Tensor | None] | None = None  # u and du of the open chunk
+        if u is not None:
+            assert head.up is not None
+            self._up = head.up
+            low_rank = Needs(needs.u, needs.up)
+            self._low_rank = HeadGradients(layout, u, HeadTensors(head.up), compute_dtype, low_rank, n_contributions)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
@@ -98,14 +116,23 @@ class HeadGradients:
         unit = torch.exp2(largest.clamp(min=_SMALLEST_UNIT).log2().ceil())
         if self._unit is not None:
             unit = torch.maximum(self._unit, unit)
-            scale_([x for x in (self._input, self._weight) if x is not None], self._unit / unit)
-            if self._bias is not None:
-                self._bias.mul_(self._unit / unit)
+            self._rescale(self._unit / unit)
         self._unit = unit
+        if self._low_rank is not None:
+            self._low_rank._unit = unit
         return {name: g / unit for name, g in gradients.items()}
 
-    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's dX if possible, or None."""
+    def _rescale(self, factor: Tensor) -> None:
+        scale_([x for x in (self._input, self._weight) if x is not None], factor)
+        if self._bias is not None:
+            self._bias.mul_(factor)
+        if self._low_rank is not None:
+            self._low_rank._rescale(factor)
+
+    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None) -> Tensor | None:
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None. `u` are an adapter's rows."""
+        if self._low_rank is not None and u is not None:
+            self._chunk = u, self._low_rank.open_input(u, chunk_rows, one_slice)
         gradient = self._input_gradient()
         if gradient is None:
             return None
@@ -118,13 +145,24 @@ class HeadGradients:
         """Allocate dW if needed. Return whether it is."""
         return self._weight_gradient() is not None
 
-    def add(self, vocab: slice, dz: Tensor, x: Tensor, first: bool) -> None:
-        """Add a tile to dW and db. `first`: the tile is the chunk's first of this slice of the vocabulary."""
-        weight = self._weight_gradient()
-        if weight is not None:
-            accumulate(along(weight, vocab), dz.t(), x, first=first and self._nothing_yet)
+    def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
+        """Add a tile of a chunk to dX, dW and db.
+
+        A chunk's tiles come last first: its last slice of the vocabulary, and the last rows of each slice.
+        """
+        rows, vocab = tile
+        if dx is not None:
+            last_slice = vocab.stop == weight.shape[0]
+            accumulate(along(dx, rows), dz, along(weight, vocab), first=last_slice)
+        d_weight = self._weight_gradient()
+        if d_weight is not None:
+            first = rows.stop == x.shape[0] and self._nothing_yet
+            accumulate(along(d_weight, vocab), dz.t(), along(x, rows), first=first)
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
+        if self._low_rank is not None and self._chunk is not None:
+            u, du = self._chunk
+            self._low_rank.add(tile, dz, u, self._up, du)
 
     @property
     def accumulates(self) -> bool:
@@ -163,6 +201,9 @@ class HeadGradients:
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
         """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
+        if self._low_rank is not None and self._chunk is not None:
+            self._low_rank.close_chunk(self._chunk[1], chunk_rows)
+            self._chunk = None
         if self._input is None or dx is None:
             return
         if self._layout.rows is not None:
@@ -170,8 +211,8 @@ class HeadGradients:
         elif dx.dtype != self._input.dtype:
             self._input[chunk_rows] = dx
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return and drop the gradients, in the parameters' dtypes or, for float16, float32."""
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes or, for float16, float32."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):
@@ -179,4 +220,5 @@ class HeadGradients:
                 grads[i] = grad if self._unit is None else grad.mul_(self._unit)
             elif grad is not None and dtype is not None:
                 grads[i] = grad.to(dtype)
-        return grads[0], grads[1], grads[2]
+        of_adapter = (None, None) if self._low_rank is None else self._low_rank.finish()[:2]
+        return *grads, *of_adapter

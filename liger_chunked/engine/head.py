@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along, row_blocks
-from liger_chunked.engine.gradients import HeadGradients, accumulate
+from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.kernels import (
     LogitsCotangents,
     PartialStats,
@@ -26,7 +26,7 @@ from liger_chunked.kernels import (
     unround_logps_,
 )
 from liger_chunked.kernels.logits_stats import concatenate
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import HeadTensors, LogitOptions, TokenStats
 
 
 class Tokens(NamedTuple):
@@ -34,6 +34,7 @@ class Tokens(NamedTuple):
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
     tiles: list[Tile]
+    u: Tensor | None = None  # (n, r), what an adapter's `down` returned, in the products' dtype
 
 
 class Pass(Protocol):
@@ -62,7 +63,7 @@ class Pass(Protocol):
 class HeadPass:
     """A `Pass` with one buffer for the logits of all tiles. The head has the products' dtype."""
 
-    head: Head
+    head: HeadTensors
     options: LogitOptions
     outputs: tuple[str, ...] = ()  # the fields of `TokenStats` to compute
     class_weight: Tensor | None = None  # (V,) weights of TokenStats.mean_logits
@@ -83,17 +84,24 @@ class HeadPass:
     def release(self) -> None:
         self._buffer = self._held = None
 
-    def project(self, x: Tensor, tile: Tile) -> Tensor:
+    def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
         """Return a tile's logits (rows, columns) in the buffer, before the logit transform."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
+        first, matrix = x, weight
+        if u is not None:
+            # The small term first: the buffer rounds it less than it would round x @ weight.T.
+            assert self.head.up is not None
+            first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
         if self.head.bias is None:
-            return torch.mm(x, weight.t(), out=logits)
-        return torch.addmm(along(self.head.bias, tile.vocab), x, weight.t(), out=logits)
+            torch.mm(first, matrix.t(), out=logits)
+        else:
+            torch.addmm(along(self.head.bias, tile.vocab), first, matrix.t(), out=logits)
+        return logits if u is None else logits.addmm_(x, weight.t())
 
-    def project_all(self, x: Tensor) -> Tensor:
-        return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)))
+    def project_all(self, x: Tensor, u: Tensor | None = None) -> Tensor:
+        return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)), u)
 
     def _class_weight(self, tile: Tile) -> Tensor | None:
         return None if self.class_weight is None else along(self.class_weight, tile.vocab)
@@ -103,19 +111,19 @@ class HeadPass:
         partial, stats = self._reduce(tokens)
         if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = unround_logps_(
-                stats.logps, tokens.x, self.head, tokens.target, partial.max, partial.sum_exp, self.options
+                stats.logps, tokens.x, self.head, tokens.target, partial.max, partial.sum_exp, self.options, tokens.u
             )
         self.normalisers = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy)
         return stats
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
-        x, target, _, tiles = tokens
+        x, target, _, tiles, u = tokens
         if len(tiles) == 1:
-            self._held = self.project(x, tiles[0])
+            self._held = self.project(x, tiles[0], u)
             return row_stats(self._held, target, self.options, self.outputs, self.class_weight)
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
-            self._held = self.project(x, tile)
+            self._held = self.project(x, tile, u)
             part = logits_stats(
                 logits=self._held,
                 target=along(target, tile.rows),
@@ -134,14 +142,14 @@ class HeadPass:
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
-        x, target, rows, tiles = tokens
+        x, target, rows, tiles, u = tokens
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         if self.logps_grad_scale is not None and "logps" in gradients:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
         cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
-        dx = self.grads.open_input(x, rows, one_slice=len(tiles) == row_blocks(tiles))
-        for tile in reversed(tiles):  # `first` is true for the last slice, and the last rows of a slice
-            logits = self.project(x, tile) if self._held is None else self._held
+        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u)
+        for tile in reversed(tiles):
+            logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None
             dz = logits_grad_(
                 logits=logits,
@@ -152,8 +160,5 @@ class HeadPass:
                 vocab_start=tile.vocab.start,
                 class_weight=self._class_weight(tile),
             )
-            if dx is not None:
-                last_slice = tile.vocab.stop == self.vocab_size
-                accumulate(along(dx, tile.rows), dz, along(self.head.weight, tile.vocab), first=last_slice)
-            self.grads.add(tile.vocab, dz, along(x, tile.rows), first=tile.rows.stop == x.shape[0])
+            self.grads.add(tile, dz, x, self.head.weight, dx)
         self.grads.close_chunk(dx, rows)

@@ -27,7 +27,7 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import Head, LogitOptions
+from liger_chunked.types import Head, HeadTensors, LogitOptions
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Plan:
         """In logits."""
         return max(map(largest, self.tiles))
 
-    def make_pass(self, head: Head, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
+    def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
         """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
         made: HeadPass | EpiloguePass
         if self.by_epilogue and (grads is None or grads.accumulates):

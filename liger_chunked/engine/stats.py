@@ -14,7 +14,12 @@ from torch import Tensor
 
 from liger_chunked.calls import entry_point
 from liger_chunked.engine.batch import Layout, lay_out
+<<<<<<< HEAD
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+=======
+from liger_chunked.engine.calls import entry_point
+from liger_chunked.engine.checks import apply_down, check_projection, check_target, compute_dtype
+>>>>>>> wt-lora
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
@@ -22,28 +27,39 @@ from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.backend import first_derivative
-from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype, shown
+from liger_chunked.types import (
+    DIFFERENTIABLE,
+    AdaptedWeight,
+    Head,
+    HeadTensors,
+    LogitOptions,
+    TokenStats,
+    Weight,
+    accumulation_dtype,
+    shown,
+)
 
 
-def _tokens(plan: Plan, input: Tensor) -> Tokens:
+def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
     layout, rows = plan.layout, plan.chunks[0].rows
     x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
-    return Tokens(x, layout.target, rows, plan.tiles[0])
+    if u is not None:
+        u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(plan.dtype)
+    return Tokens(x, layout.target, rows, plan.tiles[0], u)
 
 
-def _make_pass(plan: Plan, given: Head) -> HeadPass:
+def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
     """Return the pass with its buffer."""
-    head = Head(given.weight.to(plan.dtype), None if given.bias is None else given.bias.to(plan.dtype))
-    head_pass = HeadPass(head, plan.options, plan.outputs, plan.class_weight)
+    head_pass = HeadPass(given.to(plan.dtype), plan.options, plan.outputs, plan.class_weight)
     head_pass.reserve(plan.largest_tile)
     return head_pass
 
 
-def _statistics(plan: Plan, given: Head, input: Tensor) -> tuple[HeadPass, TokenStats]:
+def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
     """Return the pass with the last tile's logits, and the statistics of all tokens."""
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
-        stats = head_pass.statistics(_tokens(plan, input))
+        stats = head_pass.statistics(_tokens(plan, input, u))
     return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
 
 
@@ -66,20 +82,28 @@ def _savable(x: Tensor | None) -> Tensor | None:
 
 
 class _LinearTokenStats(torch.autograd.Function):
-    """`apply(input, weight, bias, plan)`: the plan's fields of `TokenStats`.
+    """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
     The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. Active hooks drop
     it, so that a checkpoint or offloader saves memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        u: Tensor | None,
+        up: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        head_pass, dense = _statistics(plan, Head(weight, bias), input)
+        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up), input, u)
         assert head_pass.normalisers is not None
         maximum, sum_exp, *_, entropy = head_pass.normalisers
         of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale
-        ctx.save_for_backward(input, weight, bias, *of_tokens, *_tensors_of(plan))
+        ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
         head_pass.normalisers = head_pass.logps_grad_scale = None
         ctx.plan = _holding(plan)
         ctx.head_pass = None if hooks_active() else head_pass
@@ -90,10 +114,10 @@ class _LinearTokenStats(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
-            return None, None, None, None
-        input, weight, bias, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
+            return (None,) * 6
+        input, weight, bias, u, up, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
         plan = _holding(ctx.plan, *plan_tensors)
-        layout, given = plan.layout, Head(weight, bias)
+        layout, given = plan.layout, HeadTensors(weight, bias, up)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
         head_pass.logps_grad_scale = logps_grad_scale
@@ -103,19 +127,15 @@ class _LinearTokenStats(torch.autograd.Function):
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
         gradients = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
-        flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:3])
-        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions)
+        flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:5])
+        flat_u = None if u is None else u.reshape(-1, u.shape[-1])
+        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u)
         if layout.n_valid:
             with gemms(input.device, plan.dtype):
-                head_pass.backward(_tokens(plan, input), gradients)
+                head_pass.backward(_tokens(plan, input, u), gradients)
         head_pass.release()
-        d_input, d_weight, d_bias = grads.finish()
-        return (
-            None if d_input is None else d_input.view(input.shape).to(input.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
-            None,
-        )
+        found = zip(grads.finish(), (input, weight, bias, u, up), strict=True)
+        return *(None if g is None else g.view(x.shape).to(x.dtype) for g, x in found), None
 
 
 def token_stats(
@@ -135,15 +155,19 @@ def token_stats(
 
 
 def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
-    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, *head))):
-        return _statistics(plan, head, input)[1]
-    values = _LinearTokenStats.apply(input, head.weight, head.bias, plan)
+    weight, up, u = head.weight, None, None
+    if isinstance(weight, AdaptedWeight):
+        weight, up, u = apply_down(weight, input)
+    given = (input, weight, head.bias, u, up)
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
+        return _statistics(plan, HeadTensors(weight, head.bias, up), input, u)[1]
+    values = _LinearTokenStats.apply(*given, plan)
     return TokenStats(**dict(zip(plan.outputs, values, strict=True)))
 
 
 @entry_point
 def linear_token_stats(
-    weight: Tensor,
+    weight: Weight,
     input: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
@@ -166,7 +190,7 @@ def linear_token_stats(
     total. Otherwise they are recomputed: at most four.
 
     Args:
-        weight: (V, H), `lm_head.weight`.
+        weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
         input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
         target: (B, T) or (N,) token ids, int64; labels must be shifted, see `shifted`.
         bias: (V,) or None.

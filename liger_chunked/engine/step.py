@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Chunk, Layout, along
-from liger_chunked.engine.checks import check_graph, compute_dtype
+from liger_chunked.engine.checks import apply_down, check_graph, compute_dtype
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import Pass, Tokens
 from liger_chunked.engine.hooks import isolated
@@ -27,7 +27,15 @@ from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.precision import gemms
 from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
-from liger_chunked.types import DIFFERENTIABLE, Head, LogitOptions, TokenStats, accumulation_dtype
+from liger_chunked.types import (
+    DIFFERENTIABLE,
+    AdaptedWeight,
+    Head,
+    HeadTensors,
+    LogitOptions,
+    TokenStats,
+    accumulation_dtype,
+)
 
 
 class Objective(Protocol):
@@ -71,19 +79,19 @@ class NegativeLogLikelihood(LinearObjective):
 class Step:
     plan: Plan
     objective: Objective | LinearObjective
-    make_pass: Callable[[Head, HeadGradients | None], Pass]  # the head has the products' dtype
+    make_pass: Callable[[HeadTensors, HeadGradients | None], Pass]  # the head has the products' dtype
     teacher_dtype: torch.dtype | None = None  # of the teacher's products
 
     def run(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
+        self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """Return the loss, the values per token, and the needed gradients."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
-        flat = input.reshape(-1, input.shape[-1])
+        flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
         if any(needs):
-            grads = HeadGradients(layout, flat, Head(weight, bias), plan.dtype, needs, plan.n_contributions)
-        head_pass = self.make_pass(Head(weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)), grads)
+            grads = HeadGradients(layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u)
+        head_pass = self.make_pass(head.to(plan.dtype), grads)
 
         parts: list[Any] = []
         loss: Tensor | None = None
@@ -92,7 +100,8 @@ class Step:
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
-                tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles)
+                chunk_u = None if flat_u is None else layout.input_rows(flat_u, chunk.rows).to(plan.dtype)
+                tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles, chunk_u)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None
                 gradients: dict[str, Tensor] = {}
@@ -119,7 +128,7 @@ class Step:
             loss = objective.loss(joined)
         assert loss is not None
         loss = loss.to(accumulation_dtype(plan.dtype))
-        return loss, joined, (None, None, None) if grads is None else grads.finish()
+        return loss, joined, (None,) * len(needs) if grads is None else grads.finish()
 
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
@@ -167,7 +176,7 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 
 
 class GradientInForward(torch.autograd.Function):
-    """`apply(input, weight, bias, step, torch.is_grad_enabled())`: the loss, then the statistics that are not None.
+    """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
 
     Backward reads only the forward's gradients, so the caller may change tensors in between. Tensors are saved only for
     error messages.
@@ -175,14 +184,21 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, step: Step, with_gradient: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        u: Tensor | None,
+        up: Tensor | None,
+        step: Step,
+        with_gradient: bool,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:3]))
+        needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:5]))
         with isolated():
-            loss, stats, ctx.gradients = step.run(input, weight, bias, needs)
+            loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up), u, needs)
         if any(needs):
-            given = (input, weight, bias)
+            given = (input, weight, bias, u, up)
             ctx.shapes = [None if x is None else x.shape for x in given]
             ctx.dtypes = [None if x is None else x.dtype for x in given]
             ctx.save_for_backward(*given)
@@ -194,7 +210,7 @@ class GradientInForward(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
-            return (None,) * 5
+            return (None,) * 7
         if ctx.gradients is None:
             _ = ctx.saved_tensors  # raises torch's error if the graph was freed
         gradients = ctx.gradients
@@ -210,7 +226,10 @@ class GradientInForward(torch.autograd.Function):
 
 def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the loss () with its gradients, and the detached values per token that are not None."""
-    loss, *values = GradientInForward.apply(input, head.weight, head.bias, step, torch.is_grad_enabled())
+    weight, up, u = head.weight, None, None
+    if isinstance(weight, AdaptedWeight):
+        weight, up, u = apply_down(weight, input)
+    loss, *values = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
     return loss, values
 
 

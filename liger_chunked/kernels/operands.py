@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from liger_chunked.types import described
+from liger_chunked.types import AdaptedWeight, described
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
@@ -25,7 +25,7 @@ _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Si
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with tensors as plain dense `torch.Tensor`.
 
-    Unwraps subclasses that only tag a tensor, and asynchronous collectives.
+    Unwraps subclasses that only tag a tensor, and asynchronous collectives. Also in an `AdaptedWeight`.
 
     Raises:
         TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.
@@ -38,7 +38,7 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
         if type(x) in _PLAIN:
             if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
                 served = False
-        elif isinstance(x, Tensor):
+        elif isinstance(x, (Tensor, AdaptedWeight)):
             served = False
     if served:
         return values
@@ -46,6 +46,8 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain(name: str, x: Any) -> Any:
+    if isinstance(x, AdaptedWeight):
+        return AdaptedWeight(_plain(f"{name}.weight", x.weight), _plain(f"{name}.up", x.up), x.down)
     if not isinstance(x, Tensor):
         return x
     if _transforms_are_active():

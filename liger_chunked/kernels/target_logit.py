@@ -1,6 +1,6 @@
 """Correct the target's log-probability for its logit's rounding.
 
-    z  = transform(x . W[y] + b[y])                       float32
+    z  = transform(x . W[y] + u . up[y] + b[y])           float32
     log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
     d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
@@ -23,7 +23,7 @@ from liger_chunked.kernels.backend import (
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import load_block, transform, transform_arguments, transform_block
 from liger_chunked.kernels.tuning import TUNING
-from liger_chunked.types import Head, LogitOptions, accumulation_dtype
+from liger_chunked.types import HeadTensors, LogitOptions, accumulation_dtype
 
 # Largest correction: larger errors are correlated in a row, and cancel (docs/tuning.md).
 _FARTHEST = 2.0
@@ -45,7 +45,7 @@ def _log1p(x):
 
 @Kernel
 def _move_kernel(
-    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, target_ptr, max_ptr, sum_exp_ptr,
+    logps_ptr, grad_scale_ptr, x_ptr, w_ptr, bias_ptr, low_rank_ptr, target_ptr, max_ptr, sum_exp_ptr,
     x_stride, w_stride, hidden, scale, softcap, inv_temperature, FARTHEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -58,6 +58,8 @@ def _move_kernel(
     z = tl.sum(dot, axis=0)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + target).to(tl.float32)
+    if low_rank_ptr is not None:
+        z += tl.load(low_rank_ptr + row)
     z = transform_block(z, scale, softcap, inv_temperature)
     logp = tl.load(logps_ptr + row)
     moved = (z - tl.load(max_ptr + row)) - tl.log(tl.load(sum_exp_ptr + row)) - logp
@@ -73,8 +75,24 @@ def _move_kernel(
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
 
 
+def _low_rank_logits(u: Tensor | None, head: HeadTensors, target: Tensor) -> Tensor | None:
+    """Return `u . up[y]` (n,) in the accumulation dtype, or None without an adapter."""
+    if u is None:
+        return None
+    assert head.up is not None
+    wide = accumulation_dtype(u.dtype)
+    return head.up[target].to(wide).mul_(u).sum(1)
+
+
 def _move_triton(
-    logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
+    logps: Tensor,
+    x: Tensor,
+    head: HeadTensors,
+    target: Tensor,
+    maximum: Tensor,
+    sum_exp: Tensor,
+    options: LogitOptions,
+    u: Tensor | None,
 ) -> Tensor:
     n, hidden = x.shape
     grad_scale = torch.empty_like(logps)
@@ -85,7 +103,7 @@ def _move_triton(
     sizes = x.stride(0), head.weight.stride(0), hidden
     _move_kernel(
         (n, 1, 1),
-        (logps, grad_scale, x, head.weight, bias, target, maximum, sum_exp),
+        (logps, grad_scale, x, head.weight, bias, _low_rank_logits(u, head, target), target, maximum, sum_exp),
         (*sizes, *transform_arguments(options).values(), _FARTHEST, block_size(hidden, most)),
         num_warps,
     )
@@ -93,15 +111,25 @@ def _move_triton(
 
 
 def _move_torch(
-    logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
+    logps: Tensor,
+    x: Tensor,
+    head: HeadTensors,
+    target: Tensor,
+    maximum: Tensor,
+    sum_exp: Tensor,
+    options: LogitOptions,
+    u: Tensor | None,
 ) -> Tensor:
     wide = accumulation_dtype(x.dtype)
     grad_scale = torch.empty_like(logps)
+    low_rank = _low_rank_logits(u, head, target)
     for rows in row_blocks(x):
         of_target = head.weight[target[rows]].to(wide)
         z = of_target.mul_(x[rows]).sum(1)
         if head.bias is not None:
             z = z + head.bias[target[rows]]
+        if low_rank is not None:
+            z = z + low_rank[rows]
         z = transform(z, options.logit_scale, options.softcap, options.temperature)
         logp = logps[rows]
         moved = (z - maximum[rows]) - sum_exp[rows].log() - logp
@@ -114,15 +142,23 @@ def _move_torch(
 
 
 def unround_logps_(
-    logps: Tensor, x: Tensor, head: Head, target: Tensor, maximum: Tensor, sum_exp: Tensor, options: LogitOptions
+    logps: Tensor,
+    x: Tensor,
+    head: HeadTensors,
+    target: Tensor,
+    maximum: Tensor,
+    sum_exp: Tensor,
+    options: LogitOptions,
+    u: Tensor | None = None,
 ) -> Tensor:
     """Correct `logps`, (N,) in the accumulation dtype, in place.
 
-    `x` is (N, H), `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits.
+    `x` is (N, H), `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits. `u` (N, r) goes with
+    `head.up`.
 
     Returns:
         (N,) `(1 - p')/(1 - p)`, a factor for upstream gradients of `logps`.
     """
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
-    return compute(logps, x, head, target, maximum, sum_exp, options)
+    return compute(logps, x, head, target, maximum, sum_exp, options, u)

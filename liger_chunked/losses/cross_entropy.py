@@ -30,6 +30,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     TokenStats,
+    Weight,
     accumulation_dtype,
     described,
     shown,
@@ -88,7 +89,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
     return ce_weight
 
 
-def _class_weight(ce_weight: Tensor | None, weight: Tensor) -> Tensor | None:
+def _class_weight(ce_weight: Tensor | None, weight: Weight) -> Tensor | None:
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -203,7 +204,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
@@ -252,7 +253,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             return loss
         return loss, self._metrics(stats, target, layout, z_loss)
 
-    def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Tensor) -> Tensor | None:
+    def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Weight) -> Tensor | None:
         if token_weights is None:
             return None
         if not isinstance(token_weights, Tensor) or token_weights.shape != target.shape:

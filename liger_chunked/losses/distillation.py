@@ -34,6 +34,7 @@ from liger_chunked.types import (
     Head,
     LogitOptions,
     LogitOptionsDict,
+    Weight,
     accumulation_dtype,
 )
 
@@ -45,7 +46,7 @@ class DistillationOptionsDict(LogitOptionsDict, total=False):
 
 
 class _Given(NamedTuple):
-    teacher_weight: Tensor | None
+    teacher_weight: Weight | None
     teacher_input: Tensor | None
     teacher_bias: Tensor | None
     teacher_logps: Tensor | None
@@ -108,9 +109,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
-        teacher_weight: Tensor | None = None,
+        teacher_weight: Weight | None = None,
         teacher_input: Tensor | None = None,
         target: Tensor | None = None,
         bias: Tensor | None = None,
@@ -154,7 +155,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
-    def _layout(self, weight: Tensor, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
+    def _layout(self, weight: Weight, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -204,8 +205,10 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"teacher_weight must have at least the {vocab_size} rows of weight {tuple(head.weight.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
-        shared = slice(0, vocab_size)
-        cut = Head(along(weight.detach(), shared), None if bias is None else along(bias.detach(), shared))
+        weight, shared = weight.detach(), slice(0, vocab_size)
+        if weight.shape[0] > vocab_size:
+            weight = weight[shared]
+        cut = Head(weight, None if bias is None else along(bias.detach(), shared))
         return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
 
     def _route_of_logits(self) -> ClosedForm | ByAutograd:

@@ -24,6 +24,7 @@ from liger_chunked.types import (
     PolicyMetrics,
     Rollouts,
     TokenStats,
+    Weight,
     accumulation_dtype,
     check_number,
     shown,
@@ -212,7 +213,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         advantages: Tensor,
@@ -222,7 +223,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         old_logps: Tensor | None = None,
         ref_logps: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Weight | None = None,
         ref_bias: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,

@@ -25,6 +25,7 @@ from liger_chunked.types import (
     Pairs,
     PreferenceMetrics,
     TokenStats,
+    Weight,
     accumulation_dtype,
 )
 
@@ -171,12 +172,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Weight | None = None,
         ref_bias: Tensor | None = None,
         *,
         ref_logps: Tensor | None = None,

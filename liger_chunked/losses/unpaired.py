@@ -25,6 +25,7 @@ from liger_chunked.types import (
     LogitOptionsDict,
     TokenStats,
     UnpairedPreferenceMetrics,
+    Weight,
 )
 
 
@@ -105,13 +106,13 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     @entry_point
     def forward(
         self,
-        weight: Tensor,
+        weight: Weight,
         input: Tensor,
         target: Tensor,
         preference_labels: Tensor,
         bias: Tensor | None = None,
         ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: Weight | None = None,
         ref_bias: Tensor | None = None,
         *,
         ref_logps: Tensor | None = None,

@@ -19,7 +19,7 @@ from liger_chunked.integrations.trl.base import (
 )
 from liger_chunked.losses import LigerFusedLinearPreferenceBase
 from liger_chunked.losses.reference_model import warn_reference_free
-from liger_chunked.types import Head
+from liger_chunked.types import AdaptedWeight, Head
 
 
 def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
@@ -78,8 +78,8 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """Return the mean logit over the vocabulary, (B, T): without a softcap, `mean(W) @ h + mean(b)`."""
-    if input.options.softcap is not None:
+    """Return the mean logit over the vocabulary, (B, T): without a softcap or adapter, `mean(W) @ h + mean(b)`."""
+    if input.options.softcap is not None or isinstance(head.weight, AdaptedWeight):
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
