@@ -8,14 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from liger_chunked.engine import Layout, check_projection, token_stats
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.types import Head, accumulation_dtype
-=======
-from liger_chunked.engine import Layout, StatsLoss, check_projection, token_stats
 from liger_chunked.types import Head, Weight, accumulation_dtype
->>>>>>> wt-lora
 
 
 class Reference(NamedTuple):
