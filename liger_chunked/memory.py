@@ -278,7 +278,7 @@ def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
 
 
 def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOptions) -> None:
-    plan = Plan.of_statistics(head.weight.shape, model.layout, model.compute_dtype, outputs=("logps",), options=options)
+    plan = Plan.of_statistics(head, model.layout, model.compute_dtype, outputs=("logps",), options=options)
     stats = run_statistics(plan, head, input)
     assert stats.logps is not None
     _differentiate(stats.logps.sum(), head, input)

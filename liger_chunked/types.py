@@ -118,11 +118,72 @@ class AdaptedWeight:
 Weight: TypeAlias = Tensor | AdaptedWeight
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """The part of a vocabulary that this rank's head holds, under tensor parallelism.
+
+    `weight` and `bias` are this rank's rows; targets are ids of the whole vocabulary. All ranks of the group pass the
+    same tokens, options and other tensors, and get the same loss. dW and db are those of the rank's own rows.
+
+    Args:
+        group: the process group over which the vocabulary is split, in rank order; None: the default group.
+        start: id of this rank's first row.
+        vocab_size: size of the whole vocabulary. Rows of ids from `vocab_size` on are padding: no part of the softmax,
+            and their gradient is zero. Shards may be of different sizes, or all padding.
+        input_grad: what the gradient of the hidden states is: "all_reduce", the whole, on every rank; or "partial", the
+            rank's share, if the caller sums over the ranks.
+
+    Raises:
+        TypeError, ValueError: a wrong start, size or name.
+    """
+
+    group: Any
+    start: int
+    vocab_size: int
+    input_grad: Literal["all_reduce", "partial"] = "all_reduce"
+
+    def __post_init__(self) -> None:
+        check_number("start", self.start, whole=True)
+        check_number("vocab_size", self.vocab_size, whole=True)
+        if self.start < 0 or self.vocab_size < 1:
+            raise ValueError(f"start must be 0 or more and vocab_size positive, got {self.start} and {self.vocab_size}")
+        if self.input_grad not in ("all_reduce", "partial"):
+            raise ValueError(f"input_grad must be 'all_reduce' or 'partial', got {shown(self.input_grad)}")
+
+    @property
+    def ranks(self) -> int:
+        return torch.distributed.get_world_size(self.group)
+
+    def columns(self, rows: int) -> int:
+        """Return how many of a weight's rows are no padding."""
+        return max(0, min(rows, self.vocab_size - self.start))
+
+
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None."""
+    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None.
+
+    With `shard`, they are this rank's rows.
+    """
 
     weight: Weight
     bias: Tensor | None = None
+    shard: VocabShard | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def columns(self) -> int:
+        """Logits of a token on this rank."""
+        rows = self.weight.shape[0]
+        return rows if self.shard is None else self.shard.columns(rows)
+
+    @property
+    def even_shape(self) -> tuple[int, int]:
+        """(V, H) of a rank if all had equally many rows: ranks that plan by it cut the same chunks."""
+        rows, hidden_size = self.weight.shape
+        return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
 
 
 class HeadTensors(NamedTuple):
@@ -131,16 +192,26 @@ class HeadTensors(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     up: Tensor | None = None
+    shard: VocabShard | None = None
 
     @property
     def head(self) -> Head:
         """Without `up`."""
         return Head(self.weight, self.bias)
 
+    @property
+    def is_padded(self) -> bool:
+        rows = self.weight.shape[0]
+        return self.shard is not None and self.shard.columns(rows) < rows
+
     def to(self, dtype: torch.dtype) -> HeadTensors:
-        bias, up = self.bias, self.up
+        """Return the head in `dtype`, without padding."""
+        weight, bias, up, shard = self
+        if shard is not None and self.is_padded:
+            rows = slice(0, shard.columns(weight.shape[0]))
+            weight, bias, up = weight[rows], None if bias is None else bias[rows], None if up is None else up[rows]
         return HeadTensors(
-            self.weight.to(dtype), None if bias is None else bias.to(dtype), None if up is None else up.to(dtype)
+            weight.to(dtype), None if bias is None else bias.to(dtype), None if up is None else up.to(dtype), shard
         )
 
 

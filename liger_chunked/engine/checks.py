@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.operands import check_class_ids, described, plain
-from liger_chunked.types import AdaptedWeight, Head, Weight
+from liger_chunked.types import AdaptedWeight, Head, VocabShard, Weight
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
         return dtype
-    tensors = [x for x in (input, *head) if x is not None]
+    tensors = [x for x in (input, head.weight, head.bias) if x is not None]
     dtypes = {x.dtype for x in tensors}
     # Autocast does not cast float64.
     if autocast and torch.float64 not in dtypes:
@@ -148,7 +149,7 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
         if not isinstance(x, Tensor) or not x.is_floating_point():
             hint = hint_for(x, f"{prefix}{name}")
             raise TypeError(f"{prefix}{name} must be a floating-point tensor, got {described(x)}{hint}")
-    if weight.ndim != 2 or weight.shape[0] == 0:
+    if weight.ndim != 2 or (weight.shape[0] == 0 and head.shard is None):
         hint = _SWAPPED if weight.ndim == 3 and input.ndim == 2 else ""
         raise ValueError(f"{prefix}{own} must be (V, H), as lm_head.weight is, got {described(weight)}{hint}")
     if input.ndim not in (2, 3):
@@ -171,6 +172,43 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
             "estimate_memory predicts a step's memory without tensors"
         )
     compute_dtype(head, input, prefix, input_name)
+    if head.shard is not None:
+        _check_shard(head.shard, weight.shape[0])
+
+
+def _check_shard(shard: VocabShard, rows: int) -> None:
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
+    _check_cover(shard.group, shard.start, rows, shard.vocab_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int) -> None:
+    """Raise ValueError on all ranks unless their rows follow each other and cover the vocabulary.
+
+    A collective, once for each shard.
+    """
+    parts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (start, rows, vocab_size), group=group)
+    sizes = {size for _, _, size in parts}
+    if len(sizes) > 1:
+        raise ValueError(f"vocab_shard.vocab_size must be the same on all ranks, got {sorted(sizes)}")
+    starts_and_rows = [part[:2] for part in parts]
+    covered = 0
+    for rank, (first, n) in enumerate(starts_and_rows):
+        if first < vocab_size and first != covered:
+            raise ValueError(
+                f"vocab_shard.start of rank {rank} is {first}, expected {covered}: the shards must follow each other "
+                f"in rank order, and each rank's (start, rows of weight) are {starts_and_rows}"
+            )
+        covered = max(covered, min(first + n, vocab_size))
+    if covered < vocab_size:
+        raise ValueError(
+            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight) are "
+            f"{starts_and_rows}"
+        )
 
 
 def check_target(

@@ -46,7 +46,7 @@ def serves(
     chunks: list[list[Tile]],
 ) -> bool:
     """Return whether `EpiloguePass` can replace `HeadPass`, and is faster."""
-    if isinstance(head.weight, AdaptedWeight):
+    if isinstance(head.weight, AdaptedWeight) or head.shard is not None:
         return False
     hidden_size = head.weight.shape[1]
     # If the dtype differs, the cast makes an aligned copy.

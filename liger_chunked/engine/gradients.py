@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.batch import Layout, Tile, along
@@ -89,7 +90,7 @@ class HeadGradients:
         self._weight_dtype = compute_dtype if direct else self._wide
         # Every row is written except those of ignored tokens, which must be zero.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
-        self._create_weight = torch.empty if n_contributions else torch.zeros
+        self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -97,13 +98,17 @@ class HeadGradients:
             assert head.bias is not None
             # float64: db is small and may sum a term per token.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
+        self._shard = head.shard
+        self._sum: dist.Work | None = None  # of the chunk's dX over the ranks
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor | None] | None = None  # u and du of the open chunk
         if u is not None:
             assert head.up is not None
             self._up = head.up
             low_rank = Needs(needs.u, needs.up)
-            self._low_rank = HeadGradients(layout, u, HeadTensors(head.up), compute_dtype, low_rank, n_contributions)
+            self._low_rank = HeadGradients(
+                layout, u, HeadTensors(head.up, shard=head.shard), compute_dtype, low_rank, n_contributions
+            )
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
@@ -136,7 +141,8 @@ class HeadGradients:
         gradient = self._input_gradient()
         if gradient is None:
             return None
-        dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
+        rounds_once = one_slice and not self._half and self._shard is None
+        dtype = x.dtype if rounds_once else accumulation_dtype(x.dtype)
         if self._layout.rows is None and dtype == gradient.dtype:
             return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -154,6 +160,8 @@ class HeadGradients:
         if dx is not None:
             last_slice = vocab.stop == weight.shape[0]
             accumulate(along(dx, rows), dz, along(weight, vocab), first=last_slice)
+            if rows.start == vocab.start == 0:  # the last tile to come
+                self._start_sum(dx)
         d_weight = self._weight_gradient()
         if d_weight is not None:
             first = rows.stop == x.shape[0] and self._nothing_yet
@@ -163,6 +171,18 @@ class HeadGradients:
         if self._low_rank is not None and self._chunk is not None:
             u, du = self._chunk
             self._low_rank.add(tile, dz, u, self._up, du)
+
+    def add_nothing(self, dx: Tensor | None) -> None:
+        """Add a chunk without tiles: a rank that holds padding only."""
+        if dx is not None:
+            self._start_sum(dx.zero_())
+        if self._low_rank is not None and self._chunk is not None:
+            self._low_rank.add_nothing(self._chunk[1])
+
+    def _start_sum(self, dx: Tensor) -> None:
+        """Start to add the ranks' shares of dX, while dW is computed."""
+        if self._shard is not None and self._shard.input_grad == "all_reduce":
+            self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
 
     @property
     def accumulates(self) -> bool:
@@ -201,6 +221,9 @@ class HeadGradients:
     def close_chunk(self, dx: Tensor | None, chunk_rows: slice) -> None:
         """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
         if self._low_rank is not None and self._chunk is not None:
             self._low_rank.close_chunk(self._chunk[1], chunk_rows)
             self._chunk = None

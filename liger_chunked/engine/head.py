@@ -77,6 +77,11 @@ class HeadPass:
     def vocab_size(self) -> int:
         return self.head.weight.shape[0]
 
+    @property
+    def vocab_start(self) -> int:
+        """The id of the head's first row."""
+        return 0
+
     def reserve(self, elements: int) -> None:
         if self._buffer is None or self._buffer.numel() < elements:
             self._buffer = self.head.weight.new_empty(elements)
@@ -104,23 +109,35 @@ class HeadPass:
         return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)), u)
 
     def _class_weight(self, tile: Tile) -> Tensor | None:
-        return None if self.class_weight is None else along(self.class_weight, tile.vocab)
+        if self.class_weight is None:
+            return None
+        start = self.vocab_start
+        return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         """Return the statistics, with logps corrected for rounding."""
         partial, stats = self._reduce(tokens)
         if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
-            self.logps_grad_scale = unround_logps_(
-                stats.logps, tokens.x, self.head, tokens.target, partial.max, partial.sum_exp, self.options, tokens.u
-            )
+            self.logps_grad_scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy)
         return stats
+
+    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        """Correct `logps` for rounding. Return the factor of its gradient."""
+        x, target, _, _, u = tokens
+        return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u)
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         x, target, _, tiles, u = tokens
         if len(tiles) == 1:
             self._held = self.project(x, tiles[0], u)
             return row_stats(self._held, target, self.options, self.outputs, self.class_weight)
+        partial = self._partial(tokens)
+        return partial, finish(partial, target, self.vocab_size, self.outputs)
+
+    def _partial(self, tokens: Tokens) -> PartialStats:
+        """Return the statistics of the head's rows."""
+        x, target, _, tiles, u = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
             self._held = self.project(x, tile, u)
@@ -129,16 +146,14 @@ class HeadPass:
                 target=along(target, tile.rows),
                 options=self.options,
                 outputs=self.outputs,
-                vocab_start=tile.vocab.start,
+                vocab_start=self.vocab_start + tile.vocab.start,
                 class_weight=self._class_weight(tile),
             )
             earlier = by_rows.get(tile.rows.start)
             by_rows[tile.rows.start] = part if earlier is None else merge(earlier, part)
         if by_rows:
-            stats = concatenate(list(by_rows.values()))
-        else:
-            stats = logits_stats(x.new_empty(0, self.vocab_size), target, self.options, self.outputs)
-        return stats, finish(stats, target, self.vocab_size, self.outputs)
+            return concatenate(list(by_rows.values()))
+        return logits_stats(x.new_empty(0, 1), target[:0], self.options, self.outputs)
 
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         assert self.grads is not None and self.normalisers is not None
@@ -157,8 +172,10 @@ class HeadPass:
                 cotangents=cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows),
                 options=self.options,
                 vocab_size=self.vocab_size,
-                vocab_start=tile.vocab.start,
+                vocab_start=self.vocab_start + tile.vocab.start,
                 class_weight=self._class_weight(tile),
             )
             self.grads.add(tile, dz, x, self.head.weight, dx)
+        if not tiles:
+            self.grads.add_nothing(dx)
         self.grads.close_chunk(dx, rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from liger_chunked.engine.batch import Chunk, Layout, Tile, largest, row_blocks
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
     FEWEST_TEACHER_TOKENS,
@@ -27,7 +29,7 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import Head, HeadTensors, LogitOptions
+from liger_chunked.types import Head, HeadTensors, LogitOptions, VocabShard
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Plan:
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
     class_weight: Tensor | None = None
+    shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
 
     @classmethod
@@ -60,14 +63,14 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         """Plan a step of chunks, each with forward and backward."""
-        vocab_size, hidden_size = head.weight.shape
+        vocab_size, hidden_size = head.even_shape
         differentiates = tuple(name for name in differentiates if name in outputs)
         warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
 
         def cut(n_valid: int) -> tuple[list[Chunk], list[list[Tile]]]:
-            elements = budget_elements(options, head.weight.shape, dtype, n_valid)
+            elements = budget_elements(options, head.even_shape, dtype, n_valid)
             found = chunks(layout, vocab_size, elements, whole_batch)
-            return found, [tiles(_length(chunk), vocab_size, elements) for chunk in found]
+            return found, [tiles(_length(chunk), head.columns, elements) for chunk in found]
 
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
@@ -87,13 +90,14 @@ class Plan:
             outputs=outputs,
             differentiates=differentiates,
             class_weight=class_weight,
+            shard=head.shard,
             by_epilogue=served(chosen[1]),
         )
 
     @classmethod
     def of_statistics(
         cls,
-        head_shape: torch.Size,
+        head: Head,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -102,9 +106,8 @@ class Plan:
         class_weight: Tensor | None = None,
     ) -> Plan:
         """Plan a forward whose backward comes later."""
-        vocab_size = head_shape[0]
-        warn_of_few_rows(options, vocab_size, dtype.itemsize, layout.n_valid)
-        cut = tiles(layout.n_valid, vocab_size, budget_elements(options, head_shape, dtype))
+        warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
+        cut = tiles(layout.n_valid, head.columns, budget_elements(options, head.even_shape, dtype))
         every = slice(0, layout.n_valid)
         return cls(
             layout=layout,
@@ -115,6 +118,7 @@ class Plan:
             options=options,
             outputs=outputs,
             class_weight=class_weight,
+            shard=head.shard,
         )
 
     @classmethod
@@ -155,11 +159,15 @@ class Plan:
 
     def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
         """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
-        made: HeadPass | EpiloguePass
-        if self.by_epilogue and (grads is None or grads.accumulates):
-            made = EpiloguePass(head, self.options, self.outputs, grads)
-        else:
-            made = HeadPass(head, self.options, self.outputs, self.class_weight, grads)
+        if not (self.by_epilogue and (grads is None or grads.accumulates)):
+            return self.make_head_pass(head, grads)
+        made = EpiloguePass(head, self.options, self.outputs, grads)
+        made.reserve(self.largest_tile)
+        return made
+
+    def make_head_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
+        kind = HeadPass if head.shard is None else ShardedPass
+        made = kind(head, self.options, self.outputs, self.class_weight, grads)
         made.reserve(self.largest_tile)
         return made
 
@@ -169,7 +177,7 @@ def _length(chunk: Chunk) -> int:
 
 
 def budget_elements(
-    options: LogitOptions, head_shape: torch.Size, dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
+    options: LogitOptions, head_shape: Sequence[int], dtype: torch.dtype, n_valid: int = 0, bytes_per_logit: int = 0
 ) -> int:
     """Return how many logits may be in memory at once.
 
@@ -287,7 +295,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
-    if n_rows == 0:
+    if n_rows == 0 or vocab_size == 0:
         return []
     columns = elements // n_rows
     rows = n_rows

@@ -29,6 +29,7 @@ from liger_chunked.types import (
     HeadTensors,
     LogitOptions,
     TokenStats,
+    VocabShard,
     Weight,
     accumulation_dtype,
     shown,
@@ -45,9 +46,7 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
     """Return the pass with its buffer."""
-    head_pass = HeadPass(given.to(plan.dtype), plan.options, plan.outputs, plan.class_weight)
-    head_pass.reserve(plan.largest_tile)
-    return head_pass
+    return plan.make_head_pass(given.to(plan.dtype), None)
 
 
 def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
@@ -94,7 +93,7 @@ class _LinearTokenStats(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up), input, u)
+        head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         assert head_pass.normalisers is not None
         maximum, sum_exp, *_, entropy = head_pass.normalisers
         of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale
@@ -112,7 +111,7 @@ class _LinearTokenStats(torch.autograd.Function):
             return (None,) * 6
         input, weight, bias, u, up, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
         plan = _holding(ctx.plan, *plan_tensors)
-        layout, given = plan.layout, HeadTensors(weight, bias, up)
+        layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
         head_pass.logps_grad_scale = logps_grad_scale
@@ -143,9 +142,7 @@ def token_stats(
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
     dtype = compute_dtype(head, input)
-    plan = Plan.of_statistics(
-        head.weight.shape, layout, dtype, outputs=outputs, options=options, class_weight=class_weight
-    )
+    plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
     return run_statistics(plan, head, input)
 
 
@@ -155,7 +152,7 @@ def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
         weight, up, u = apply_down(weight, input)
     given = (input, weight, head.bias, u, up)
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
-        return _statistics(plan, HeadTensors(weight, head.bias, up), input, u)[1]
+        return _statistics(plan, HeadTensors(weight, head.bias, up, head.shard), input, u)[1]
     values = _LinearTokenStats.apply(*given, plan)
     return TokenStats(**dict(zip(plan.outputs, values, strict=True)))
 
@@ -173,6 +170,7 @@ def linear_token_stats(
     temperature: float = 1.0,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
     """Return differentiable statistics of every token's logits, without storing all logits.
 
@@ -191,6 +189,7 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
+        vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
 
     Returns:
         TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
@@ -217,9 +216,9 @@ def linear_token_stats(
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
-    head = Head(weight, bias)
+    head = Head(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, weight=weight)
-    layout = lay_out(target.long(), "token", ignore_index, weight.shape[0])
+    layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
     stats = token_stats(head, input, layout, outputs, options)
     return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))

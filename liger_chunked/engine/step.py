@@ -111,7 +111,7 @@ class Step:
                 elif grads is not None:
                     gradients = objective.gradients(values)
                 parts.append(values)
-                if grads is not None and tiles:
+                if grads is not None and x.shape[0]:
                     head_pass.backward(tokens, gradients)
                 if share is not None:
                     # The host checks while the device computes the products.
@@ -196,7 +196,7 @@ class GradientInForward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = Needs(*(need and with_gradient for need in ctx.needs_input_grad[:5]))
         with isolated():
-            loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up), u, needs)
+            loss, stats, ctx.gradients = step.run(input, HeadTensors(weight, bias, up, step.plan.shard), u, needs)
         if any(needs):
             given = (input, weight, bias, u, up)
             ctx.shapes = [None if x is None else x.shape for x in given]

@@ -30,6 +30,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     TokenStats,
+    VocabShard,
     Weight,
     accumulation_dtype,
     described,
@@ -89,15 +90,16 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
     return ce_weight
 
 
-def _class_weight(ce_weight: Tensor | None, weight: Weight) -> Tensor | None:
+def _class_weight(ce_weight: Tensor | None, head: Head) -> Tensor | None:
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
-    if ce_weight.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"ce_weight must have one value for each row of weight {tuple(weight.shape)}, got {tuple(ce_weight.shape)}"
-        )
-    return ce_weight.detach().to(weight.device, accumulation_dtype(weight.dtype)).contiguous()
+    if ce_weight.shape[0] != head.vocab_size:
+        expected = f"row of weight {tuple(head.weight.shape)}"
+        if head.shard is not None:
+            expected = f"of the {head.vocab_size} ids of the whole vocabulary"
+        raise ValueError(f"ce_weight must have one value for each {expected}, got {tuple(ce_weight.shape)}")
+    return ce_weight.detach().to(head.weight.device, accumulation_dtype(head.weight.dtype)).contiguous()
 
 
 def _weighed(x: Tensor, weights: Tensor | None) -> Tensor:
@@ -212,6 +214,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         num_items: float | Tensor | None = None,
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
         """Return the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
@@ -224,11 +227,12 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: in the shape of `target`; multiplies all terms of a token. "mean" without `num_items`
                 divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
             ce_weight: (V,) replaces the constructor's.
+            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together.
         """
-        head = Head(weight, bias)
+        head = Head(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if num_items is not None and self.reduction != "mean":
@@ -242,7 +246,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             entropy_weight=self.entropy_weight,
             focal_gamma=self.focal_gamma,
             dft=self.dft,
-            class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, weight),
+            class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
         layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
         if self.reduction == "none":

@@ -24,6 +24,7 @@ from liger_chunked.types import (
     PolicyMetrics,
     Rollouts,
     TokenStats,
+    VocabShard,
     Weight,
     accumulation_dtype,
     check_number,
@@ -227,6 +228,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         ref_bias: Tensor | None = None,
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
         """Compute the loss and its metrics.
 
@@ -241,11 +243,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
                 With other reductions, divide the returned loss by the number of steps.
+            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing.
         """
-        head = Head(weight, bias)
+        head = Head(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:

@@ -25,6 +25,7 @@ from liger_chunked.types import (
     Pairs,
     PreferenceMetrics,
     TokenStats,
+    VocabShard,
     Weight,
     accumulation_dtype,
 )
@@ -182,6 +183,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         *,
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -194,11 +196,12 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
                 `ld_alpha` needs (2 n, T).
             nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
+            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.
         """
-        head = Head(weight, bias)
+        head = Head(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -210,7 +213,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         target = target.long()
         union = target if nll_target is None else self._union(target, nll_target, input)
-        layout = lay_out(union, self._group, self.options.ignore_index, weight.shape[0])
+        layout = lay_out(union, self._group, self.options.ignore_index, head.vocab_size)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)

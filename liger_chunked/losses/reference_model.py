@@ -54,7 +54,7 @@ def reference_logps(
         raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
-        ref_head = Head(ref_weight, ref_bias)
+        ref_head = Head(ref_weight, ref_bias, head.shard)
         check_projection(ref_head, ref_input, "ref_", f"{infix}input")
         if ref_input.shape[:-1] != target.shape:
             raise ValueError(

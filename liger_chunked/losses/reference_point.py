@@ -59,7 +59,7 @@ def mismatched_kl(
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
-    layout = lay_out(target, "sequence", loss.options.ignore_index, head.weight.shape[0], "kl_target")
+    layout = lay_out(target, "sequence", loss.options.ignore_index, head.vocab_size, "kl_target")
     lengths = layout.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
     ref_logps = reference_logps(

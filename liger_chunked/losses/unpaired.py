@@ -25,6 +25,7 @@ from liger_chunked.types import (
     LogitOptionsDict,
     TokenStats,
     UnpairedPreferenceMetrics,
+    VocabShard,
     Weight,
 )
 
@@ -123,6 +124,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         ref_kl_logps: Tensor | None = None,
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -136,11 +138,12 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             ref_kl_input, ref_kl_logps: their reference, like `ref_input` or `ref_logps`.
             delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) factors of the losses; the mean divides by n.
+            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
         """
-        head = Head(weight, bias)
+        head = Head(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -149,7 +152,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         if example_weights is not None:
             _check_weights(example_weights, input)
         target = target.long()
-        layout = lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
