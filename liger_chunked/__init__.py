@@ -64,7 +64,9 @@ if TYPE_CHECKING:
         PreferenceMetrics,
         Rollouts,
         TokenStats,
+        VocabShard,
         UnpairedPreferenceMetrics,
+        VocabShard,
     )
 
 __version__ = "0.1.0"
@@ -109,6 +111,7 @@ __all__ = [
     "Rollouts",
     "TokenStats",
     "UnpairedPreferenceMetrics",
+    "VocabShard",
     "estimate_memory",
     "liger_cross_entropy",
     "liger_geglu",

@@ -245,8 +245,9 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 def _class_weights(batch: Batch) -> Tensor:
-    weight = batch["weight"]
-    return torch.linspace(0.2, 2.0, weight.shape[0], dtype=torch.float64, device=weight.device)
+    weight, shard = batch["weight"], batch.get("vocab_shard")
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    return torch.linspace(0.2, 2.0, vocab_size, dtype=torch.float64, device=weight.device)
 
 
 def _token_weights(batch: Batch) -> Tensor:

@@ -248,7 +248,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             dft=self.dft,
             class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
-        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, head.vocab_size)
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:

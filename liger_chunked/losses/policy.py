@@ -265,7 +265,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
-        layout = lay_out(target.long(), self._group, self.options.ignore_index, weight.shape[0])
+        layout = lay_out(target.long(), self._group, self.options.ignore_index, head.vocab_size)
         arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
