@@ -64,7 +64,6 @@ if TYPE_CHECKING:
         PreferenceMetrics,
         Rollouts,
         TokenStats,
-        VocabShard,
         UnpairedPreferenceMetrics,
         VocabShard,
     )

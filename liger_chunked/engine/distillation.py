@@ -73,7 +73,7 @@ class Teacher(NamedTuple):
         if isinstance(weight, AdaptedWeight):
             with torch.no_grad():
                 weight, up, u = apply_down(weight, input)
-        return cls(HeadTensors(weight, head.bias, up), input, options, compute_dtype(head, input), u)
+        return cls(HeadTensors(weight, head.bias, up, head.shard), input, options, compute_dtype(head, input), u)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class DistillationPass:
 
     @functools.cached_property
     def _weights_of_tokens(self) -> dict[str, Tensor]:
-        n = max(1, self.plan.largest_tile // self._student.vocab_size)
+        n = max(1, self.plan.most_rows)
         return self.weights.of_tokens(n, accumulation_dtype(self.plan.dtype), self.head.weight.device)
 
     def _measure(self, logits: Tensor, rows: slice) -> Divergences:
@@ -150,7 +150,7 @@ class DistillationPass:
         if self._teacher is None:
             # After the student's first product, until which the GPU is idle.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
-            self._teacher.reserve(self.plan.largest_tile)
+            self._teacher.reserve(self.plan.most_rows * self._teacher.vocab_size)
         x, u = (None if given is None else self._rows_of(given, rows) for given in (self.teacher.input, self.teacher.u))
         assert x is not None
         return self._teacher.project_all(x, u)
@@ -173,7 +173,7 @@ def distillation_step(
     """Plan a step. The budget covers both models' logits."""
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = Plan.of_distillation(
-        head.weight.shape,
+        head,
         layout,
         dtype,
         bytes_per_logit=route.bytes_per_logit(dtype, teacher_dtype),

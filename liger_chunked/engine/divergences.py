@@ -6,6 +6,7 @@ log-probabilities.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph, check_values
+from liger_chunked.engine.shard import gather
 from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.kernels.transform import transform
-from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
+from liger_chunked.types import Divergence, LogitOptions, VocabShard, accumulation_dtype
 
 # Student and teacher logits (n, V) to (n,).
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
@@ -59,6 +61,7 @@ class ClosedForm:
     divergence: Divergence
     options: LogitOptions
     teacher_options: LogitOptions
+    shard: VocabShard | None = None
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
@@ -69,7 +72,11 @@ class ClosedForm:
     ) -> Measured:
         assert teacher is not None
         how = (self.divergence, self.options, self.teacher_options)
-        stats = divergence_stats(student, teacher, target, *how)
+        of_ranks = None
+        if self.shard is not None:
+            of_ranks = functools.partial(gather, shard=self.shard)
+            target = None if target is None else target - self.shard.start
+        stats = divergence_stats(student, teacher, target, *how, gather=of_ranks)
 
         def backward(g_divergence: Tensor, g_logps: Tensor | None) -> Tensor:
             return divergence_grad_(student, teacher, target, stats, g_divergence, g_logps, *how)

@@ -172,13 +172,6 @@ class HeadGradients:
             u, du = self._chunk
             self._low_rank.add(tile, dz, u, self._up, du)
 
-    def add_nothing(self, dx: Tensor | None) -> None:
-        """Add a chunk without tiles: a rank that holds padding only."""
-        if dx is not None:
-            self._start_sum(dx.zero_())
-        if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.add_nothing(self._chunk[1])
-
     def _start_sum(self, dx: Tensor) -> None:
         """Start to add the ranks' shares of dX, while dW is computed."""
         if self._shard is not None and self._shard.input_grad == "all_reduce":

@@ -176,6 +176,4 @@ class HeadPass:
                 class_weight=self._class_weight(tile),
             )
             self.grads.add(tile, dz, x, self.head.weight, dx)
-        if not tiles:
-            self.grads.add_nothing(dx)
         self.grads.close_chunk(dx, rows)

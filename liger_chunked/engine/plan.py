@@ -124,7 +124,7 @@ class Plan:
     @classmethod
     def of_distillation(
         cls,
-        head_shape: torch.Size,
+        head: Head,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -133,11 +133,11 @@ class Plan:
         wants_weight: bool,
     ) -> Plan:
         """Plan chunks of student logits, whose tiles also have teacher logits."""
-        vocab_size, n_valid = head_shape[0], layout.n_valid
+        vocab_size, n_valid = head.even_shape[0], layout.n_valid
         warn_of_few_rows(options, vocab_size, bytes_per_logit, n_valid)
-        tokens, tile = chunk_and_tile(options, head_shape, dtype, n_valid, bytes_per_logit, wants_weight)
+        tokens, tile = chunk_and_tile(options, head.even_shape, dtype, n_valid, bytes_per_logit, wants_weight)
         found = chunks(layout, vocab_size, tokens * vocab_size)
-        every = slice(0, vocab_size)
+        every = slice(0, head.columns)
         return cls(
             layout=layout,
             chunks=found,
@@ -145,12 +145,18 @@ class Plan:
             dtype=dtype,
             n_contributions=len(found) if n_valid else 0,
             options=options,
+            shard=head.shard,
         )
 
     @property
     def largest_chunk(self) -> int:
         """In tokens."""
         return max(map(_length, self.chunks))
+
+    @property
+    def most_rows(self) -> int:
+        """Of a tile."""
+        return max((tile.rows.stop - tile.rows.start for tiles in self.tiles for tile in tiles), default=0)
 
     @property
     def largest_tile(self) -> int:
@@ -202,7 +208,7 @@ def budget_elements(
 
 def chunk_and_tile(
     options: LogitOptions,
-    head_shape: torch.Size,
+    head_shape: Sequence[int],
     dtype: torch.dtype,
     n_valid: int,
     bytes_per_logit: int,
@@ -295,8 +301,10 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
     """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
-    if n_rows == 0 or vocab_size == 0:
+    if n_rows == 0:
         return []
+    if vocab_size == 0:  # a rank that holds only padding
+        return [Tile(slice(0, n_rows), slice(0, 0))]
     columns = elements // n_rows
     rows = n_rows
     if columns >= vocab_size:

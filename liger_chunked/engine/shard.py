@@ -12,14 +12,49 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.head import HeadPass, Tokens
-from liger_chunked.kernels import PartialStats, finish, merge, unround_logps_
+from liger_chunked.kernels import PartialStats, finish, merge
 from liger_chunked.types import TokenStats, VocabShard
+
+Values = TypeVar("Values", bound=Any)
+
+
+def gather(values: Values, shard: VocabShard) -> list[Values]:
+    """Return the ranks' NamedTuples of tensors (n,), in rank order, by one collective."""
+    fields = {name: f for name, f in values._asdict().items() if f is not None}
+    floats = next(f.dtype for f in fields.values() if f.is_floating_point())
+    packed = torch.stack([f if f.dtype == floats else _as_bits(f, floats) for f in fields.values()])
+    if not packed.numel():
+        return [values] * shard.ranks
+    gathered = packed.new_empty(shard.ranks, *packed.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), packed.view(-1), group=shard.group)
+    parts = []
+    for rows in gathered.unbind():
+        found = zip(fields.items(), rows.unbind(), strict=True)
+        parts.append(values._replace(**{k: x if f.dtype == floats else _from_bits(x, f.dtype) for (k, f), x in found}))
+    return parts
+
+
+def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return token ids as the bits of floats, which a collective does not change."""
+    return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
+
+
+def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(torch.int32 if bits.dtype.itemsize == 4 else torch.int64).to(dtype)
+
+
+def of_one_rank(x: Tensor, shard: VocabShard) -> Tensor:
+    """Return the values of the only rank where they are not zero, in place."""
+    if x.numel():
+        dist.all_reduce(x, group=shard.group)
+    return x
 
 
 @dataclass
@@ -40,62 +75,18 @@ class ShardedPass(HeadPass):
         return self._shard.start
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
-        n = tokens.x.shape[0]
-        partial = self._partial(tokens)
-        if n:
-            partial = _merged(partial if tokens.tiles else _of_nothing(partial, n), self._shard)
+        partial = functools.reduce(merge, gather(self._partial(tokens), self._shard))
         return partial, finish(partial, tokens.target, self.vocab_size, self.outputs)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` on the rank that holds the target's row, and send the result to all."""
         columns = self.head.weight.shape[0]
-        target = tokens.target - self.vocab_start
-        here = (target >= 0) & (target < columns)
         both = logps.new_zeros(2, logps.shape[0])
         if columns:
+            target = tokens.target - self.vocab_start
             own = logps.clone()
-            scale = unround_logps_(
-                own,
-                tokens.x,
-                self.head,
-                target.clamp(0, columns - 1),
-                partial.max,
-                partial.sum_exp,
-                self.options,
-                tokens.u,
-            )
-            both = torch.where(here, torch.stack([own, scale]), 0.0)
-        if logps.shape[0]:
-            dist.all_reduce(both, group=self._shard.group)  # one rank's value, and zeros
+            scale = super()._unround(own, tokens._replace(target=target.clamp(0, columns - 1)), partial)
+            both = torch.where((target >= 0) & (target < columns), torch.stack([own, scale]), 0.0)
+        of_one_rank(both, self._shard)
         logps.copy_(both[0])
         return both[1]
-
-
-def _of_nothing(empty: PartialStats, n: int) -> PartialStats:
-    """Return the statistics of n rows without columns, with the fields of `empty`."""
-    fill = {"max": -torch.inf, "target_logit": -torch.inf}
-    fields = {k: None if f is None else f.new_full((n,), fill.get(k, 0)) for k, f in empty._asdict().items()}
-    return PartialStats(**fields)  # type: ignore[arg-type]
-
-
-def _merged(partial: PartialStats, shard: VocabShard) -> PartialStats:
-    """Merge the ranks' statistics, in rank order, by one collective."""
-    fields = {name: f for name, f in partial._asdict().items() if f is not None}
-    dtype = partial.max.dtype
-    packed = torch.stack([f if f.dtype == dtype else _as_bits(f, dtype) for f in fields.values()])
-    gathered = packed.new_empty(shard.ranks, *packed.shape)
-    dist.all_gather_into_tensor(gathered.view(-1), packed.view(-1), group=shard.group)
-    parts = []
-    for rows in gathered.unbind():
-        values = zip(fields.items(), rows.unbind(), strict=True)
-        parts.append(PartialStats(**{k: x if f.dtype == dtype else _from_bits(x, f.dtype) for (k, f), x in values}))
-    return functools.reduce(merge, parts)
-
-
-def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return token ids as the bits of floats, which a collective does not change."""
-    return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
-
-
-def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return bits.view(torch.int32 if bits.dtype.itemsize == 4 else torch.int64).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,9 @@ from liger_chunked.engine.divergences import (
     transformed,
     vector_jacobian,
 )
+from liger_chunked.engine.shard import gather, of_one_rank
 from liger_chunked.kernels import tail_grad_, tail_stats
-from liger_chunked.types import LogitOptions, accumulation_dtype
+from liger_chunked.types import LogitOptions, VocabShard, accumulation_dtype
 
 # Least probability of the teacher's tail, as in TRL.
 LEAST_LEFT = 1e-7
@@ -34,6 +36,7 @@ class TopK:
     options: LogitOptions
     logps: Tensor  # (n_valid, k) in nats, -inf if missing
     ids: Tensor  # (n_valid, k) int64, distinct where present
+    shard: VocabShard | None = None
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         return student.itemsize
@@ -43,9 +46,10 @@ class TopK:
     ) -> Measured:
         wide = accumulation_dtype(student.dtype)
         columns = _Columns.of(self.ids[rows], self.logps[rows], target)
-        raw = student.gather(1, columns.index).to(wide)
-        student.scatter_(1, columns.index, -torch.inf)
-        stats = tail_stats(student, self.options, hard=target is not None)
+        raw = self._read(student, columns.index).to(wide)
+        self._write(student, columns.index, torch.full_like(raw, -torch.inf))
+        of_ranks = None if self.shard is None else functools.partial(gather, shard=self.shard)
+        stats = tail_stats(student, self.options, hard=target is not None, gather=of_ranks)
         hard = None if stats.hard_sum_exp is None else stats.hard_sum_exp.log()
         leaves = [raw, stats.log_sum] if hard is None else [raw, stats.log_sum, hard]
         leaves = [leaf.detach().requires_grad_(with_gradient) for leaf in leaves]
@@ -63,9 +67,34 @@ class TopK:
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
             # The columns' gradients come from unrounded values, and replace the sweep's.
-            return dz.scatter_(1, columns.index, columns.joined(g_raw).to(dz.dtype))
+            return self._write(dz, columns.index, columns.joined(g_raw))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
+
+    def _read(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits (n, k) of ids, from the ranks that hold them."""
+        if self.shard is None:
+            return logits.gather(1, ids)
+        found = logits.new_zeros(ids.shape)
+        rows, k, columns = self._own(ids, logits.shape[1])
+        found[rows, k] = logits[rows, columns]
+        return of_one_rank(found, self.shard)
+
+    def _write(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        """Write `values` (n, k) at ids, where this rank holds them."""
+        values = values.to(logits.dtype)
+        if self.shard is None:
+            return logits.scatter_(1, ids, values)
+        rows, k, columns = self._own(ids, logits.shape[1])
+        logits[rows, columns] = values[rows, k]
+        return logits
+
+    def _own(self, ids: Tensor, n_columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row, position and column of the ids that this rank holds. Waits for the device."""
+        assert self.shard is not None
+        columns = ids - self.shard.start
+        rows, k = ((columns >= 0) & (columns < n_columns)).nonzero(as_tuple=True)
+        return rows, k, columns[rows, k]
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,55 @@ Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from liger_chunked.kernels.backend import exp, jit, log, log2, reciprocal, row_blocks, tl
-from liger_chunked.kernels.divergence_sums import Sums, both_on_triton, pair_arguments, products, sums, widened
+from liger_chunked.kernels.divergence_sums import (
+    Sums,
+    both_on_triton,
+    merge_sums,
+    pair_arguments,
+    products,
+    sums,
+    widened,
+)
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import load_block, transform_block
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import Divergence, LogitOptions, accumulation_dtype
+
+Values = TypeVar("Values", bound=Any)
 
 # Floor of log p: a mixture of two zeros stays finite.
 LOG_ZERO = -1e4
 # As in F.cosine_similarity.
 _MIN_NORM = 1e-8
 _TWO_SWEEPS = ("mixture", "tvd")
+
+
+class Gather(Protocol):
+    """Collects a NamedTuple of values (N,) from all ranks of a split vocabulary, in rank order."""
+
+    def __call__(self, values: Values, /) -> list[Values]: ...
+
+
+class _Compared(NamedTuple):
+    """Sums (N,) over columns of both rows."""
+
+    divergence: Tensor
+    slope: Tensor
+    other_slope: Tensor
+
+
+def _added(values: Values, gather: Gather | None) -> Values:
+    """Add up sums over the ranks."""
+    if gather is None:
+        return values
+    columns = zip(*gather(values), strict=True)
+    return type(values)(*(torch.stack(column).sum(0) for column in columns))
 
 
 class DivergenceStats(NamedTuple):
@@ -301,18 +333,29 @@ def _normalised(sums: Sums) -> DivergenceStats:
 
 
 def _cosine_stats(
-    student: Tensor, teacher: Tensor, target: Tensor | None, options: LogitOptions, teacher_options: LogitOptions
-) -> DivergenceStats:
-    found = products(student, teacher, options, teacher_options)
+    student: Tensor, teacher: Tensor, target: Tensor | None, options: LogitOptions, teacher_options: LogitOptions,
+    gather: Gather | None,
+) -> DivergenceStats:  # fmt: skip
+    found = _added(products(student, teacher, options, teacher_options), gather)
     norm = found.square.sqrt().clamp(min=_MIN_NORM)
     inv_norms = 1.0 / (norm * found.teacher_square.sqrt().clamp(min=_MIN_NORM))
     cosine = found.dot * inv_norms
     stats = DivergenceStats(cosine, centre=cosine, sum_exp=cosine, log_sum=cosine)
     if target is not None:
         hard = options.temperature != 1.0
-        stats = _normalised(sums(student, None, target, "student", options, options, hard))
+        stats = _normalised(_sums(student, None, target, "student", options, options, hard, gather))
     # d(1 - cos)/dz = cos z/|z|**2 - t/(|z| |t|)
     return stats._replace(divergence=1.0 - cosine, slope=cosine / norm.square(), other_slope=inv_norms)
+
+
+def _sums(
+    student: Tensor, teacher: Tensor | None, target: Tensor | None, kind: str, options: LogitOptions,
+    teacher_options: LogitOptions, hard: bool, gather: Gather | None,
+) -> Sums:  # fmt: skip
+    found = sums(student, teacher, target, kind, options, teacher_options, hard)
+    if gather is None:
+        return found
+    return merge_sums(gather(found), kind, options.temperature, teacher_options.temperature)
 
 
 def divergence_stats(
@@ -322,25 +365,29 @@ def divergence_stats(
     divergence: Divergence,
     options: LogitOptions,
     teacher_options: LogitOptions,
+    gather: Gather | None = None,
 ) -> DivergenceStats:
     """Return divergences of pairs of rows, with sums for gradients.
 
     Args:
         student, teacher: (N, V) logits before the transform, rows contiguous.
         target: (N,) int64 for `logps`, or None.
+        gather: if the columns are this rank's part of the vocabulary. The target is then a column, or out of range.
     """
     if divergence.kind == "cosine":
-        return _cosine_stats(student, teacher, target, options, teacher_options)
+        return _cosine_stats(student, teacher, target, options, teacher_options, gather)
     hard = target is not None and options.temperature != 1.0
-    stats = _normalised(sums(student, teacher, target, divergence.kind, options, teacher_options, hard))
+    stats = _normalised(_sums(student, teacher, target, divergence.kind, options, teacher_options, hard, gather))
     if divergence.kind in _TWO_SWEEPS:
-        compute = _second_sweep_triton if both_on_triton(student, teacher) else _second_sweep_torch
-        value, slope, other_slope = compute(student, teacher, stats, divergence, options, teacher_options)
-        return stats._replace(divergence=value, slope=slope, other_slope=other_slope)
+        on_triton = both_on_triton(student, teacher) and student.shape[1]
+        compute = _second_sweep_triton if on_triton else _second_sweep_torch
+        found = _Compared(*compute(student, teacher, stats, divergence, options, teacher_options))
+        return stats._replace(**_added(found, gather)._asdict())
     # The slope of forward KL is -1.
     return stats._replace(slope=stats.divergence) if divergence.kind == "reverse_kl" else stats
 
 
-def tail_stats(logits: Tensor, options: LogitOptions, hard: bool) -> DivergenceStats:
-    """Return normalisers without holes, inputs of -inf; `hard` as in `sums`."""
-    return _normalised(sums(logits, None, None, "tail", options, options, hard and options.temperature != 1.0))
+def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> DivergenceStats:
+    """Return normalisers without holes, inputs of -inf; `hard` as in `sums`, `gather` as in `divergence_stats`."""
+    hard = hard and options.temperature != 1.0
+    return _normalised(_sums(logits, None, None, "tail", options, options, hard, gather))

@@ -21,7 +21,7 @@ from liger_chunked.kernels.divergence import (
     normaliser_arguments,
     softmax_block,
 )
-from liger_chunked.kernels.divergence_sums import both_on_triton, pair_arguments, widened
+from liger_chunked.kernels.divergence_sums import both_on_triton, columns_of, pair_arguments, widened
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.transform import (
     load_block,
@@ -182,7 +182,8 @@ def _divergence_grad_torch_(
             if holes is not None:
                 p.masked_fill_(holes, 0.0)
             if target is not None:
-                p.scatter_add_(1, target[rows, None], p.new_full((p.shape[0], 1), -1.0))
+                column, inside = columns_of(target[rows], p.shape[1])
+                p.scatter_add_(1, column, -inside[:, None].to(p.dtype))
             grad.addcmul_(p, g_logps[rows, None], value=-1.0)
         grad.mul_(options.logit_scale)
         if cap_slope is not None:
@@ -209,6 +210,8 @@ def divergence_grad_(
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
+    if student.shape[1] == 0:
+        return out
     return compute(student, teacher, target, stats, g_divergence, g_logps, divergence, options, teacher_options, out)
 
 
@@ -217,6 +220,8 @@ def tail_grad_(
 ) -> Tensor:
     """Overwrite logits with their gradient, 0 in holes; return it. `stats` is from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
+    if logits.shape[1] == 0:
+        return logits
     # d(hard_log_sum)/dz = p1: -g_logps without a target.
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

@@ -182,8 +182,10 @@ def _sums_kernel(
         if KIND == "reverse_kl":
             tl.store(divergence_ptr + row, row_moment * reciprocal(row_sum_exp) - log_sum + teacher_log_sum)
     if target_logit_ptr is not None:
-        z = tl.load(z_ptr + tl.load(target_ptr + row)).to(tl.float32)
-        tl.store(target_logit_ptr + row, transform_block(z, scale, softcap, None))
+        target = tl.load(target_ptr + row)
+        inside = (target >= 0) & (target < n_cols)
+        z = transform_block(tl.load(z_ptr + target, mask=inside, other=0.0).to(tl.float32), scale, softcap, None)
+        tl.store(target_logit_ptr + row, tl.where(inside, z, -float("inf")))
 
 
 @Kernel
@@ -289,7 +291,8 @@ def _sums_torch(
         z = widened(student[rows], options, dtype, holes=kind == "tail")
         part = {}
         if target is not None:
-            part["target_logit"] = z.gather(1, target[rows][:, None])[:, 0]
+            column, inside = columns_of(target[rows], z.shape[1])
+            part["target_logit"] = z.gather(1, column)[:, 0].masked_fill_(~inside, -torch.inf)
         part["centre"], z = centred_(z)
         if hard:
             part["hard_sum_exp"] = z.exp().sum(1)
@@ -309,6 +312,11 @@ def _sums_torch(
     return Sums(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
+def columns_of(target: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
+    """Return a column (N, 1) for each target, and which targets are columns of the tile."""
+    return target.clamp(0, n_cols - 1)[:, None], (target >= 0) & (target < n_cols)
+
+
 def both_on_triton(student: Tensor, teacher: Tensor | None) -> bool:
     return use_triton(student) and (teacher is None or use_triton(teacher))
 
@@ -323,14 +331,68 @@ def sums(
         kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes -inf.
         hard: add `hard_sum_exp`.
     """
+    if student.shape[1] == 0:
+        return _of_no_columns(student, teacher is not None, target is not None, kind, hard)
     compute = _sums_triton if both_on_triton(student, teacher) else _sums_torch
     return compute(student, teacher, target, kind, options, teacher_options, hard)
+
+
+def _of_no_columns(student: Tensor, has_teacher: bool, has_target: bool, kind: str, hard: bool) -> Sums:
+    nothing = torch.zeros(student.shape[0], dtype=accumulation_dtype(student.dtype), device=student.device)
+    lowest = nothing - torch.inf
+    return Sums(
+        centre=lowest,
+        sum_exp=nothing,
+        log_sum=lowest,
+        hard_sum_exp=nothing if hard else None,
+        target_logit=lowest if has_target else None,
+        teacher_centre=lowest if has_teacher else None,
+        teacher_sum_exp=nothing if has_teacher else None,
+        teacher_log_sum=lowest if has_teacher else None,
+        divergence=nothing if kind in ("forward_kl", "reverse_kl") else None,
+    )
+
+
+def merge_sums(parts: list[Sums], kind: str, temperature: float, teacher_temperature: float) -> Sums:
+    """Join the sums of slices of the vocabulary.
+
+    With the slices' shares P_r of p and Q_r of q, and their divergences K_r within a slice,
+
+        KL(q || p) = sum_r Q_r (K_r + log(Q_r / P_r))
+    """
+    centre, sum_exp, log_shares = _joint([s.centre for s in parts], [s.sum_exp for s in parts], temperature)
+    merged: dict[str, Tensor | None] = {}
+    if parts[0].hard_sum_exp is not None:
+        merged["hard_sum_exp"] = _joint([s.centre for s in parts], [s.hard_sum_exp for s in parts], 1.0)[1]
+    if parts[0].target_logit is not None:
+        merged["target_logit"] = torch.stack([s.target_logit for s in parts]).amax(0)  # type: ignore[misc]
+    if parts[0].teacher_centre is not None:
+        centres, sums = [s.teacher_centre for s in parts], [s.teacher_sum_exp for s in parts]
+        teacher_centre, teacher_sum_exp, of_teacher = _joint(centres, sums, teacher_temperature)
+        merged |= {"teacher_centre": teacher_centre, "teacher_sum_exp": teacher_sum_exp}
+        merged["teacher_log_sum"] = teacher_sum_exp.log()
+        if parts[0].divergence is not None:
+            weights, others = (of_teacher, log_shares) if kind == "forward_kl" else (log_shares, of_teacher)
+            within = torch.stack([s.divergence for s in parts])  # type: ignore[misc]
+            merged["divergence"] = weighted(weights.exp(), within + weights - others).sum(0)
+    return Sums(centre, sum_exp, sum_exp.log(), **merged)
+
+
+def _joint(centres: Any, sums: Any, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest centre, the sum relative to it, and the log of each slice's share (slices, N)."""
+    stacked = torch.stack(centres)
+    centre = stacked.amax(0)
+    scaled = torch.stack(sums) * torch.exp((stacked - torch.where(centre == -torch.inf, 0.0, centre)) / temperature)
+    total = scaled.sum(0)
+    return centre, total, (scaled / total).log()
 
 
 def products(student: Tensor, teacher: Tensor, options: LogitOptions, teacher_options: LogitOptions) -> Products:
     n = student.shape[0]
     dtype = accumulation_dtype(student.dtype)
     found = Products(*(torch.empty(n, dtype=dtype, device=student.device) for _ in Products._fields))
+    if student.shape[1] == 0:
+        return Products(*(x.zero_() for x in found))
     if not both_on_triton(student, teacher):
         for rows in row_blocks(student):
             z, t = widened(student[rows], options, dtype), widened(teacher[rows], teacher_options, dtype)

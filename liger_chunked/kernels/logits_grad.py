@@ -164,4 +164,6 @@ def logits_grad_(
     """
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out
+    if logits.shape[1] == 0:
+        return out
     return compute(logits, target, cotangents, options, vocab_size, vocab_start, class_weight, out)

@@ -264,6 +264,8 @@ def logits_stats(
         target: (N,) int64, in the whole vocabulary.
         class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
     """
+    if logits.shape[1] == 0:
+        return _of_no_columns(logits, outputs)
     if use_triton(logits):
         return _logits_stats_triton(logits, target, options, outputs, vocab_start, class_weight, whole=False)[0]
     return _logits_stats_torch(logits, target, options, outputs, vocab_start, class_weight)
@@ -287,6 +289,14 @@ def row_stats(
         log_sum_sq_probs=stored.sum_exp_sq,
     )
     return PartialStats(stored.max, stored.sum_exp), stats
+
+
+def _of_no_columns(logits: Tensor, outputs: tuple[str, ...]) -> PartialStats:
+    nothing = torch.zeros(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
+    lowest = nothing - math.inf
+    sums: dict[str, Tensor | None] = {name: nothing if wanted else None for name, wanted in _wanted(outputs).items()}
+    argmax = sums.pop("argmax")
+    return PartialStats(lowest, nothing, lowest, argmax=None if argmax is None else argmax.long(), **sums)
 
 
 def concatenate(parts: list[PartialStats]) -> PartialStats:

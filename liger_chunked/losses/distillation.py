@@ -34,6 +34,7 @@ from liger_chunked.types import (
     Head,
     LogitOptions,
     LogitOptionsDict,
+    VocabShard,
     Weight,
     accumulation_dtype,
 )
@@ -121,6 +122,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         teacher_ids: Tensor | None = None,
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        vocab_shard: VocabShard | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
 
@@ -133,16 +135,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
+            vocab_shard: if both models' weights and biases are this rank's part of one vocabulary that is split over
+                ranks, see `VocabShard`. A teacher's ids are those of the whole vocabulary.
 
         Raises:
             ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
         """
-        head = Head(weight, bias)
+        head = Head(weight, bias, vocab_shard)
         check_projection(head, input)
-        layout = self._layout(weight, input, target, mask)
+        layout = self._layout(head, input, target, mask)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
-        route = self._route_of_top_k(head, layout, given) if teacher is None else self._route_of_logits()
+        route = self._route_of_top_k(head, layout, given) if teacher is None else self._route_of_logits(vocab_shard)
         n_items: float | Tensor = max(1, layout.n_valid)
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
@@ -155,7 +159,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
-    def _layout(self, weight: Weight, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
+    def _layout(self, head: Head, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -169,12 +173,12 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if target is None:
             if mask is None:
                 return lay_out_every(shape.numel())
-            return lay_out(mask.long() - 1, self._group, -1, weight.shape[0])
-        check_target(target, input, weight=weight)
+            return lay_out(mask.long() - 1, self._group, -1, head.vocab_size)
+        check_target(target, input, weight=head.weight)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(target, self._group, self.options.ignore_index, weight.shape[0])
+        return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
 
     def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
@@ -193,13 +197,13 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps and "
                 f"teacher_ids, {got}"
             )
-        check_projection(Head(weight, bias), teacher_input, "teacher_")
+        check_projection(Head(weight, bias, head.shard), teacher_input, "teacher_")
         if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.device != input.device:
             raise ValueError(
                 f"teacher_input must be {(*input.shape[:-1], 'H_teacher')} on {input.device}, as input "
                 f"{tuple(input.shape)} is, got {tuple(teacher_input.shape)} on {teacher_input.device}"
             )
-        vocab_size = head.weight.shape[0]
+        vocab_size = head.columns
         if weight.shape[0] < vocab_size:
             raise ValueError(
                 f"teacher_weight must have at least the {vocab_size} rows of weight {tuple(head.weight.shape)}, "
@@ -208,13 +212,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weight, shared = weight.detach(), slice(0, vocab_size)
         if weight.shape[0] > vocab_size:
             weight = weight[shared]
-        cut = Head(weight, None if bias is None else along(bias.detach(), shared))
+        cut = Head(weight, None if bias is None else along(bias.detach(), shared), head.shard)
         return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
 
-    def _route_of_logits(self) -> ClosedForm | ByAutograd:
+    def _route_of_logits(self, shard: VocabShard | None = None) -> ClosedForm | ByAutograd:
         closed_form = self.closed_form()
         if closed_form is not None:
-            return ClosedForm(closed_form, self.options, self.teacher_options)
+            return ClosedForm(closed_form, self.options, self.teacher_options, shard)
+        if shard is not None:
+            raise ValueError(
+                f"{type(self).__name__}.divergence needs whole rows of logits, got vocab_shard: gather the weights, or "
+                "return a Divergence from closed_form"
+            )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
     def _route_of_top_k(self, head: Head, layout: Layout, given: _Given) -> TopK:
@@ -226,7 +235,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if self.teacher_options is not self.options:
             raise ValueError("teacher_options are for teacher_input, got teacher_logps, which have no transform")
         logps, ids = _top_k(head, layout, given)
-        return TopK(self.divergence, self.options, logps, ids)
+        return TopK(self.divergence, self.options, logps, ids, head.shard)
 
     def extra_repr(self) -> str:
         weights = f"weight_hard_loss={self.weight_hard_loss}, weight_soft_loss={self.weight_soft_loss}"
@@ -237,7 +246,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
     """Return the checked top-k of the tokens that count, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
-    device, vocab_size = head.weight.device, head.weight.shape[0]
+    device, vocab_size = head.weight.device, head.vocab_size
     if not isinstance(logps, Tensor) or not logps.is_floating_point():
         got = logps.dtype if isinstance(logps, Tensor) else type(logps).__name__
         raise TypeError(f"teacher_logps must be a floating-point tensor, got {got}")
