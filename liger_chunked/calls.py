@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked import arguments
+from liger_chunked.dtensor import any_dtensor, localized
 from liger_chunked.kernels.operands import plain
 from liger_chunked.types import AdaptedWeight, Weight
 
@@ -95,6 +96,9 @@ def entry_point(function: Function) -> Function:
     is_method = positional[0] == "self"
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if any_dtensor(args) or any_dtensor(kwargs.values()):
+            named = localized({**dict(zip(positional, args, strict=False)), **kwargs})
+            args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
         args = plain(positional, args)
         if kwargs:
             given = tuple(kwargs.values())

@@ -23,6 +23,7 @@ from liger_chunked.types import (
     PolicyMetrics,
     PreferenceMetrics,
     UnpairedPreferenceMetrics,
+    VocabShard,
     Weight,
 )
 
@@ -53,6 +54,7 @@ def cross_entropy_loss(
     num_items: float | Tensor | None = None,
     token_weights: Tensor | None = None,
     ce_weight: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
@@ -101,7 +103,16 @@ def cross_entropy_loss(
         temperature=temperature,
         logits_budget=logits_budget,
     )
-    return loss(weight, hidden, target, bias, num_items=num_items, token_weights=token_weights, ce_weight=ce_weight)
+    return loss(
+        weight,
+        hidden,
+        target,
+        bias,
+        num_items=num_items,
+        token_weights=token_weights,
+        ce_weight=ce_weight,
+        vocab_shard=vocab_shard,
+    )
 
 
 @entry_point
@@ -116,6 +127,7 @@ def dpo_loss(
     *,
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     loss_type: str | Callable[[Pairs], Tensor] | Sequence[str | Callable[[Pairs], Tensor]] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
@@ -173,7 +185,16 @@ def dpo_loss(
         logits_budget=logits_budget,
     )
     return loss(
-        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+        weight,
+        hidden,
+        target,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        nll_target=nll_target,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -189,6 +210,7 @@ def orpo_loss(
     *,
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -221,7 +243,16 @@ def orpo_loss(
         logits_budget=logits_budget,
     )
     return loss(
-        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+        weight,
+        hidden,
+        target,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        nll_target=nll_target,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -237,6 +268,7 @@ def cpo_loss(
     *,
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     cpo_alpha: float = 1.0,
     label_smoothing: float = 0.0,
@@ -280,7 +312,16 @@ def cpo_loss(
         logits_budget=logits_budget,
     )
     return loss(
-        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+        weight,
+        hidden,
+        target,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        nll_target=nll_target,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -296,6 +337,7 @@ def simpo_loss(
     *,
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     gamma: float = 0.5,
     alpha: float = 1.0,
@@ -339,7 +381,16 @@ def simpo_loss(
         logits_budget=logits_budget,
     )
     return loss(
-        weight, hidden, target, bias, ref_input, ref_weight, ref_bias, ref_logps=ref_logps, nll_target=nll_target
+        weight,
+        hidden,
+        target,
+        bias,
+        ref_input,
+        ref_weight,
+        ref_bias,
+        ref_logps=ref_logps,
+        nll_target=nll_target,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -362,6 +413,7 @@ def kto_loss(
     ref_kl_logps: Tensor | None = None,
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     loss_type: str = "kto",
     desirable_weight: float = 1.0,
@@ -420,6 +472,7 @@ def kto_loss(
         ref_kl_logps=ref_kl_logps,
         delta=delta,
         example_weights=example_weights,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -442,6 +495,7 @@ def bco_loss(
     ref_kl_logps: Tensor | None = None,
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.1,
     average_log_prob: bool = False,
     use_ref_model: bool | None = None,
@@ -494,6 +548,7 @@ def bco_loss(
         ref_kl_logps=ref_kl_logps,
         delta=delta,
         example_weights=example_weights,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -513,6 +568,7 @@ def grpo_loss(
     ref_bias: Tensor | None = None,
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.0,
     surrogate: str = "clip",
     reduction: str = "grpo",
@@ -590,6 +646,7 @@ def grpo_loss(
         ref_bias=ref_bias,
         importance_weights=importance_weights,
         num_items=num_items,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -607,6 +664,7 @@ def kl_div_loss(
     teacher_ids: Tensor | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     reverse: bool = False,
     skew: float = 0.0,
     weight_hard_loss: float = 0.5,
@@ -658,6 +716,7 @@ def kl_div_loss(
         teacher_ids=teacher_ids,
         mask=mask,
         num_items=num_items,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -675,6 +734,7 @@ def jsd_loss(
     teacher_ids: Tensor | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     beta: float = 0.5,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
@@ -724,6 +784,7 @@ def jsd_loss(
         teacher_ids=teacher_ids,
         mask=mask,
         num_items=num_items,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -741,6 +802,7 @@ def tvd_loss(
     teacher_ids: Tensor | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
     teacher_options: LogitOptions | None = None,
@@ -788,6 +850,7 @@ def tvd_loss(
         teacher_ids=teacher_ids,
         mask=mask,
         num_items=num_items,
+        vocab_shard=vocab_shard,
     )
 
 
@@ -805,6 +868,7 @@ def cosine_similarity_loss(
     teacher_ids: Tensor | None = None,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
+    vocab_shard: VocabShard | None = None,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
     teacher_options: LogitOptions | None = None,
@@ -852,4 +916,5 @@ def cosine_similarity_loss(
         teacher_ids=teacher_ids,
         mask=mask,
         num_items=num_items,
+        vocab_shard=vocab_shard,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -100,3 +101,122 @@ def all_losses(rank: int, world: str, folder: str, every: str) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
     fresh_process.spawn(all_losses, world, str(world), str(tmp_path), str(every))
+
+
+def dtensors(rank: int, world: str, folder: str, every: str) -> None:
+    """Weights sharded on dim 0 by `distribute_tensor`; hidden states plain, replicated, or sharded."""
+    initialize(rank, world, folder)
+    # Four ranks: two that hold the same, times two that split the vocabulary.
+    shape = (2,) if world == "2" else (2, 2)
+    mesh = init_device_mesh("cpu", shape)
+    rest = [Replicate()] * (len(shape) - 1)
+    ways = {"plain": None, "replicated": Replicate(), "sequence": Shard(1), "batch": Shard(0)}
+    for i, row in enumerate(row for row in ROWS if row.kernels):
+        batch = row.sample(SMALL, i)
+        whole = evaluate(partial(row.ours), batch)
+        for j, (way, placement) in enumerate(ways.items()):
+            if every != "True" and i % len(ways) != j:
+                continue
+            heads = {name for pair in HEADS.items() for name in pair}
+            inputs = {"input", "ref_input", "teacher_input", "kl_input", "ref_kl_input"}
+            given: Batch = dict(batch)
+            for name, x in batch.items():
+                if name in heads:
+                    given[name] = distribute_tensor(x, mesh, [*rest, Shard(0)])
+                elif placement is not None and (name in inputs or name == "target"):
+                    given[name] = distribute_tensor(x, mesh, [*rest, placement])
+            ours = evaluate(row.ours, given)
+            for name, expected in whole.items():
+                found = ours[name]
+                if isinstance(found, DTensor):
+                    assert found.placements == given[name].placements, (row.id, way, name)
+                    found = found.full_tensor()
+                assert same_on_all_ranks(found), (row.id, way, name)
+                assert relative_error(found, expected) < 1e-9, (row.id, way, name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_dtensors(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
+    fresh_process.spawn(dtensors, world, str(world), str(tmp_path), str(every))
+
+
+def contracts(rank: int, folder: str) -> None:
+    initialize(rank, "2", folder)
+    generator = torch.Generator().manual_seed(0)
+    vocab, hidden, n = 640, 16, 48
+    weight = torch.randn(vocab, hidden, generator=generator)
+    input = torch.randn(n, hidden, generator=generator)
+    target = torch.randint(vocab, (n,), generator=generator)
+    own = slice(rank * vocab // 2, (rank + 1) * vocab // 2)
+    shard = VocabShard(None, own.start, vocab)
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def gradients(dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        w = (weight if "vocab_shard" not in options else weight[own]).to(dtype, copy=True).requires_grad_()
+        x = input.to(dtype, copy=True).requires_grad_()
+        value = loss(w, x, target, **options)
+        value.backward()
+        assert w.grad is not None and x.grad is not None
+        return value.detach(), w.grad, x.grad
+
+    # A half's products are half of the whole's: three for each logit of this rank.
+    with FlopCounterMode(display=False) as counter:
+        gradients(torch.float32, vocab_shard=shard)
+    assert counter.get_total_flops() == 3 * 2 * n * hidden * vocab // 2
+
+    # 16 bits: the target's logit is unrounded on the rank that holds it.
+    exact = gradients(torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        one, two = gradients(dtype), gradients(dtype, vocab_shard=shard)
+        for k, (a, b, e) in enumerate(zip(one, two, exact, strict=True)):
+            a, e = (a[own], e[own]) if k == 1 else (a, e)
+            assert relative_error(b, e) <= 1.1 * relative_error(a, e) + 1e-7, (dtype, k)
+        assert same_on_all_ranks(two[0]) and same_on_all_ranks(two[2])
+        assert all(torch.equal(a, b) for a, b in zip(two, gradients(dtype, vocab_shard=shard), strict=True))
+
+    # The rank's share of dX, if the caller adds the shares.
+    share = gradients(torch.float32, vocab_shard=dataclasses.replace(shard, input_grad="partial"))[2]
+    dist.all_reduce(share)
+    torch.testing.assert_close(share, gradients(torch.float32, vocab_shard=shard)[2])
+
+    # The statistics under any upstream gradient, twice.
+    w, x = weight[own].clone().requires_grad_(), input.clone().requires_grad_()
+    stats = linear_token_stats(w, x, target, outputs=("logps", "entropy", "argmax"), vocab_shard=shard)
+    assert torch.equal(stats.argmax, (input @ weight.T).argmax(1))
+    upstream = torch.randn(n, generator=generator)
+    first = torch.autograd.grad((stats.logps * upstream + stats.entropy).sum(), (w, x), retain_graph=True)
+    second = torch.autograd.grad((stats.logps * upstream + stats.entropy).sum(), (w, x))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    z = (x.detach().requires_grad_() @ weight.T).log_softmax(-1)
+    torch.testing.assert_close(stats.entropy, -(z.exp() * z).sum(1))
+
+    refusals: dict[str, tuple[Callable[[], Any], str]] = {
+        "gap": (lambda: VocabShard(None, 400 * rank, vocab), "vocab_shard.start of rank 1 is 400, expected 320"),
+        "short": (lambda: VocabShard(None, own.start, 700), "the shards cover 640 rows of a vocabulary of 700"),
+        "sizes": (lambda: VocabShard(None, own.start, vocab + rank), "must be the same on all ranks"),
+        "negative": (lambda: VocabShard(None, -1, vocab), "start must be 0 or more"),
+        "name": (lambda: VocabShard(None, 0, vocab, input_grad="sum"), "input_grad must be"),  # type: ignore[arg-type]
+    }
+    for made, message in refusals.values():
+        with pytest.raises(ValueError, match=message):
+            loss(weight[own], input, target, vocab_shard=made())
+    with pytest.raises(ValueError, match="target holds 640, expected .* 0 to 639"):
+        loss(weight[own], input, target + 640 - target.max(), vocab_shard=shard)
+    with pytest.raises(ValueError, match=r"ce_weight must have one value for each of the 640 ids"):
+        loss(weight[own], input, target, ce_weight=torch.ones(320), vocab_shard=shard)
+
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match="weight must be replicated, or sharded on dim 0"):
+        loss(distribute_tensor(weight, mesh, [Shard(1)]), input, target)
+    with pytest.raises(TypeError, match="bias must be distributed like weight"):
+        bias = distribute_tensor(torch.zeros(vocab), mesh, [Replicate()])
+        loss(distribute_tensor(weight, mesh, [Shard(0)]), input, target, bias)
+    with pytest.raises(TypeError, match="input must be replicated, or sharded on the batch or the sequence"):
+        loss(distribute_tensor(weight, mesh, [Shard(0)]), distribute_tensor(input, mesh, [Shard(1)]), target)
+    dist.destroy_process_group()
+
+
+def test_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(contracts, 2, str(tmp_path))

@@ -1,0 +1,107 @@
+"""Arguments that are DTensors, as `parallelize_module` makes them: each becomes this rank's plain tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.types import VocabShard, described
+
+_BIASES = {"weight": "bias", "ref_weight": "ref_bias", "teacher_weight": "teacher_bias"}
+_INPUTS = ("input", "hidden", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
+
+
+def any_dtensor(values: Iterable[Any]) -> bool:
+    """Return whether a value is a DTensor, without importing their module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(x, module.DTensor) for x in values)
+
+
+def localized(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
+
+    - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`, and so is its bias.
+    - Hidden states are replicated, or sharded on the batch or the sequence over that mesh dimension: then they are
+      gathered, and their gradient is reduced and scattered.
+    - Other tensors are gathered.
+
+    Raises:
+        TypeError: another placement.
+    """
+    weight = arguments.get("weight")
+    given = arguments.get("vocab_shard")
+    shard = _shard_of(weight) if any_dtensor([weight]) else None
+    if shard is not None and given is not None:
+        raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
+    dim = None if shard is None else _sharded_dim("weight", weight)
+    scatters = False
+    local = dict(arguments)
+    for name, x in arguments.items():
+        if not any_dtensor([x]):
+            continue
+        if name in _BIASES or name in _BIASES.values():
+            if _sharded_dim(name, x) != dim:
+                raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
+            local[name] = x.to_local(grad_placements=x.placements)
+        elif name in _INPUTS:
+            local[name], sharded = _replicated(name, x, dim)
+            scatters |= sharded and name in ("input", "hidden")
+        else:
+            local[name] = x.full_tensor()
+    if shard is not None:
+        input_grad: Any = "partial" if scatters else "all_reduce"
+        local["vocab_shard"] = VocabShard(*shard, input_grad=input_grad)
+    return local
+
+
+def _placed(x: Any) -> str:
+    placements = getattr(x, "placements", None)
+    return f"{described(x)}, not distributed" if placements is None else f"{tuple(x.shape)} {tuple(placements)}"
+
+
+def _sharded_dim(name: str, x: Any) -> int | None:
+    """Return the mesh dimension over which rows are sharded; None for a replicated tensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]
+    if not split:
+        return None
+    if len(split) > 1 or type(x.placements[split[0]]) is not Shard or x.placements[split[0]].dim != 0:
+        raise TypeError(
+            f"{name} must be replicated, or sharded on dim 0 over one mesh dimension, got {_placed(x)}. If FSDP shards "
+            "it too, call the loss inside the forward of the module that owns it"
+        )
+    return split[0]
+
+
+def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
+    """Return group, start and size of a vocabulary that a DTensor shards, or None."""
+    dim = _sharded_dim("weight", weight)
+    if dim is None:
+        return None
+    group = weight.device_mesh.get_group(dim)
+    vocab_size = weight.shape[0]
+    rows = -(-vocab_size // torch.distributed.get_world_size(group))  # as torch.chunk cuts
+    return group, min(vocab_size, rows * torch.distributed.get_rank(group)), vocab_size
+
+
+def _replicated(name: str, x: Any, dim: int | None) -> tuple[Tensor, bool]:
+    """Return all hidden states as a plain tensor, and whether they were sharded."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]
+    if not split:
+        return x.to_local(grad_placements=x.placements), False
+    placement = x.placements[split[0]]
+    if split != [dim] or type(placement) is not Shard or placement.dim % x.ndim == x.ndim - 1:
+        raise TypeError(
+            f"{name} must be replicated, or sharded on the batch or the sequence over the mesh dimension that shards "
+            f"weight, got {_placed(x)}: pass to_local() where each rank has a batch of its own"
+        )
+    whole = x.redistribute(placements=[Replicate()] * len(x.placements))
+    shares = [Partial() if i == dim else Replicate() for i in range(len(x.placements))]
+    return whole.to_local(grad_placements=shares), True
