@@ -30,7 +30,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     - Other tensors are gathered.
 
     Raises:
-        TypeError: another placement.
+        TypeError, ValueError: another placement, or a vocabulary of another size.
     """
     weight = arguments.get("weight")
     given = arguments.get("vocab_shard")
@@ -46,6 +46,11 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
         if name in _BIASES or name in _BIASES.values():
             if _sharded_dim(name, x) != dim:
                 raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
+            if dim is not None and x.shape[0] != weight.shape[0]:
+                raise ValueError(
+                    f"{name} must have the {weight.shape[0]} rows of weight, for the same ids on each rank, "
+                    f"got {_placed(x)}"
+                )
             local[name] = x.to_local(grad_placements=x.placements)
         elif name in _INPUTS:
             local[name], sharded = _replicated(name, x, dim)

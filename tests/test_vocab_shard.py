@@ -14,8 +14,11 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from liger_chunked import VocabShard
+from liger_chunked import LigerFusedLinearCrossEntropyLoss, VocabShard, linear_token_stats
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -97,7 +100,7 @@ def all_losses(rank: int, world: str, folder: str, every: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
     fresh_process.spawn(all_losses, world, str(world), str(tmp_path), str(every))
@@ -123,8 +126,12 @@ def dtensors(rank: int, world: str, folder: str, every: str) -> None:
             for name, x in batch.items():
                 if name in heads:
                     given[name] = distribute_tensor(x, mesh, [*rest, Shard(0)])
-                elif placement is not None and (name in inputs or name == "target"):
+                elif placement is not None and name in inputs:
                     given[name] = distribute_tensor(x, mesh, [*rest, placement])
+            if "teacher_weight" in batch and batch["teacher_weight"].shape[0] > SMALL.vocab:
+                with pytest.raises(ValueError, match=r"teacher_weight must have the 23 rows of weight"):
+                    row.ours(given)
+                continue
             ours = evaluate(row.ours, given)
             for name, expected in whole.items():
                 found = ours[name]
@@ -193,28 +200,32 @@ def contracts(rank: int, folder: str) -> None:
     torch.testing.assert_close(stats.entropy, -(z.exp() * z).sum(1))
 
     refusals: dict[str, tuple[Callable[[], Any], str]] = {
-        "gap": (lambda: VocabShard(None, 400 * rank, vocab), "vocab_shard.start of rank 1 is 400, expected 320"),
+        "gap": (lambda: VocabShard(None, 400 * rank, vocab - 1), "vocab_shard.start of rank 1 is 400, expected 320"),
         "short": (lambda: VocabShard(None, own.start, 700), "the shards cover 640 rows of a vocabulary of 700"),
-        "sizes": (lambda: VocabShard(None, own.start, vocab + rank), "must be the same on all ranks"),
+        "sizes": (lambda: VocabShard(None, own.start, vocab + 1 + rank), "must be the same on all ranks"),
         "negative": (lambda: VocabShard(None, -1, vocab), "start must be 0 or more"),
         "name": (lambda: VocabShard(None, 0, vocab, input_grad="sum"), "input_grad must be"),  # type: ignore[arg-type]
     }
     for made, message in refusals.values():
         with pytest.raises(ValueError, match=message):
             loss(weight[own], input, target, vocab_shard=made())
-    with pytest.raises(ValueError, match="target holds 640, expected .* 0 to 639"):
+    with pytest.raises(ValueError, match=r"target holds 640, expected .* 0 to 639"):
         loss(weight[own], input, target + 640 - target.max(), vocab_shard=shard)
     with pytest.raises(ValueError, match=r"ce_weight must have one value for each of the 640 ids"):
         loss(weight[own], input, target, ce_weight=torch.ones(320), vocab_shard=shard)
 
     mesh = init_device_mesh("cpu", (2,))
+    whole, everywhere = distribute_tensor(weight, mesh, [Shard(0)]), distribute_tensor(target, mesh, [Shard(0)])
+    assert torch.allclose(loss(whole, input, everywhere), loss(weight, input, target))
+    with pytest.raises(TypeError, match="got vocab_shard too"):
+        loss(whole, input, target, vocab_shard=shard)
     with pytest.raises(TypeError, match="weight must be replicated, or sharded on dim 0"):
         loss(distribute_tensor(weight, mesh, [Shard(1)]), input, target)
     with pytest.raises(TypeError, match="bias must be distributed like weight"):
         bias = distribute_tensor(torch.zeros(vocab), mesh, [Replicate()])
-        loss(distribute_tensor(weight, mesh, [Shard(0)]), input, target, bias)
+        loss(whole, input, target, bias)
     with pytest.raises(TypeError, match="input must be replicated, or sharded on the batch or the sequence"):
-        loss(distribute_tensor(weight, mesh, [Shard(0)]), distribute_tensor(input, mesh, [Shard(1)]), target)
+        loss(whole, distribute_tensor(input, mesh, [Shard(1)]), target)
     dist.destroy_process_group()
 
 

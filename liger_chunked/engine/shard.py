@@ -24,6 +24,9 @@ from liger_chunked.types import TokenStats, VocabShard
 
 Values = TypeVar("Values", bound=Any)
 
+# The second name is deprecated since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def gather(values: Values, shard: VocabShard) -> list[Values]:
     """Return the ranks' NamedTuples of tensors (n,), in rank order, by one collective."""
@@ -33,7 +36,7 @@ def gather(values: Values, shard: VocabShard) -> list[Values]:
     if not packed.numel():
         return [values] * shard.ranks
     gathered = packed.new_empty(shard.ranks, *packed.shape)
-    dist.all_gather_into_tensor(gathered.view(-1), packed.view(-1), group=shard.group)
+    _all_gather(gathered.view(-1), packed.view(-1), group=shard.group)
     parts = []
     for rows in gathered.unbind():
         found = zip(fields.items(), rows.unbind(), strict=True)
