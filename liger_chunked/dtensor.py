@@ -32,7 +32,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: another placement, or a vocabulary of another size.
     """
-    weight = arguments.get("weight")
+    weight: Any = arguments.get("weight")
     given = arguments.get("vocab_shard")
     shard = _shard_of(weight) if any_dtensor([weight]) else None
     if shard is not None and given is not None:

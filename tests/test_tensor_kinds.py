@@ -415,9 +415,27 @@ def test_refused_by_name(call: Call, argument: str, kind: str, grad: bool) -> No
     batch = call.batch()
     if batch[argument].ndim < ndim:
         pytest.skip(f"{kind} has {ndim} dimensions or more")
+    if call in LOSSES and make in (REFUSED["dtensor"][0], REFUSED["dtensor-sharded"][0]):
+        check_dtensor(call, batch, argument, kind, grad)
+        return
     expected = f"^{argument} must be a plain dense torch.Tensor, got .*{message.replace('{}', argument)}"
     with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=expected):
         call.function(**replaced(batch, argument, make))
+
+
+def check_dtensor(call: Call, batch: dict[str, Tensor], argument: str, kind: str, grad: bool) -> None:
+    """A loss serves a replicated DTensor. It serves or refuses a sharded one (test_vocab_shard.py)."""
+    given = replaced(batch, argument, REFUSED[kind][0])
+    with torch.set_grad_enabled(grad):
+        expected = call.function(**batch)
+        try:
+            ours = call.function(**given)
+        except (TypeError, ValueError) as refused:
+            assert kind == "dtensor-sharded" and str(refused).startswith(argument), refused
+            return
+    for x, exact in zip(*(found if isinstance(found, tuple) else (found,) for found in (ours, expected)), strict=True):
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(x, exact)
 
 
 @every_call

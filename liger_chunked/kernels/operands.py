@@ -100,7 +100,7 @@ _WRAPPERS = (
         "torch.distributed.tensor",
         "DTensor",
         "distributed over ranks: pass {name}.full_tensor(), or {name}.to_local() where this rank holds all of it. Call "
-        "either inside the forward of the module that owns it. A head whose vocabulary stays sharded is not supported",
+        "either inside the forward of the module that owns it",
     ),
     (
         "torch._subclasses.fake_tensor",
