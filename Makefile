@@ -19,10 +19,12 @@ test: $(VENV)/.dev
 test-all:
 	$(MAKE) test TESTS=--exhaustive
 
-# Lines of the package that the first half of `make test` runs.
+# Lines of the package that `make test` runs. Tracing makes the interpreter several times as slow.
 coverage: $(VENV)/.dev
 	$(INSTALL) pytest-cov
-	$(PYTEST) -m "not gpu" --cov=liger_chunked --cov-report=term:skip-covered
+	$(PYTEST) -m "not gpu" --cov=liger_chunked --cov-report=
+	TRITON_INTERPRET=1 $(PYTEST) -m "triton and not gpu" tests --cov=liger_chunked --cov-append \
+		--cov-report=term:skip-covered
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

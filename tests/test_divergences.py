@@ -40,6 +40,7 @@ def by_autograd(loss: LigerFusedLinearDistillationBase, z: Tensor, t: Tensor) ->
 # HARD_CASES 15: the ends of beta, disjoint distributions, a student that equals its teacher
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize("loss", [*LOSSES.values(), LigerFusedLinearCosineSimilarityLoss()], ids=[*LOSSES, "cosine"])
 @pytest.mark.parametrize("cols", [7, 127, 1000, 5000])
@@ -138,6 +139,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.sampled(interpreted=True)
 @pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "temperature"), [("bfloat16", 1.0), ("bfloat16", 0.6), ("float16", 3.0)])
 @pytest.mark.parametrize("loss", MIXTURES.values(), ids=MIXTURES)
