@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error, rows
 from test_cost import Memory
+from test_values import ERROR_SIZES, FACTOR, rms
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -92,3 +93,45 @@ def test_equal_to_the_dense_head(row, setting, frozen):
     batch = with_factors(row.sample(sizes, 3))
     budget = None if tokens is None else int(tokens * sizes.vocab * 8)
     compare(row, batch, 1e-9, [x for x in TRAINABLE if x not in frozen], upstream=-1.7, logits_budget=budget)
+
+
+class PeftHead:
+    """A weight whose product is that of PEFT's `lora.Linear`: the adapter in float32, added to the rounded output."""
+
+    def __init__(self, weight: Tensor, down: Tensor, up: Tensor) -> None:
+        self.weight, self.down, self.up = weight, down, up
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+
+    def __getitem__(self, rows: slice) -> PeftHead:
+        return PeftHead(self.weight[rows], self.down, self.up[rows])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        assert function is F.linear
+        x, head, bias = args
+        result = F.linear(x, head.weight, bias)
+        return (result + SCALE * F.linear(F.linear(x.to(head.down.dtype), head.down), head.up)).to(result.dtype)
+
+
+@pytest.mark.sampled
+@by_row
+@pytest.mark.parametrize("chunks", [False, True], ids=["one-chunk", "chunks"])
+def test_bfloat16_error_is_that_of_peft(row, chunks):
+    """With adapters in float32 beside a bfloat16 head, as PEFT keeps them."""
+    budget = 61 * ERROR_SIZES.vocab * 2 if chunks else None
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(3 * row.batches):
+        batch = with_factors(row.sample(ERROR_SIZES, seed), seed)
+        factors = {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}
+        batch = moved(batch, torch.bfloat16) | factors
+        exact = evaluate(lambda b: row.oracle(with_weights(b, dense)), moved(batch, torch.float64), TRAINABLE)
+        eager = evaluate(lambda b: row.oracle(with_weights(b, PeftHead)), batch, TRAINABLE)
+        ours = evaluate(lambda b: row.ours(with_weights(b, adapted), logits_budget=budget), batch, TRAINABLE)
+        for name in exact.keys() - {"loss"}:
+            assert ours[name].dtype == batch[name].dtype
+            off = [float((result[name].double() - exact[name]).norm()) for result in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        error, bound = rms(of_ours, norms), FACTOR * rms(of_eager, norms)
+        assert error <= bound, f"{name}: {error:.3e} against {bound:.3e}"

@@ -69,11 +69,11 @@ class Teacher(NamedTuple):
 
     @classmethod
     def of(cls, head: Head, input: Tensor, options: LogitOptions) -> Teacher:
-        weight, up, u = head.weight, None, None
+        weight, up, u, dtype = head.weight, None, None, compute_dtype(head, input)
         if isinstance(weight, AdaptedWeight):
             with torch.no_grad():
-                weight, up, u = apply_down(weight, input)
-        return cls(HeadTensors(weight, head.bias, up), input, options, compute_dtype(head, input), u)
+                weight, up, u = apply_down(weight, input, dtype)
+        return cls(HeadTensors(weight, head.bias, up), input, options, dtype, u)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class DistillationPass:
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, dz, self._gradient = self.grads, self._gradient, None
         assert grads is not None and dz is not None
-        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u)
+        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u, self.head.up)
         grads.add(Tile(slice(0, dz.shape[0]), slice(0, dz.shape[1])), dz, tokens.x, self.head.weight, dx)
         grads.close_chunk(dx, tokens.rows)
 

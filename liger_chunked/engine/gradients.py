@@ -79,6 +79,7 @@ class HeadGradients:
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
+        self._wide_input = self._half  # whether products of dX are float32
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
@@ -98,12 +99,12 @@ class HeadGradients:
             # float64: db is small and may sum a term per token.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._low_rank: HeadGradients | None = None
-        self._chunk: tuple[Tensor, Tensor | None] | None = None  # u and du of the open chunk
+        self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
-            self._up = head.up
             low_rank = Needs(needs.u, needs.up)
             self._low_rank = HeadGradients(layout, u, HeadTensors(head.up), compute_dtype, low_rank, n_contributions)
+            self._low_rank._wide_input = True  # du is small, and may be float32
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
@@ -129,14 +130,20 @@ class HeadGradients:
         if self._low_rank is not None:
             self._low_rank._rescale(factor)
 
-    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's dX if possible, or None. `u` are an adapter's rows."""
-        if self._low_rank is not None and u is not None:
-            self._chunk = u, self._low_rank.open_input(u, chunk_rows, one_slice)
+    def open_input(
+        self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
+    ) -> Tensor | None:
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None.
+
+        `u`, the chunk's rows, and `up` are an adapter's, in the products' dtype.
+        """
+        if self._low_rank is not None:
+            assert u is not None and up is not None
+            self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
         gradient = self._input_gradient()
         if gradient is None:
             return None
-        dtype = x.dtype if one_slice and not self._half else accumulation_dtype(x.dtype)
+        dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
         if self._layout.rows is None and dtype == gradient.dtype:
             return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -161,8 +168,7 @@ class HeadGradients:
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
         if self._low_rank is not None and self._chunk is not None:
-            u, du = self._chunk
-            self._low_rank.add(tile, dz, u, self._up, du)
+            self._low_rank.add(tile, dz, *self._chunk)
 
     @property
     def accumulates(self) -> bool:
@@ -202,7 +208,7 @@ class HeadGradients:
         """Move a chunk's dX to its place. Later tiles add to dW."""
         self._nothing_yet = False
         if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.close_chunk(self._chunk[1], chunk_rows)
+            self._low_rank.close_chunk(self._chunk[2], chunk_rows)
             self._chunk = None
         if self._input is None or dx is None:
             return
