@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from table import ROWS, SMALL, Batch, Row, Sizes, evaluate, moved, n_valid, relative_error, rows
-from test_cost import Memory
+from table import ROWS, SMALL, Batch, Row, evaluate, moved, relative_error
 from test_values import ERROR_SIZES, FACTOR, rms
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import (
     AdaptedWeight,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearJSDLoss,
-    estimate_memory,
-    functional,
-    linear_token_stats,
 )
-from liger_chunked.engine import gradients
-from liger_chunked.kernels import backend
-from liger_chunked.testing import check_loss
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 RANK, SCALE = 3, 0.5
