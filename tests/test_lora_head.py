@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from table import ROWS, SMALL, Batch, Row, evaluate, moved, relative_error
+from table import POLICY, ROWS, SMALL, Batch, Row, evaluate, moved, n_valid, relative_error, rows
+from test_cost import Memory
 from test_values import ERROR_SIZES, FACTOR, rms
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import (
     AdaptedWeight,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearJSDLoss,
+    estimate_memory,
+    functional,
+    linear_token_stats,
 )
+from liger_chunked.engine import gradients
+from liger_chunked.kernels import backend
+from liger_chunked.testing import check_loss
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 RANK, SCALE = 3, 0.5
@@ -123,3 +135,163 @@ def test_bfloat16_error_is_that_of_peft(row, chunks):
         of_ours, of_eager, norms = map(list, zip(*found, strict=True))
         error, bound = rms(of_ours, norms), FACTOR * rms(of_eager, norms)
         assert error <= bound, f"{name}: {error:.3e} against {bound:.3e}"
+
+
+# PEFT
+
+
+PEFT_WARNINGS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def peft_model(targets: Iterable[str] = ("q_proj", "lm_head"), second: bool = False, **lora: Any) -> Any:
+    """Return a tiny Llama in float64 with nonzero adapters, in training mode."""
+    peft = pytest.importorskip("peft")
+    zoo = pytest.importorskip("model_zoo")
+    torch.manual_seed(0)
+    config = {"r": 3, "lora_alpha": 6, "target_modules": list(targets), "init_lora_weights": False, **lora}
+    model = peft.get_peft_model(zoo.BY_ID["llama"].build(), peft.LoraConfig(**config))
+    if second:
+        model.add_adapter("other", peft.LoraConfig(**{**config, "r": 2, "lora_alpha": 5}))
+        model.base_model.set_adapter(["default", "other"])
+    return model.double().train()
+
+
+def labelled(sequences: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 60, (sequences, 7), generator=generator)
+    labels = ids.clone()
+    labels[:, :2] = labels[1, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def sft(head: Any, input: Any, budget: int | None) -> Tensor:
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=budget)
+    return loss(head.weight, input.hidden_states, input.target, head.bias)
+
+
+def sft_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), next_tokens(batch["labels"]).flatten())
+
+
+def logps_of(head: Any, input: Any) -> Tensor:
+    logps = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias).logps
+    assert logps is not None
+    return logps.sum(1)
+
+
+def dpo(head: Any, input: Any, budget: int | None, ref_logps: Tensor) -> Tensor:
+    loss = LigerFusedLinearDPOLoss(beta=0.3, logits_budget=budget)
+    return loss(head.weight, input.hidden_states, input.target, head.bias, ref_logps=ref_logps)[0]
+
+
+def dpo_on_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    def scores() -> Tensor:
+        target = next_tokens(batch["labels"])
+        logps = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
+        return (logps.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)).sum(1)
+
+    with torch.no_grad(), model.disable_adapter():
+        ref_logps = scores()
+    chosen, rejected = (scores() - ref_logps).chunk(2)
+    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(model: Any, batch: dict[str, Tensor], fused: Any, eager: Any) -> None:
+    results = []
+    for run in (eager, fused):
+        torch.manual_seed(5)  # one dropout mask for both
+        loss = run(model, batch)
+        results.append((loss.detach(), gradients_of(model, loss)))
+    (expected, their_gradients), (found, our_gradients) = results
+    assert relative_error(found, expected) < 1e-9
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in their_gradients.items():
+        assert relative_error(our_gradients[name], gradient) < 1e-9, name
+
+
+ADAPTERS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.4},
+    "two adapters": {"second": True},
+    "two adapters, dropout": {"second": True, "lora_dropout": 0.3},
+    "bias": {"lora_bias": True},
+    "only the head": {"targets": ["lm_head"]},
+    "trained embeddings": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_sft(kind, budget):
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=budget)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_peft_dpo_with_a_disabled_adapter_as_reference(kind):
+    from liger_chunked import attach_head
+
+    def fused(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            ref_logps = model(**batch, head_fn=logps_of)
+        return model(**batch, head_fn=functools.partial(dpo, budget=None, ref_logps=ref_logps))
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    attach_head(model)
+    assert_same_training(model, batch, fused, dpo_on_logits)
+
+
+@PEFT_WARNINGS
+def test_a_patched_model_follows_the_adapters_state():
+    """Switched off, merged, unmerged, replaced; in evaluation without dropout."""
+    from liger_chunked import apply_liger_kernel
+
+    model, batch = peft_model(second=True, lora_dropout=0.3), labelled()
+    apply_liger_kernel(model)
+    losses = []
+
+    def check(mode: str = "eval") -> None:
+        getattr(model, mode)()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found = model(**batch, skip_logits=True)
+            assert found.logits is None
+            torch.manual_seed(3)
+            expected = sft_on_logits(model, batch)
+        assert relative_error(found.loss, expected) < 1e-9
+        losses.append(float(expected))
+
+    check("train")
+    check()
+    for names in (["default"], ["other"], ["default", "other"]):
+        model.base_model.set_adapter(names)
+        check()
+    both = losses[-1]
+    with model.disable_adapter():
+        check()
+    assert losses[1] == both and len(set(losses)) == 5
+    model.merge_adapter()
+    assert type(model.get_base_model().lm_head.base_layer) is torch.nn.Linear
+    check()
+    assert abs(losses[-1] - both) < 1e-9
+    with model.disable_adapter():  # PEFT's forward unmerges
+        check()
+    assert losses[-1] == pytest.approx(losses[5], abs=1e-9) and not model.get_base_model().lm_head.merged
