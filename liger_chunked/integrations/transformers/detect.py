@@ -79,6 +79,10 @@ def projections(model: PreTrainedModel) -> list[Projection]:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
+    return projections_in(lm_head)
+
+
+def projections_in(lm_head: nn.Module) -> list[Projection]:
     found = list(_projections_in(lm_head))
     if not found:
         raise ValueError(_head_refusal(lm_head))
