@@ -67,7 +67,7 @@ class AdaptedWeight:
             calls it once for each tensor of hidden states that it gets, so one dropout mask holds for the whole loss.
 
     Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. `up` and `down(x)` may be in
-    float32 beside a 16-bit weight, as PEFT keeps them, and keep 16 bits of precision in three products of rank r.
+    float32 beside a 16-bit weight, as PEFT keeps them, and keep 16 bits of precision in a product of rank 3 r.
     Autocast rounds them, as it does in PEFT.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)

@@ -289,7 +289,7 @@ def quantized_module(model: Any) -> None:
 
 def quantized_tensor(model: Any) -> None:
     base = model.get_base_model().lm_head.base_layer
-    base.weight = torch.nn.Parameter(base.weight.detach().as_subclass(QuantizedTensor), requires_grad=False)
+    base._parameters["weight"] = base.weight.detach().as_subclass(QuantizedTensor)
 
 
 def hooked(kind: str, part: str) -> Callable[[Any], None]:
@@ -695,3 +695,32 @@ def test_check_loss_takes_no_adapted_weight():
     weight, input, target = example()
     with pytest.raises(TypeError, match="weight must be a tensor, got an AdaptedWeight"):
         check_loss(LigerFusedLinearCrossEntropyLoss(), {"weight": weight, "input": input, "target": target})
+
+
+def test_multi_token_prediction_in_one_call():
+    """Three hidden streams over one head: the loss and gradients of three calls, in the same number of products."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((211, 8), (211,)))
+    states = torch.randn(3, 2, 6, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(211, (2, 6), generator=generator)
+    targets = torch.stack([F.pad(target[:, k:], (0, k), value=-100) for k in range(3)])
+    factors = torch.tensor([1.0, 0.15, 0.15], dtype=torch.float64)
+    weights = factors[:, None, None].expand(targets.shape)
+
+    def together(batch: Batch) -> Tensor:
+        return functional.cross_entropy_loss(
+            batch["weight"], batch["input"].flatten(0, 1), targets.flatten(0, 1), batch["bias"],
+            num_items=12, token_weights=weights.flatten(0, 1), logits_budget=7 * 211 * 8,
+        )  # fmt: skip
+
+    def apart(batch: Batch) -> Tensor:
+        losses = [
+            F.cross_entropy(F.linear(x, batch["weight"], batch["bias"]).flatten(0, 1), y.flatten(), reduction="sum")
+            for x, y in zip(batch["input"], targets, strict=True)
+        ]
+        return (torch.stack(losses) * factors).sum() / 12
+
+    batch = {"weight": weight, "bias": bias, "input": states}
+    found, expected = evaluate(together, batch), evaluate(apart, batch)
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 1e-12, name
