@@ -22,13 +22,15 @@ from liger_chunked import (
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearJSDLoss,
+    LogitOptions,
     estimate_memory,
     functional,
     linear_token_stats,
 )
 from liger_chunked.engine import gradients
-from liger_chunked.kernels import backend
+from liger_chunked.kernels import backend, finish, logits_stats, unround_logps_
 from liger_chunked.testing import check_loss
+from liger_chunked.types import HeadTensors
 
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 RANK, SCALE = 3, 0.5
@@ -90,9 +92,9 @@ SETTINGS = {
 @by_row
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("weight", "input"), ("down", "up")], ids=str)
-def test_equal_to_the_dense_head(row, setting, frozen):
+def test_equal_to_the_dense_head(row, setting, frozen, device):
     sizes, tokens = SETTINGS[setting]
-    batch = with_factors(row.sample(sizes, 3))
+    batch = moved(with_factors(row.sample(sizes, 3)), device=device)
     budget = None if tokens is None else int(tokens * sizes.vocab * 8)
     compare(row, batch, 1e-9, [x for x in TRAINABLE if x not in frozen], upstream=-1.7, logits_budget=budget)
 
@@ -122,12 +124,12 @@ CLIP = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo")
 @pytest.mark.sampled(0.125)
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.id.startswith(CLIP)], ids=repr)
 @pytest.mark.parametrize("chunks", [False, True], ids=["one-chunk", "chunks"])
-def test_bfloat16_error_is_that_of_peft(row, chunks):
+def test_bfloat16_error_is_that_of_peft(row, chunks, device):
     """With adapters in float32 beside a bfloat16 head, as PEFT keeps them."""
     budget = 61 * ERROR_SIZES.vocab * 2 if chunks else None
     errors: dict[str, list[tuple[float, float, float]]] = {}
     for seed in range(3 * row.batches):
-        batch = with_factors(row.sample(ERROR_SIZES, seed), seed)
+        batch = moved(with_factors(row.sample(ERROR_SIZES, seed), seed), device=device)
         factors = {name: x.float() for name, x in batch.items() if name.endswith(("down", "up"))}
         batch = moved(batch, torch.bfloat16) | factors
         exact = evaluate(lambda b: row.oracle(with_weights(b, dense)), moved(batch, torch.float64), TRAINABLE)
@@ -529,23 +531,53 @@ def test_estimated_memory():
 # Other dtypes
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("options", [LogitOptions(), LogitOptions(softcap=3.0, logit_scale=0.5, temperature=1.3)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_targets_logit_includes_the_adapter(options, with_bias, device):
+    """The correction is that of the product with (weight, up) side by side."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (7, 16), "u": (7, 3), "weight": (97, 16), "up": (97, 3), "bias": (97,)}
+    given = {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in shapes.items()}
+    x, u, weight, up, bias = given.values()
+    target = torch.randint(97, (7,), generator=generator).to(device)
+    beside = HeadTensors(torch.cat([weight, up], 1), bias if with_bias else None)
+    rounded = F.linear(torch.cat([x, u], 1), *beside[:2])
+    stats = logits_stats(rounded, target, options, ("logps",))
+    results = []
+    for hidden, head, low_rank in (
+        (torch.cat([x, u], 1), beside, None),
+        (x, HeadTensors(weight, beside.bias, up), u),
+    ):
+        logps = finish(stats, target, 97, ("logps",)).logps
+        factor = unround_logps_(logps, hidden, head, target, stats.max, stats.sum_exp, options, low_rank)
+        results.append((logps, factor))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    assert (results[0][0] - finish(stats, target, 97, ("logps",)).logps).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float16])
 @pytest.mark.parametrize("budget", [None, 6 * 97 * 2], ids=["one-chunk", "chunks"])
-def test_float16_with_small_and_large_gradients(adapter, budget):
+def test_float16_with_small_and_large_gradients(adapter, budget, device):
     """The first chunk's gradients are 1e-6 of the others'."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"weight": (97, 16), "input": (4, 6, 16), "down": (RANK, 16), "up": (97, RANK)}
     given = {name: torch.randn(shape, generator=generator).half().double() for name, shape in shapes.items()}
-    target = torch.randint(97, (4, 6), generator=generator)
+    given, target = moved(given, device=device), torch.randint(97, (4, 6), generator=generator).to(device)
 
     def run(dtype: torch.dtype, of_adapter: torch.dtype, budget: int | None) -> list[Tensor]:
         dtypes = {"weight": dtype, "input": dtype, "down": of_adapter, "up": of_adapter}
         leaves = {name: given[name].to(dtypes[name]).requires_grad_() for name in given}
         weight = adapted(leaves["weight"], leaves["down"], leaves["up"])
         loss, _ = functional.grpo_loss(
-            weight, leaves["input"], target, torch.tensor([1e-6, 1.0, -1.0, 0.5]), reduction="dapo", num_items=65536,
+            weight,
+            leaves["input"],
+            target,
+            torch.tensor([1e-6, 1.0, -1.0, 0.5], device=device),
+            reduction="dapo",
+            num_items=65536,
             logits_budget=budget,
-        )  # fmt: skip
+        )
         (loss * 1024).backward()
         return [x.grad.double() for x in leaves.values()]
 

@@ -151,13 +151,11 @@ class DistillationPass:
             # After the student's first product, until which the GPU is idle.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.largest_tile)
-        x, u = (None if given is None else self._rows_of(given, rows) for given in (self.teacher.input, self.teacher.u))
-        assert x is not None
-        return self._teacher.project_all(x, u)
-
-    def _rows_of(self, given: Tensor, rows: slice) -> Tensor:
-        assert self.teacher is not None
-        return self.plan.layout.input_rows(given.reshape(-1, given.shape[-1]), rows).to(self.teacher.dtype)
+        layout, dtype, u = self.plan.layout, self.teacher.dtype, self.teacher.u
+        if u is not None:
+            u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(dtype)
+        flat = self.teacher.input.reshape(-1, self.teacher.input.shape[-1])
+        return self._teacher.project_all(layout.input_rows(flat, rows).to(dtype), u)
 
 
 def distillation_step(
