@@ -108,9 +108,7 @@ def check_loss(
     options: Any = loss.options
     name = type(loss).__name__
     if adapted := [x for x, value in (batch or {}).items() if isinstance(value, AdaptedWeight)]:
-        raise TypeError(
-            f"check_loss compares full logits and takes plain weights, got an AdaptedWeight as {adapted[0]}"
-        )
+        raise TypeError(f"check_loss compares full logits: {adapted[0]} must be a tensor, got an AdaptedWeight")
     given = _in_float64(_random_batch(loss, seed) if batch is None else batch)
     watched = _with_budget(loss, None)
     if method is not None:

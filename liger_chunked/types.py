@@ -66,8 +66,9 @@ class AdaptedWeight:
         down: maps hidden states (..., H) to (..., r), differentiably, with the adapter's dropout and scaling. A loss
             calls it once for each tensor of hidden states that it gets, so one dropout mask holds for the whole loss.
 
-    Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. The products of `up` run in the
-    dtype of the other products: `up` and `down(x)` may be in float32 beside a bfloat16 weight.
+    Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. `up` and `down(x)` may be in
+    float32 beside a 16-bit weight, as PEFT keeps them, and keep 16 bits of precision in a product of rank 3 r.
+    Autocast rounds them, as it does in PEFT.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))

@@ -23,13 +23,13 @@ def test_blocks_of_a_chunk(monkeypatch):
     projected, added = [], []
     project, add = HeadPass.project, HeadGradients.add
 
-    def watch_project(self, x, tile):
+    def watch_project(self, x, *others):
         projected.append(x.shape[0])
-        return project(self, x, tile)
+        return project(self, x, *others)
 
-    def watch_add(self, vocab, dz, x, first):
+    def watch_add(self, tile, dz, x, *others):
         added.append(x.shape[0])
-        add(self, vocab, dz, x, first)
+        add(self, tile, dz, x, *others)
 
     monkeypatch.setattr(HeadPass, "project", watch_project)
     monkeypatch.setattr(HeadGradients, "add", watch_add)

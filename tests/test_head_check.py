@@ -636,11 +636,10 @@ def test_heads_that_are_more_than_a_linear(change, reason):
     assert "low-rank" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", ["lora", "trainable_tokens", "ia3"])
+@pytest.mark.parametrize("kind", ["trainable_tokens", "ia3"])
 def test_adapters_on_the_head(kind):
     peft = pytest.importorskip("peft")
     config, reason = {
-        "lora": (lambda: peft.LoraConfig(target_modules=["lm_head"]), "would ignore the low-rank term. Take lm_head"),
         "trainable_tokens": (
             lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 4]}),
             "would ignore the rows of trainable_token_indices. Untie",

@@ -56,6 +56,36 @@ WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+def adapted(model: Any) -> Any:
+    """Return the model with the same nonzero adapters on every rank."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
+def adapters_sharded(model: Any, head_apart: bool) -> nn.Module:
+    lm_head = model.get_base_model().lm_head
+    parts = [lm_head.lora_A.default, lm_head.lora_B.default, lm_head.base_layer, lm_head] if head_apart else []
+    for part in [*model.get_base_model().model.layers, *parts]:
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def adapters_wrapped(model: Any) -> nn.Module:
+    """Wrap each Linear, those of the adapters included, as PEFT's policy for FSDP does."""
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+ADAPTER_WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp1": adapters_wrapped,
+    "fsdp": functools.partial(adapters_sharded, head_apart=False),
+    "fsdp-head-apart": functools.partial(adapters_sharded, head_apart=True),
+}
+
+
 def losses(model: nn.Module, sample: dict[str, Tensor], way: str) -> Tensor:
     return model(**sample, head_fn=token_loss) if way == "head_fn" else model(**sample).loss
 
@@ -96,6 +126,24 @@ def worker(rank: int, folder: str) -> None:
                 error = (g - exact[name]).norm() / exact[name].norm()
                 # The gradient of a key's bias is zero except for rounding.
                 assert error < 2e-4 or "k_proj.bias" in name, (wrapper, way, name, error)
+
+    # LoRA on the head.
+    stock = adapted(tiny.build())
+    sum(stock(**sample).loss for sample in samples).div(WORLD).backward()
+    exact = {name: g for name, g in gradients_of(stock).items() if g is not None}
+    assert any("lm_head.lora_A" in name for name in exact)
+    for wrapper, wrap in ADAPTER_WRAPPERS.items():
+        for way in ("fused", "head_fn"):
+            model = adapted(tiny.build())
+            apply_liger_kernel(model) if way == "fused" else attach_head(model)
+            model = wrap(model)
+            losses(model, samples[rank], way).backward()
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                gradients = {name: g for name, g in gradients_of(model).items() if g is not None}
+            assert gradients.keys() == exact.keys(), wrapper
+            for name, g in gradients.items():
+                error = (g - exact[name]).norm() / exact[name].norm()
+                assert error < 2e-4, (wrapper, way, name, error)
 
     # Tensor parallelism: each rank has the whole sample, and a slice of the vocabulary.
     one = tiny.build().train()

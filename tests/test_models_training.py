@@ -102,10 +102,10 @@ def test_a_head_that_peft_trains_in_full(peft, name):
     assert abs(disabled - stock[0].loss) > 1e-3
 
 
-def test_a_head_with_an_adapter_is_refused(peft):
+def test_a_head_with_an_unsupported_adapter_is_refused(peft):
     """Raises when the model is patched, or when it runs, if the adapter was added later."""
-    refusal = r"lm_head is computed by peft\.tuners\.lora\.layer\.Linear.*low-rank term"
-    model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"])
+    refusal = r"lm_head has the adapter 'default' of the kind DoraLinearVariant.*Take lm_head out of target_modules"
+    model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"], use_dora=True)
     for patch in (apply_liger_kernel, attach_head):
         with pytest.raises(ValueError, match=refusal):
             patch(model)
@@ -114,7 +114,7 @@ def test_a_head_with_an_adapter_is_refused(peft):
 
     model = BY_ID["llama"].build()
     apply_liger_kernel(model)
-    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=True)
     model = peft.get_peft_model(model, config)
     with pytest.raises(ValueError, match=refusal):
         step(model, labelled(BY_ID["llama"]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import tiny
 from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
 from test_trl_trainers import KINDS, Log, assert_same, build, rare, run
+from trl.trainer.utils import FusedCausalLMOutput
 
 from liger_chunked import LigerFusedLinearDPOLoss
 
@@ -93,10 +96,63 @@ def test_prompt_tuning(assert_logs_what_trl_logs, loss):
     assert_logs_what_trl_logs("DPO", own, loss=loss)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_on_the_head_is_refused(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"lm_head.*target_modules"):
-        build(tmp_path, kind, ours=True, **lora(kind, ("q_proj", "lm_head")))
+def head_on_logits(
+    model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: tuple[str, ...] = ()
+) -> None:
+    """TRL's `add_fused_lm_head` from the model's own logits. TRL's own would ignore an adapter on `lm_head`."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args, fused_lm_head=False, labels=None, num_items_in_batch=None, **kwargs):
+        if not fused_lm_head:
+            return own(*args, labels=labels, **kwargs)
+        logits = own(*args, **kwargs).logits[:, :-1] / temperature
+        mask, logps = labels[:, 1:] != -100, logits.log_softmax(-1)
+        target = labels[:, 1:].clamp(min=0)
+        values = {
+            "log_probs": logps.gather(-1, target[..., None])[..., 0],
+            "entropy": -(logps.exp() * logps).sum(-1),
+            "log_sum_sq_probs": (2 * logps).logsumexp(-1),
+            "mean_logits": logits.detach().mean(-1),
+            "is_top1": logits.argmax(-1) == target,
+        }
+        values = {name: x.masked_fill(~mask, 0) for name, x in values.items()}
+        n_items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        fields = dict.fromkeys(f.name for f in dataclasses.fields(FusedCausalLMOutput)) | values
+        return FusedCausalLMOutput(**fields | {"loss": -values["log_probs"].sum() / n_items, "label_mask": mask})
+
+    model.forward = forward
+
+
+ON_THE_HEAD = [
+    ("SFT", {}),
+    ("DPO", {}),
+    ("GRPO", {"beta": 0.1}),
+    ("GKD", {}),
+    ("CPO", {}),
+    rare("KTO", {}),
+    rare("ORPO", {}),
+    rare("RLOO", {"beta": 0.1}),
+    rare("Distillation", {"beta": 0.5}),
+    rare("GOLD", {}),
+    rare("OnlineDPO", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "config"), ON_THE_HEAD, ids=str)
+def test_lora_on_the_head(assert_logs_what_trl_logs, monkeypatch, kind, config):
+    """The reference is the model without adapters. TRL refuses such an adapter unless its head is replaced."""
+    for cls in KINDS[kind].stock().__mro__:
+        module = sys.modules[cls.__module__]
+        if "add_fused_lm_head" in vars(module):
+            monkeypatch.setattr(module, "add_fused_lm_head", head_on_logits)
+            monkeypatch.setattr(module, "BaseTunerLayer", type("NoAdapter", (), {}))
+    assert_logs_what_trl_logs(kind, functools.partial(lora, kind, ("q_proj", "lm_head"), use_rslora=True), config)
+
+
+def test_dora_on_the_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"DoraLinearVariant.*target_modules"):
+        build(tmp_path, "DPO", ours=True, **lora("DPO", ("q_proj", "lm_head"), use_dora=True))
 
 
 VOCABULARY = 1500

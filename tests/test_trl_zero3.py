@@ -14,7 +14,8 @@ pytest.importorskip("trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import tiny
-from test_trl_trainers import KINDS, PLAIN, Log, assert_same, run
+from peft import LoraConfig, get_peft_model
+from test_trl_trainers import KINDS, PLAIN, Log, assert_same, build, run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
@@ -46,20 +47,16 @@ class Zero3(TrainerCallback):
         for model in models:
             for module in model.modules():
                 if any(True for _ in module.parameters(recurse=False)):
-                    module.register_forward_pre_hook(lambda module, _: self._gather(module))
-                    module.register_forward_hook(self._hook())
+                    module.register_forward_pre_hook(self._of_deepspeed(lambda module, _: self._gather(module)))
+                    module.register_forward_hook(
+                        self._of_deepspeed(lambda module, inputs, outputs: self._after(module, inputs, outputs))
+                    )
             self._release(model)
 
-    def _hook(self) -> Callable[..., Any]:
-        """Return `_after` as a function of DeepSpeed, because hooks of other packages may not replace `lm_head`'s
-        output.
-        """
-
-        def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-            return self._after(module, inputs, outputs)
-
+    def _of_deepspeed(self, hook: FunctionType) -> Callable[..., Any]:
+        """Return `hook` as a function of DeepSpeed, because other packages' hooks may not change `lm_head`'s output."""
         theirs = {**globals(), "__name__": "deepspeed.runtime.zero.parameter_offload"}
-        return FunctionType(after.__code__, theirs, closure=after.__closure__)
+        return FunctionType(hook.__code__, theirs, closure=hook.__closure__)
 
     def _gather(self, module: nn.Module, recurse: bool = False) -> None:
         for p in module.parameters(recurse):
@@ -109,5 +106,25 @@ def test_parameters_that_come_and_go(tmp_path, kind, family, loss):
         if loss is None:  # a loss has its own budget
             own["logits_budget"] = BUDGET
         return run(tmp_path, kind, ours=True, config=PLAIN, loss=loss, **models, **own)
+
+    assert_same(logs(zero3=True), logs(zero3=False))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_an_adapter_on_the_head_that_comes_and_goes(tmp_path, kind):
+    """The reference of DPO is a copy of the adapter, which TRL makes before training."""
+
+    def logs(zero3: bool) -> Log:
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        own = {"ref_model": None} if "ref_model" in KINDS[kind].arguments() else {}
+        model = get_peft_model(tiny.model(), config)
+        trainer = build(tmp_path, kind, ours=True, config=PLAIN, model=model, logits_budget=BUDGET, **own)
+        if zero3:
+            trainer.add_callback(Zero3(trainer.model))
+        trainer.train()
+        measured = ("loss", "grad_norm", "rewards/margins", "train_loss")
+        return [{k: entry[k] for k in measured if k in entry} for entry in trainer.state.log_history]
 
     assert_same(logs(zero3=True), logs(zero3=False))

@@ -118,8 +118,33 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
         raise ValueError(f"{name}.up is on {up.device}, {name}.weight on {matrix.device}: expected one device")
 
 
-def apply_down(weight: AdaptedWeight, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight (V, H), `up` (V, r), and `down(input)` (..., r), under the caller's grad mode and autocast.
+class _Rounded(torch.autograd.Function):
+    """Rounds values to `dtype`, in the dtype of `x`. The gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `x` rounded to `dtype`, and the rest, without gradient."""
+    rounded = _Rounded.apply(x, dtype)
+    return rounded, x.detach() - rounded.detach()
+
+
+def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
+
+    `down` runs under the caller's grad mode and autocast, and k is r if adapter and products share the `dtype`. PEFT
+    keeps adapters in float32 beside a 16-bit head and multiplies them in float32. Rounded to 16 bits, they would give
+    gradients with up to 1.6 times the error. Without autocast, which rounds them in PEFT too, each is cut into a
+    rounded part and the rest, and k is 3 r:
+
+        u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 
     Raises:
         TypeError, ValueError: `down` returned something else.
@@ -134,7 +159,11 @@ def apply_down(weight: AdaptedWeight, input: Tensor) -> tuple[Tensor, Tensor, Te
             f"weight.down must return {expected} on {input.device} for hidden states {described(input)}, one value per "
             f"column of weight.up, got {described(u)}"
         )
-    return weight.weight, weight.up, u
+    up = weight.up
+    if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and not autocasts(input.device.type):
+        (u, u_rest), (up, up_rest) = _parts(u, dtype), _parts(up, dtype)
+        u, up = torch.cat([u, u_rest, u], -1), torch.cat([up, up, up_rest], -1)
+    return weight.weight, up, u
 
 
 def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:

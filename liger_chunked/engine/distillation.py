@@ -69,11 +69,11 @@ class Teacher(NamedTuple):
 
     @classmethod
     def of(cls, head: Head, input: Tensor, options: LogitOptions) -> Teacher:
-        weight, up, u = head.weight, None, None
+        weight, up, u, dtype = head.weight, None, None, compute_dtype(head, input)
         if isinstance(weight, AdaptedWeight):
             with torch.no_grad():
-                weight, up, u = apply_down(weight, input)
-        return cls(HeadTensors(weight, head.bias, up, head.shard), input, options, compute_dtype(head, input), u)
+                weight, up, u = apply_down(weight, input, dtype)
+        return cls(HeadTensors(weight, head.bias, up, head.shard), input, options, dtype, u)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class DistillationPass:
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         grads, dz, self._gradient = self.grads, self._gradient, None
         assert grads is not None and dz is not None
-        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u)
+        dx = grads.open_input(tokens.x, tokens.rows, True, tokens.u, self.head.up)
         grads.add(Tile(slice(0, dz.shape[0]), slice(0, dz.shape[1])), dz, tokens.x, self.head.weight, dx)
         grads.close_chunk(dx, tokens.rows)
 
@@ -151,13 +151,11 @@ class DistillationPass:
             # After the student's first product, until which the GPU is idle.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.most_rows * self._teacher.vocab_size)
-        x, u = (None if given is None else self._rows_of(given, rows) for given in (self.teacher.input, self.teacher.u))
-        assert x is not None
-        return self._teacher.project_all(x, u)
-
-    def _rows_of(self, given: Tensor, rows: slice) -> Tensor:
-        assert self.teacher is not None
-        return self.plan.layout.input_rows(given.reshape(-1, given.shape[-1]), rows).to(self.teacher.dtype)
+        layout, dtype, u = self.plan.layout, self.teacher.dtype, self.teacher.u
+        if u is not None:
+            u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(dtype)
+        flat = self.teacher.input.reshape(-1, self.teacher.input.shape[-1])
+        return self._teacher.project_all(layout.input_rows(flat, rows).to(dtype), u)
 
 
 def distillation_step(

@@ -80,6 +80,8 @@ class HeadGradients:
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
+        # Whether products of dX are float32. Ranks add theirs up.
+        self._wide_input = self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
@@ -101,14 +103,14 @@ class HeadGradients:
         self._shard = head.shard
         self._sum: dist.Work | None = None  # of the chunk's dX over the ranks
         self._low_rank: HeadGradients | None = None
-        self._chunk: tuple[Tensor, Tensor | None] | None = None  # u and du of the open chunk
+        self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
-            self._up = head.up
             low_rank = Needs(needs.u, needs.up)
             self._low_rank = HeadGradients(
                 layout, u, HeadTensors(head.up, shard=head.shard), compute_dtype, low_rank, n_contributions
             )
+            self._low_rank._wide_input = True  # du is small, and may be float32
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
@@ -134,15 +136,20 @@ class HeadGradients:
         if self._low_rank is not None:
             self._low_rank._rescale(factor)
 
-    def open_input(self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's dX if possible, or None. `u` are an adapter's rows."""
-        if self._low_rank is not None and u is not None:
-            self._chunk = u, self._low_rank.open_input(u, chunk_rows, one_slice)
+    def open_input(
+        self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
+    ) -> Tensor | None:
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None.
+
+        `u`, the chunk's rows, and `up` are an adapter's, in the products' dtype.
+        """
+        if self._low_rank is not None:
+            assert u is not None and up is not None
+            self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
         gradient = self._input_gradient()
         if gradient is None:
             return None
-        rounds_once = one_slice and not self._half and self._shard is None
-        dtype = x.dtype if rounds_once else accumulation_dtype(x.dtype)
+        dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
         if self._layout.rows is None and dtype == gradient.dtype:
             return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -169,8 +176,7 @@ class HeadGradients:
         if self._bias is not None:
             along(self._bias, vocab).add_(_column_sums(dz, self._wide))
         if self._low_rank is not None and self._chunk is not None:
-            u, du = self._chunk
-            self._low_rank.add(tile, dz, u, self._up, du)
+            self._low_rank.add(tile, dz, *self._chunk)
 
     def _start_sum(self, dx: Tensor) -> None:
         """Start to add the ranks' shares of dX, while dW is computed."""
@@ -218,7 +224,7 @@ class HeadGradients:
             self._sum.wait()
             self._sum = None
         if self._low_rank is not None and self._chunk is not None:
-            self._low_rank.close_chunk(self._chunk[1], chunk_rows)
+            self._low_rank.close_chunk(self._chunk[2], chunk_rows)
             self._chunk = None
         if self._input is None or dx is None:
             return

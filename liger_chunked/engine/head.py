@@ -162,7 +162,7 @@ class HeadPass:
         if self.logps_grad_scale is not None and "logps" in gradients:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
         cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
-        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u)
+        dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u, self.head.up)
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None

@@ -149,7 +149,7 @@ def token_stats(
 def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
-        weight, up, u = apply_down(weight, input)
+        weight, up, u = apply_down(weight, input, plan.dtype)
     given = (input, weight, head.bias, u, up)
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
         return _statistics(plan, HeadTensors(weight, head.bias, up, head.shard), input, u)[1]

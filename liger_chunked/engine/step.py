@@ -201,7 +201,7 @@ class GradientInForward(torch.autograd.Function):
             given = (input, weight, bias, u, up)
             ctx.shapes = [None if x is None else x.shape for x in given]
             ctx.dtypes = [None if x is None else x.dtype for x in given]
-            ctx.save_for_backward(*given)
+            ctx.save_for_backward(input, weight, bias)
         present = tuple(f for f in stats if f is not None)
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -228,7 +228,7 @@ def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor
     """Return the loss () with its gradients, and the detached values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
-        weight, up, u = apply_down(weight, input)
+        weight, up, u = apply_down(weight, input, step.plan.dtype)
     loss, *values = GradientInForward.apply(input, weight, head.bias, u, up, step, torch.is_grad_enabled())
     return loss, values
 

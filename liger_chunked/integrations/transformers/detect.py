@@ -11,10 +11,11 @@ import contextlib
 import functools
 import inspect
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -48,18 +49,99 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return backbone
 
 
-def projections(model: PreTrainedModel) -> list[nn.Linear]:
-    """Return the Linear modules inside `lm_head`, which calls one of them, or raise a ValueError."""
+@dataclass(frozen=True)
+class Projection:
+    """A Linear inside `lm_head`, or one in a LoRA layer of PEFT, with the names of the layer's adapters in use."""
+
+    linear: nn.Linear
+    layer: Any = None  # peft.tuners.lora.layer.Linear
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def has_bias(self) -> bool:
+        return self.linear.bias is not None or any(self.layer.lora_bias[name] for name in self.adapters)
+
+    @property
+    def entered(self) -> list[tuple[nn.Module, nn.Module]]:
+        """The modules whose hooks gather its parameters, outermost first, each with the module that computes in it."""
+        if self.layer is None:
+            return [(self.linear, self.linear)]
+        of_adapters = [self.layer.lora_B[name] for name in self.adapters]
+        return [
+            (self.layer, self.layer),
+            (self.layer.base_layer, self.linear),
+            *((module, _linear_in(module)) for module in of_adapters),
+        ]
+
+
+def projections(model: PreTrainedModel) -> list[Projection]:
+    """Return the projections inside `lm_head`, which calls one of them, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
-    linear = [m for m in lm_head.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
-    wrappers = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}  # these only call a Linear
-    others = [m for m in lm_head.modules() if m not in linear and not wrappers & _base_names(m)]
-    parametrized = [m for m in linear if is_parametrized(m)]
-    if parametrized or others or not linear:
-        raise ValueError(_head_refusal((parametrized or others or [lm_head])[0]))
-    return linear
+    return projections_in(lm_head)
+
+
+def projections_in(lm_head: nn.Module) -> list[Projection]:
+    found = list(_projections_in(lm_head))
+    if not found:
+        raise ValueError(_head_refusal(lm_head))
+    return found
+
+
+_WRAPPERS = {"FullyShardedDataParallel", "ModulesToSaveWrapper", "ModuleDict"}  # these only call a Linear
+
+
+def _projections_in(module: nn.Module) -> Iterator[Projection]:
+    if _is_linear(module):
+        yield Projection(module)
+    elif _is_lora(module):
+        adapters = _adapters_in_use(module)
+        yield Projection(_linear_in(module.base_layer), module, adapters)
+    elif _WRAPPERS & _base_names(module):
+        for child in module.children():
+            yield from _projections_in(child)
+    else:
+        raise ValueError(_head_refusal(module))
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    if is_parametrized(module):
+        raise ValueError(_head_refusal(module))
+    return True
+
+
+def _linear_in(module: Any) -> nn.Linear:
+    """Return the Linear that `module` is, or wraps, or raise a ValueError."""
+    if _is_linear(module):
+        return module
+    children = list(module.children())
+    if "FullyShardedDataParallel" in _base_names(module) and len(children) == 1:
+        return _linear_in(children[0])
+    raise ValueError(_head_refusal(module))
+
+
+def _is_lora(module: nn.Module) -> TypeGuard[Any]:
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    return lora is not None and isinstance(module, lora.Linear) and type(module).forward is lora.Linear.forward
+
+
+def _adapters_in_use(layer: Any) -> tuple[str, ...]:
+    """Return the adapters that a LoRA layer adds to its Linear, or raise a ValueError. None if disabled or merged."""
+    if layer.disable_adapters or layer.merged:
+        return ()
+    names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
+    for name in names:
+        if name in layer.lora_variant:
+            variant = layer.lora_variant[name]
+            kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__
+            raise ValueError(
+                f"lm_head has the adapter {name!r} of the kind {kind}, and a fused loss computes LoRA without variants "
+                "(DoRA, aLoRA and others). Take lm_head out of target_modules, or use plain LoRA or rsLoRA"
+            )
+    return names
 
 
 def _base_names(module: nn.Module) -> set[str]:
@@ -70,8 +152,8 @@ def _base_names(module: nn.Module) -> set[str]:
 def _head_refusal(module: nn.Module) -> str:
     names, ignored = _base_names(module), ": a fused loss reads its weight and would ignore the"
     adapters = {
-        "LoraLayer": "low-rank term. Take lm_head out of target_modules; to train it anyway, name it in "
-        "modules_to_save",
+        "LoraLayer": "low-rank term, unless it is PEFT's LoRA on a torch.nn.Linear. Take lm_head out of "
+        "target_modules; to train it anyway, name it in modules_to_save",
         "TrainableTokensWrapper": "rows of trainable_token_indices. Untie the head from the embeddings "
         "(tie_word_embeddings=False), or train both whole (modules_to_save)",
         "BaseTunerLayer": "adapter. Take lm_head out of the adapter's target_modules",
@@ -175,7 +257,7 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
         trial.prepare(torch.logspace(-2, 6, _LENGTH, dtype=torch.float32)[:, None])
         observed = trial.observe()
         factor = trial.factor(observed.reached, trial.hidden_states)
-        if factor != 1 and trial.projection.bias is not None:
+        if factor != 1 and trial.projection.has_bias:
             raise _Difference(
                 f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
             )
@@ -249,7 +331,7 @@ class _Trial:
     def prepare(self, scale: Tensor | float = 1.0) -> None:
         """Draw what the stand-ins return."""
         generator = torch.Generator().manual_seed(0)
-        sizes = (self.projection.out_features, self.projection.in_features)
+        sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
         # A scale or softcap is usually a number of the config, or its reciprocal.

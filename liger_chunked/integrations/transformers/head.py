@@ -14,7 +14,7 @@ import typing
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.integrations.transformers import detect
-from liger_chunked.integrations.transformers.detect import HeadFacts, foreign_code, forward_slot
+from liger_chunked.integrations.transformers.detect import HeadFacts, Projection, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
-from liger_chunked.types import Head, LogitOptions
+from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
 STOCK = "_liger_stock_forward"  # attribute of our forward: the one that it replaces
 STATE = "_liger_forward"  # attribute of a model or class
@@ -331,11 +331,11 @@ def run_head(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> Any:
     """
     lm_head = model.get_output_embeddings()
     if _is_bare(lm_head):
-        return _at_projection(lm_head, input.hidden_states, input=input, head_fn=head_fn)
+        return _at_projection(Projection(lm_head), input.hidden_states, input=input, head_fn=head_fn)
     return _run_inside(model, input, head_fn)
 
 
-def _is_bare(lm_head: nn.Module | None) -> bool:
+def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Return whether only `nn.Linear.forward` would run."""
     if type(lm_head) is not nn.Linear:
         return False
@@ -343,13 +343,37 @@ def _is_bare(lm_head: nn.Module | None) -> bool:
     return not any(hooks) and "forward" not in lm_head.__dict__
 
 
-def _at_projection(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    head = Head(_whole(projection.weight), _whole(projection.bias))
+def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
+    head = _head_of(projection)
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
         # For a float32 head after a bfloat16 backbone; the loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
+
+
+def _head_of(projection: Projection) -> Head:
+    """Return the head, with the parameters gathered."""
+    linear, layer, adapters = projection.linear, projection.layer, projection.adapters
+    weight, bias = _whole(linear.weight), _whole(linear.bias)
+    if not adapters:
+        return Head(weight, bias)
+    ups = [_whole(layer.lora_B[name].weight) for name in adapters]
+    for name in adapters:
+        if layer.lora_bias[name]:
+            of_adapter = (_whole(layer.lora_B[name].bias) * layer.scaling[name]).to(weight.dtype)
+            bias = of_adapter if bias is None else bias + of_adapter
+    up = ups[0] if len(ups) == 1 else torch.cat(ups, 1)
+    return Head(AdaptedWeight(weight, up, functools.partial(_down, layer, adapters)), bias)
+
+
+def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
+    """Return what the adapters of a LoRA layer pass to its `lora_B`, scaled, side by side."""
+    parts = []
+    for name in adapters:
+        x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
+        parts.append(layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _whole(parameter: Any) -> Any:
@@ -363,16 +387,47 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
         for module in lm_head.modules():
             _guard_hooks(module, changes)
         for projection in detect.projections(model):
-            in_place = functools.partial(_in_place_of, projection, input=input, head_fn=head_fn)
-            changes.enter_context(_replaced(projection, forward_slot(projection), in_place))
+            if projection.layer is not None:
+                _check_lora(projection.layer)
+            compute = functools.partial(_run_head_fn, projection, input, head_fn)
+            # One inside the other, so that hooks have gathered the parameters of all of them.
+            for entered, module in reversed(projection.entered):
+                in_place = functools.partial(_in_place_of, module, compute, head_fn)
+                changes.enter_context(_replaced(module, forward_slot(module), in_place))
+                compute = functools.partial(_enter, entered)
         return lm_head(input.hidden_states)
 
 
-def _in_place_of(projection: nn.Linear, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, wants logits
-        return nn.Linear.forward(projection, hidden_states)
+def _run_head_fn(projection: Projection, input: HeadInput, head_fn: HeadFn, hidden_states: Tensor) -> Any:
     with _running(None):
         return _at_projection(projection, hidden_states, input=input, head_fn=head_fn)
+
+
+def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
+    return module(hidden_states)
+
+
+def _in_place_of(
+    module: nn.Module, compute: Callable[[Tensor], Any], head_fn: HeadFn, hidden_states: Tensor, **kwargs: Any
+) -> Any:
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, wants logits
+        return type(module).forward(module, hidden_states, **kwargs)
+    if given := [name for name, value in kwargs.items() if value is not None]:
+        raise ValueError(
+            f"lm_head got {', '.join(given)}, but a fused loss uses the same adapters for the whole batch: choose them "
+            "with set_adapter, or take lm_head out of target_modules"
+        )
+    return compute(hidden_states)
+
+
+def _check_lora(layer: Any) -> None:
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks that change what single parts get."""
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()
+    for part in (layer.base_layer, layer.lora_B):
+        for hook in (hook for module in part.modules() for hook in vars(module)["_forward_pre_hooks"].values()):
+            if foreign_code(hook) is not None:
+                raise _expects_logits("forward pre-hook", hook)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
-from liger_chunked.integrations.transformers.detect import inner_model
+from liger_chunked.integrations.transformers.detect import inner_model, projections_in
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass, why_not_shared
 from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
 
@@ -312,7 +312,9 @@ class LigerTrainerMixin(_Trainer):
             budget = options.logits_budget
         self.loss_override: Any = loss
         self.logits_budget = budget
-        with _chunked_heads(type(self), budget, self.share_prefix):
+        # TRL casts such a head itself, without an adapter.
+        casts = getattr(config, "cast_lm_head_to_fp32", False)
+        with _chunked_heads(type(self), budget, self.share_prefix), nullcontext() if casts else _lora_heads(type(self)):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
             model = getattr(self, name)
@@ -453,6 +455,36 @@ def _chunked_heads(
     finally:
         for module, function in theirs:
             module.add_fused_lm_head = function
+
+
+class _Unsupported(type):
+    """Stands for PEFT's `BaseTunerLayer` where TRL asks whether `lm_head` has an adapter.
+
+    The answer is no, or, for adapters that our heads do not compute, a ValueError.
+    """
+
+    def __instancecheck__(cls, lm_head: Any) -> bool:
+        projections_in(lm_head)
+        return False
+
+
+class _UnsupportedAdapter(metaclass=_Unsupported):
+    pass
+
+
+@contextmanager
+def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
+    """Let a trainer's `__init__` accept LoRA on `lm_head`, which TRL refuses because its own heads would ignore it."""
+    name = "BaseTunerLayer"
+    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
+    theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
+    try:
+        for module in theirs:
+            setattr(module, name, _UnsupportedAdapter)
+        yield
+    finally:
+        for module, of_peft in theirs.items():
+            setattr(module, name, of_peft)
 
 
 # A placeholder: a trainer that gets a reference model loads none.
