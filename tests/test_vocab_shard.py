@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_chunked import LigerFusedLinearCrossEntropyLoss, VocabShard, linear_token_stats
+from liger_chunked import AdaptedWeight, LigerFusedLinearCrossEntropyLoss, VocabShard, linear_token_stats
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -198,6 +198,20 @@ def contracts(rank: int, folder: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     z = (x.detach().requires_grad_() @ weight.T).log_softmax(-1)
     torch.testing.assert_close(stats.entropy, -(z.exp() * z).sum(1))
+
+    # An adapter: each rank has its rows of `up`, and the whole of `down`.
+    wide = [x.double() for x in (weight, input, torch.randn(3, hidden), torch.randn(vocab, 3))]
+    for x in wide[2:]:
+        dist.broadcast(x, 0)
+    leaves = [x.clone().requires_grad_() for x in wide]
+    w, x, down, up = leaves
+    loss(w + up @ down, x, target).backward()
+    expected = [leaf.grad for leaf in leaves]
+    w, x, down, up = parts = [y.clone().requires_grad_() for y in (wide[0][own], wide[1], wide[2], wide[3][own])]
+    loss(AdaptedWeight(w, up, lambda h: h @ down.T), x, target, vocab_shard=shard).backward()
+    for part, exact, cut_ in zip(parts, expected, (True, False, False, True), strict=True):
+        assert part.grad is not None and exact is not None
+        assert relative_error(part.grad, exact[own] if cut_ else exact) < 1e-9
 
     refusals: dict[str, tuple[Callable[[], Any], str]] = {
         "gap": (lambda: VocabShard(None, 400 * rank, vocab - 1), "vocab_shard.start of rank 1 is 400, expected 320"),
