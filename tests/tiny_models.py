@@ -46,8 +46,7 @@ RULES: list[tuple[str, int]] = [
     (r"(moe_)?num_(local_)?experts|n_routed_experts", 4),
     (r".*(shared_experts)", 1),
     (r".*lora_rank|.*_rank", 8),
-    (r"qk_rope_head_dim", 8),
-    (r"qk_head_dim", HEAD_DIM + 8),
+    (r"qk_head_dim", 2 * HEAD_DIM),
     (r".*(mamba_n_heads|mamba_num_heads|mamba_heads)", 8),
     (r"(num|n)_(key_value|kv)_heads|kv_n_heads|.*_num_key_value_heads", 2),
     (r".*(num_attention_heads|n_heads?|num_heads|attention_heads|num_(key|value)_heads|num_query_groups)", HEADS),
@@ -57,6 +56,8 @@ RULES: list[tuple[str, int]] = [
     (r"n_groups|mamba_n_?groups", 2),
     (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|emb_dim|embedding_dim|embedding_size|lru_width)", HIDDEN),
     (r"word_embed_proj_dim|out_hidden_size|projection_dim|output_dim|width|.*projector_(in|out)put_dim", HIDDEN),
+    (r".*channels?(_size)?", 32),
+    (r"hidden_sizes|adapter_(in|out)_dim|image_token_embed_dim", HIDDEN),
     (r"original_max_position_embeddings", 32),
     (r"(.*max_(source_|target_)?position.*|n_positions|n_ctx|max_seq_len|context_length|seq_len)", 64),
     (r"image_size|resolution", 32),
@@ -69,36 +70,110 @@ _DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|layers|depth|num_bl
 _TOKEN = re.compile(r".*token_(id|index|ids)|.*_(start|end|newline|patch)_id")
 _INDICES = re.compile(r".*(layers|indices|indexes|idxs|_ids)")
 
-# Changes to a class's config, by the name of the class or of its config.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+_LEFT = ("id2label", "label2id", "transformers_version", "problem_type", "architectures")
+
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_HALF_MROPE = {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_SHARED_KV = {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "head_dim": HEAD_DIM,
+    "global_head_dim": 2 * HEAD_DIM,
+}
+
+# What the sizes leave out, by the name of the config's class.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "BltConfig": {"encoder_hash_byte_group_vocab": VOCAB, "encoder_hash_byte_group_size": [3, 4]},
+    "BltLocalDecoderConfig": {"hidden_size_global": HIDDEN},
+    "BltLocalEncoderConfig": {"hidden_size_global": HIDDEN},
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _MROPE}},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"IMGIMG{x}Z": i for i, x in enumerate("AB")}}},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "DiffusionGemmaTextConfig": {**_SHARED_KV, "num_kv_shared_layers": 0, "num_experts": 4, "top_k_experts": 2},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Dots3NoteTextConfig": {
+        "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8,
+        "swa_kv_lora_rank": 8, "swa_head_dim": 2 * HEAD_DIM, "swa_qk_nope_head_dim": HEAD_DIM,
+        "swa_v_head_dim": HEAD_DIM,
+    },
+    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 4], "mlp_layer_types": ["dense", "sparse"]},
+    "Emu3Config": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"<|visual token {i:06}|>": i for i in range(4)}}},
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
+    "Florence2VisionConfig": {"projection_dim": HIDDEN},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma3nTextConfig": {**_SHARED_KV, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": WIDE},
+    "Gemma4TextConfig": _SHARED_KV,
+    "Gemma4UnifiedTextConfig": _SHARED_KV,
+    "Gemma4AssistantTextConfig": {},
+    "Glm46VTextConfig": {"rope_parameters": _MROPE},
+    "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2, "head_dim": 0, "qk_rope_head_dim": 0},
+    "Glm4vTextConfig": {"rope_parameters": _MROPE},
+    "Glm4vMoeTextConfig": {"rope_parameters": _HALF_MROPE},
+    "GlmOcrTextConfig": {"rope_parameters": _MROPE},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]]},
+    "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
+    "HunYuanVLTextConfig": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}},
+    "InklingVisionConfig": {"num_hidden_layers": 4, "patch_size": 8},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LongcatFlashConfig": {"zero_expert_num": 2},
+    "Mamba2Config": {"num_heads": 8},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MuseSparkAudioConfig": {"depths": [1, 1], "patch_sizes": [4, 4], "hidden_sizes": [32, 32], "num_hidden_layers": 2},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "PaddleOCRTextConfig": {"rope_parameters": _MROPE},
+    "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _MROPE},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
+    "Step3p7TextConfig": {"sliding_window": 6},
+    "UdopConfig": {"decoder_start_token_id": 0},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {
+        "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "num_key_value_heads": HEADS,
+        "num_hidden_layers": 6, "layers_block_type": 2 * ["linear_attention", "linear_attention", "hybrid"]},
+    "xLSTMConfig": {"qk_dim_factor": 1.0},
+}  # fmt: skip
 
 
 def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -> PreTrainedConfig:
     """Return a small config of the same class and with the same kinds of layers."""
     tokens = {} if tokens is None else tokens
-    values = vars(default)
+    cls = type(default)
+    values = {name: vars(default).get(cls.attribute_map.get(name, name)) for name in cls.__dataclass_fields__}
     depth = next((x for name, x in values.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0), 0)
     kept = _distinct_layers(values, depth)
-    small: dict[str, Any] = {}
-    for name, value in values.items():
-        if name.startswith("_") or name in ("id2label", "label2id", "transformers_version"):
-            continue
-        new = _small(name, value, depth, kept, tokens)
-        if new is not value:
-            small[name] = new
-    overrides = OVERRIDES.get(type(default).__name__, {})
-    return type(default)(**{**small, **overrides})
+    small = {name: _small(name, value, depth, kept, tokens) for name, value in values.items() if name not in _LEFT}
+    small = {name: x for name, x in small.items() if x is not values[name]}
+    heads = values.get("num_attention_heads")
+    if values.get("num_key_value_heads") == heads is not None:
+        small["num_key_value_heads"] = HEADS
+    if values.get("head_dim", 0) is None:
+        small["head_dim"] = HEAD_DIM
+    return cls(**{**small, **OVERRIDES.get(cls.__name__, {})})
 
 
 def _distinct_layers(values: dict[str, Any], depth: int) -> list[int]:
     """Return the indices of the first layers of every kind, at least two."""
-    lists = [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == depth]
+    lists = [x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == depth and not _is_range(x)]
     indices = [x for name, x in values.items() if _is_indices(name, x, depth)]
     first: dict[Any, int] = {}
     for i in range(depth):
         first.setdefault(str(([x[i] for x in lists], [i in x for x in indices])), i)
     kept = sorted(first.values())
     return kept if len(kept) > 1 else list(range(min(depth, 2)))
+
+
+def _is_range(values: Any) -> bool:
+    return list(values) == list(range(len(values)))
 
 
 def _is_indices(name: str, value: Any, depth: int) -> bool:
@@ -130,10 +205,10 @@ def _small(name: str, value: Any, depth: int, kept: list[int], tokens: dict[int,
         return ids if isinstance(value, (list, tuple)) else ids[0]
     if isinstance(value, (list, tuple)):
         if depth and len(value) == depth:
-            return [_small(name, value[i], 0, [], tokens) for i in kept]
+            return list(range(len(kept))) if _is_range(value) else [_small(name, value[i], 0, [], tokens) for i in kept]
         if depth and _is_indices(name, value, depth):
             return [k for k, i in enumerate(kept) if i in value]
-        return value
+        return [_small(name, x, 0, [], tokens) for x in value]
     if not isinstance(value, int) or value <= 0:
         return value
     if _DEPTH.fullmatch(name):
