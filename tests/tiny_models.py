@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ RULES: list[tuple[str, int]] = [
     (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|emb_dim|embedding_dim|embedding_size|lru_width)", HIDDEN),
     (r"word_embed_proj_dim|out_hidden_size|projection_dim|output_dim|width|.*projector_(in|out)put_dim", HIDDEN),
     (r".*channels?(_size)?", 32),
-    (r"hidden_sizes|adapter_(in|out)_dim|image_token_embed_dim", HIDDEN),
+    (r"hidden_sizes|adapter_(in|out)_dim|adapter_input_size|image_token_embed_dim", HIDDEN),
     (r"original_max_position_embeddings", 32),
     (r"(.*max_(source_|target_)?position.*|n_positions|n_ctx|max_seq_len|context_length|seq_len)", 64),
     (r"image_size|resolution", 32),
@@ -85,15 +85,16 @@ _SHARED_KV = {
 # What the sizes leave out, by the name of the config's class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
+    "Blip2Config": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
     "BltConfig": {"encoder_hash_byte_group_vocab": VOCAB, "encoder_hash_byte_group_size": [3, 4]},
     "BltLocalDecoderConfig": {"hidden_size_global": HIDDEN},
     "BltLocalEncoderConfig": {"hidden_size_global": HIDDEN},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _MROPE}},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "ChameleonConfig": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"IMGIMG{x}Z": i for i, x in enumerate("AB")}}},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
-    "DiffusionGemmaTextConfig": {**_SHARED_KV, "num_kv_shared_layers": 0, "num_experts": 4, "top_k_experts": 2},
+    "DiffusionGemmaTextConfig": {**_SHARED_KV, "num_kv_shared_layers": 0, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": WIDE},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Dots3NoteTextConfig": {
         "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8,
@@ -101,6 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": HEAD_DIM,
     },
     "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 4], "mlp_layer_types": ["dense", "sparse"]},
+    "Emu3VQVAEConfig": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "Emu3Config": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"<|visual token {i:06}|>": i for i in range(4)}}},
     "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
     "Florence2VisionConfig": {"projection_dim": HIDDEN},
@@ -108,16 +110,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": {**_SHARED_KV, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": WIDE},
     "Gemma4TextConfig": _SHARED_KV,
     "Gemma4UnifiedTextConfig": _SHARED_KV,
-    "Gemma4AssistantTextConfig": {},
     "Glm46VTextConfig": {"rope_parameters": _MROPE},
     "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2, "head_dim": 0, "qk_rope_head_dim": 0},
     "Glm4vTextConfig": {"rope_parameters": _MROPE},
     "Glm4vMoeTextConfig": {"rope_parameters": _HALF_MROPE},
     "GlmOcrTextConfig": {"rope_parameters": _MROPE},
-    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]]},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "HunYuanVLTextConfig": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}},
-    "InklingVisionConfig": {"num_hidden_layers": 4, "patch_size": 8},
+    "InklingVisionConfig": {"num_hidden_layers": 6, "patch_size": 4},
+    "InstructBlipConfig": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
+    "InstructBlipVideoConfig": {"num_query_tokens": 2, "video_token_id": VOCAB - 1},
+    "JanusVQVAEConfig": {"num_embeddings": 16, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LongcatFlashConfig": {"zero_expert_num": 2},
@@ -126,33 +130,39 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MuseSparkAudioConfig": {"depths": [1, 1], "patch_sizes": [4, 4], "hidden_sizes": [32, 32], "num_hidden_layers": 2},
     "NemotronConfig": {"num_key_value_heads": 2},
     "PaddleOCRTextConfig": {"rope_parameters": _MROPE},
+    "RadioConfig": {"video_temporal_patch_size": 2},
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": VOCAB - 20},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": VOCAB - 20},
     "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
+    "Qwen2_5OmniTextConfig": {"rope_parameters": _MROPE},
     "Qwen2_5_VLTextConfig": {"rope_parameters": _MROPE},
     "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
-    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
+    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [3, 3]},
     "Step3p7TextConfig": {"sliding_window": 6},
     "UdopConfig": {"decoder_start_token_id": 0},
+    "VisionEncoderDecoderConfig": {"pad_token_id": 0, "decoder_start_token_id": 1},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
         "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "num_key_value_heads": HEADS,
         "num_hidden_layers": 6, "layers_block_type": 2 * ["linear_attention", "linear_attention", "hybrid"]},
-    "xLSTMConfig": {"qk_dim_factor": 1.0},
+    "xLSTMConfig": {"qk_dim_factor": 1.0, "chunk_size": 64},
 }  # fmt: skip
 
 
 def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -> PreTrainedConfig:
-    """Return a small config of the same class and with the same kinds of layers."""
+    """Return a small config of the same class and with the same kinds of layers. `tokens` maps ids to small ones."""
+    cls, nested = type(default), tokens is not None
     tokens = {} if tokens is None else tokens
-    cls = type(default)
     values = {name: vars(default).get(cls.attribute_map.get(name, name)) for name in cls.__dataclass_fields__}
     depth = next((x for name, x in values.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0), 0)
     kept = _distinct_layers(values, depth)
     small = {name: _small(name, value, depth, kept, tokens) for name, value in values.items() if name not in _LEFT}
-    small = {name: x for name, x in small.items() if x is not values[name]}
+    plain = vars(cls()) if nested else values
+    small = {name: x for name, x in small.items() if x is not values[name] or x != plain.get(name, x)}
     heads = values.get("num_attention_heads")
     if values.get("num_key_value_heads") == heads is not None:
         small["num_key_value_heads"] = HEADS
@@ -238,11 +248,61 @@ def build(name: str) -> PreTrainedModel:
     return model.train()
 
 
-def batch() -> dict[str, Tensor]:
+def batch(name: str) -> dict[str, Tensor]:
+    """Return text, and what else a class cannot do without."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(10, 90, (2, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :2] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {**arguments, **INPUTS.get(name, lambda arguments: {})(arguments)}
+
+
+def _pixels(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(arguments: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+    """Make the first tokens of a text those of an image."""
+    return {"input_ids": torch.cat([torch.full((2, n), VOCAB - 1), arguments["input_ids"][:, n:]], 1)}
+
+
+def _images(arguments: dict[str, Tensor]) -> dict[str, Any]:
+    return {"pixel_values": _pixels(2, 3, 32, 32)}
+
+
+# Further arguments, made from those of a text.
+INPUTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "Blip2ForConditionalGeneration": lambda arguments: {**_images(arguments), **_tokens(arguments, 2)},
+    "BlipForConditionalGeneration": _images,
+    "BltForCausalLM": lambda arguments: {"use_cache": False},
+    "GitForCausalLM": _images,
+    "IdeficsForVisionText2Text": lambda arguments: {
+        "pixel_values": _pixels(2, 1, 3, 32, 32), "image_attention_mask": torch.ones(2, LENGTH, 1),
+    },
+    "InstructBlipForConditionalGeneration": lambda arguments: {
+        **_images(arguments), **_tokens(arguments, 2), "qformer_input_ids": arguments["input_ids"],
+    },
+    "InstructBlipVideoForConditionalGeneration": lambda arguments: {
+        "pixel_values": _pixels(2, 2, 3, 32, 32), **_tokens(arguments, 4), "qformer_input_ids": arguments["input_ids"],
+    },
+    "Kosmos2ForConditionalGeneration": lambda arguments: {
+        "image_embeds": _pixels(2, 2, HIDDEN),
+        "image_embeds_position_mask": (torch.arange(LENGTH) < 2).expand(2, LENGTH),
+    },
+    "Molmo2ForConditionalGeneration": lambda arguments: {"mm_token_type_ids": torch.zeros(2, LENGTH, dtype=torch.long)},
+    "MusicgenForCausalLM": lambda arguments: {
+        "input_ids": arguments["input_ids"].repeat_interleave(2, 0),
+        "labels": arguments["labels"][..., None].expand(2, LENGTH, 2),
+    },
+    "PPFormulaNetForConditionalGeneration": _images,
+    "PaliGemmaForConditionalGeneration": lambda arguments: {"token_type_ids": arguments["attention_mask"]},
+    "Pix2StructForConditionalGeneration": lambda arguments: {
+        "input_ids": None, "attention_mask": None, "flattened_patches": _pixels(2, 4, 2 + HIDDEN).abs(),
+    },
+    "UdopForConditionalGeneration": lambda arguments: {"bbox": torch.zeros(2, LENGTH, 4)},
+    "VisionEncoderDecoderModel": lambda arguments: {**_images(arguments), "input_ids": None, "attention_mask": None},
+}  # fmt: skip
+INPUTS["MusicgenMelodyForCausalLM"] = INPUTS["MusicgenForCausalLM"]
