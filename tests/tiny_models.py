@@ -66,6 +66,12 @@ RULES: list[tuple[str, int]] = [
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
 ]
 _RULES = [(re.compile(pattern), size) for pattern, size in RULES]
+# Numbers that change the logits or the loss, None included.
+_EFFECTS = {
+    "final_logit_softcapping": 3.0, "logits_soft_cap": 3.0, "output_logit_soft_cap": 3.0, "logits_scaling": 4.0,
+    "logit_scale": 0.25, "lm_head_multiplier": 0.5, "output_multiplier": 0.5, "logits_mup_width_multiplier": 3.0,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 _DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers")
 _TOKEN = re.compile(r".*token_(id|index|ids)|.*_(start|end|newline|patch)_id")
 _INDICES = re.compile(r".*(layers|indices|indexes|idxs|_ids)")
@@ -197,6 +203,8 @@ def _is_indices(name: str, value: Any, depth: int) -> bool:
 
 
 def _small(name: str, value: Any, depth: int, kept: list[int], tokens: dict[int, int]) -> Any:
+    if name in _EFFECTS:
+        return _EFFECTS[name]
     if isinstance(value, PreTrainedConfig):
         return config_of(value, tokens)
     if isinstance(value, dict):
