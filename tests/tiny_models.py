@@ -261,9 +261,9 @@ def batch(name: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(10, 90, (2, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, -2:] = 0
+    mask[1, :2] = 0  # a model that ignores the mask attends to these
     labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :2] = -100
+    labels[:, :3] = -100
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return {**arguments, **INPUTS.get(name, lambda arguments: {})(arguments)}
 
