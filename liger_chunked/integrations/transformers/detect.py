@@ -187,7 +187,9 @@ class _Reader:
             raise TypeError(f"{function} is not defined by def")
         if ast.get_docstring(tree) is not None:
             del tree.body[0]
-        kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]  # these name a hub kernel
+        kept = [
+            x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")
+        ]  # these name a hub kernel
         tree.name, tree.returns, tree.decorator_list = "", None, kept
         return ast.dump(_Renamed(self, function, tree).visit(tree))
 
@@ -323,7 +325,9 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
         observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels)
         taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
         own = inspect.signature(forward).parameters.values()
-        of_forward = tuple(p.name for p in [*own][1:] if p.name not in taken and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        of_forward = tuple(
+            p.name for p in [*own][1:] if p.name not in taken and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        )
         return _passed_on(observed, options, of_forward)
 
 

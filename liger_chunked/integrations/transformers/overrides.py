@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -46,9 +46,8 @@ SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
     ("llama.LlamaMLP", GLU, {}),
-    ("torch.LayerNorm", LAYER_NORM, {}),
     ("mixtral.MixtralExperts", EXPERTS, {}),
-    ("qwen2.Qwen2MLP", GLU, {}),
+    ("qwen2_5_vl.Qwen2_5_VLMLP", GLU, {}),
     ("gemma.GemmaRMSNorm", RMS_NORM_OFFSET, {}),
     ("olmo2.Olmo2RMSNorm", RMS_NORM_FP32, {"eps": "variance_epsilon"}),
     ("phi3.Phi3MLP", PACKED_GLU, {"act_fn": "activation_fn"}),
@@ -80,7 +79,6 @@ _ROTARY: list[tuple[str, Callable[..., Any]]] = [
     ("ernie4_5", rotate_pairs),
     ("helium", rotate_pairs),
 ]
-_REGISTERED: dict[type[nn.Module], Binding] = {}
 
 
 def _modeling(family: str) -> ModuleType | None:
@@ -94,10 +92,14 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
     return Binding(layer, tuple(names.get(name, name) for name in layer.attributes))
 
 
+# Classes that are recognised by their methods, whatever their source.
+_REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
+
+
 def _read_classes() -> Iterator[tuple[str, Binding, tuple[str, ...]]]:
     for path, layer, names in _ROWS:
         family, name = path.split(".")
-        cls = getattr(nn if family == "torch" else _modeling(family), name, None)
+        cls = getattr(_modeling(family), name, None)
         read = None if cls is None else detect.source_of(detect.stock_method(cls, layer.method), cls)
         if read is not None:
             yield read[0], bound(layer, names), read[1]
@@ -140,7 +142,8 @@ def binding_of(cls: type[nn.Module]) -> Binding | None:
         if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
             continue
         read = detect.source_of(method, cls)
-        row = None if read is None else _CLASSES.find(read[0])
+        # All rows multiply. Other classes, such as activations, import none of their modules.
+        row = None if read is None or "Mult()" not in read[0] else _CLASSES.find(read[0])
         if read is not None and row is not None and row[0].layer.method == name:
             binding, attributes = row
             theirs = dict(zip(attributes, read[1], strict=True))
@@ -164,16 +167,22 @@ def register(cls: type[nn.Module], binding: Binding) -> None:
 
 # Families.
 
+_MAPPINGS: tuple[Mapping[str, Any], ...] = (
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
 
 def _heads() -> dict[str, str]:
-    """Return the class with an `lm_head` of each model type."""
-    mappings = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    return {name.replace("-", "_"): cls for mapping in mappings for name, cls in mapping.items() if isinstance(cls, str)}
+    """Return a class with an `lm_head` of each model type."""
+    return {
+        name.replace("-", "_"): cls for mapping in _MAPPINGS for name, cls in mapping.items() if isinstance(cls, str)
+    }
 
 
 def causal_classes(modeling: ModuleType) -> list[type[PreTrainedModel]]:
     """Return the language models that a modeling module defines."""
-    heads = set(_heads().values())
+    heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
     return [
         cls
         for name, cls in vars(modeling).items()

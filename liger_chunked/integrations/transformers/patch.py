@@ -596,9 +596,7 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
     return found
 
 
-def apply_to_family(
-    name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None
-) -> Applied:
+def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
     """Patch a family's classes, except torch's, and so all existing and future models.
 
     An unsupported activation raises when it runs. A model whose head does not qualify trains with its own forward,

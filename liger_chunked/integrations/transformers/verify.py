@@ -178,7 +178,11 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType | None) -
 
 
 def _configs(modeling: ModuleType | None) -> Iterator[Any]:
-    models = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)] if modeling else []
+    models = (
+        [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
+        if modeling
+        else []
+    )
     for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
