@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import random
 import threading
 import time
 import warnings
@@ -23,7 +22,6 @@ import transformers
 from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_chunked
 from liger_chunked import linear_token_stats
@@ -202,54 +200,6 @@ def test_refused(name, config, difference):
     for refused in (attach_head, logit_options):
         with pytest.raises(ValueError, match=rf"a fused loss cannot stand in for {name}.forward: .*{difference}"):
             refused(model)
-
-
-# Small sizes, under the names that most configs use.
-SIZES: dict[str, Any] = {
-    **LLAMA,
-    "mlp_bias": False,
-    "head_dim": 8,
-    "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "d_model": 32, "embedding_size": 32,
-    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 1, "ffn_dim": 48,
-    "word_embed_proj_dim": 32, "is_decoder": True,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}  # fmt: skip
-CAUSAL = sorted(
-    {
-        name
-        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        for name in (names if isinstance(names, (list, tuple)) else (names,))
-        if name.endswith(("ForCausalLM", "LMHeadModel"))
-    }
-)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", random.Random(0).sample(CAUSAL, 40))
-def test_any_causal_model(name):
-    """Each class is served or refused. Samples the classes of the installed transformers that build small."""
-    cls = getattr(transformers, name, None)
-    try:
-        config = cls.config_class(**SIZES)
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in cls(config).parameters())
-        if size > 2e6:
-            pytest.skip("these names do not make it small")
-        model = tiny(name, **SIZES)
-        with torch.no_grad():
-            arguments = batch()
-            arguments.pop("labels")
-            model(**arguments)
-    except Exception as error:  # any error of the config's validation or of the forward
-        pytest.skip(f"these names do not build one: {error}")
-    try:
-        attach_head(model)
-    except ValueError as refusal:
-        assert f"a fused loss cannot stand in for {name}.forward: it runs" in str(refusal)
-        return
-    detach_head(model)
-    assert_served(model)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ _EFFECTS = {
     "logit_scale": 0.25, "lm_head_multiplier": 0.5, "output_multiplier": 0.5, "logits_mup_width_multiplier": 3.0,
     "output_router_logits": True, "router_aux_loss_coef": 0.5,
 }  # fmt: skip
-_DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers")
+_DEPTH = re.compile(
+    r"num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
+)
 _TOKEN = re.compile(r".*token_(id|index|ids)|.*_(start|end|newline|patch)_id")
 _INDICES = re.compile(r".*(layers|indices|indexes|idxs|_ids)")
 

@@ -447,7 +447,7 @@ def _found_in(model: PreTrainedModel) -> _Found:
         else:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
-    if model.get_output_embeddings() is not None:
+    if model.get_output_embeddings() is not None or model.can_generate():
         owner = next(cls for cls in stock_class(type(model)).__mro__ if "forward" in vars(cls))
         reason = _head_refusal(model, owner)
         if reason is None:
