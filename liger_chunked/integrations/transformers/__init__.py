@@ -34,7 +34,6 @@ from liger_chunked.integrations.transformers.shared_prefix import (
     why_not_shared,
 )
 
-
 _APPLY_TO = "apply_liger_kernel_to_"
 
 

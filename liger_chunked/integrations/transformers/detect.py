@@ -162,7 +162,7 @@ _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
 
 @functools.cache
-def source_of(function: Callable[..., Any], cls: type | None = None) -> tuple[str, tuple[str, ...]] | None:
+def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
     """Return the syntax tree of a function, or a method of `cls`, without its names, and the attributes that it reads.
 
     Functions with equal trees do the same with their arguments and, in this order, with these attributes. None if there
@@ -208,7 +208,8 @@ class _Renamed(ast.NodeTransformer):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         self.scope |= {name: cell.cell_contents for name, cell in cells}
         nodes = list(ast.walk(tree))
-        local = [n.arg if isinstance(n, ast.arg) else n.id for n in nodes if isinstance(n, ast.arg) or _is_stored(n)]
+        arguments = [n.arg for n in nodes if isinstance(n, ast.arg)]
+        local = arguments + [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         self.local = {name: f"local {i}" for i, name in enumerate(dict.fromkeys(local))}
         self.self = local[0] if reader.cls is not None and local else None
 
@@ -219,7 +220,7 @@ class _Renamed(ast.NodeTransformer):
         return self.visit(ast.Assign([node.target], node.value)) if node.value is not None else None
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Name(self.local[node.id] if node.id in self.local else self.referred(node), ast.Load())
+        return ast.Name(self.local.get(node.id) or self.referred(node) or node.id, ast.Load())
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if isinstance(node.value, ast.Name) and node.value.id == self.self:
@@ -233,7 +234,7 @@ class _Renamed(ast.NodeTransformer):
         if not all(name.isidentifier() for name in names) or names[0] in self.local:
             return None
         if names[0] not in self.scope:
-            return f"unknown {names[0]}" if len(names) == 1 else None
+            return None
         value = self.scope[names[0]]
         for name in names[1:]:
             if not isinstance(value, ModuleType) or not hasattr(value, name):
@@ -249,10 +250,6 @@ class _Renamed(ast.NodeTransformer):
         return f"object {id(value)}"
 
 
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-
-
 @functools.cache
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
     """Return module and name of the functions that rotate queries and keys in the methods of a class."""
@@ -266,11 +263,11 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def looks_like_layer(cls: type[nn.Module]) -> bool:
+def looks_like_layer(cls: Any) -> bool:
     """Whether a class is named like a norm, or like a gated MLP or experts and multiplies."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
-    if re.search(r"(RMS|Layer|L2)Norm", cls.__name__) or cls.__name__.endswith("Norm"):
+    if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
         return True
     named = re.search(r"(MLP|Mlp|FeedForward|GLU|Experts)$", cls.__name__)
     read = source_of(cls.forward, cls) if named else None

@@ -68,7 +68,7 @@ class Binding:
     def switch(self, module: Any) -> str:
         if self.layer.switch is not None:
             return self.layer.switch
-        return "swiglu" if _GATED[type(getattr(module, self.names[0]))] is liger_swiglu else "geglu"
+        return "swiglu" if _GATED[_kind(getattr(module, self.names[0]))] is liger_swiglu else "geglu"
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,7 +100,8 @@ def _layer_norm_refusal(weight: Any, bias: Any, eps: float, normalized_shape: tu
 
 
 # Functions of (gate, up), or of both in one tensor.
-_GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
+_GATED: dict[Any, Callable[..., Tensor]] = {
+    F.silu: liger_swiglu,
     SiLUActivation: liger_swiglu,
     nn.SiLU: liger_swiglu,
     GELUTanh: functools.partial(liger_geglu, approximate="tanh"),
@@ -109,8 +110,12 @@ _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
+def _kind(activation: Any) -> Any:
+    return type(activation) if isinstance(activation, nn.Module) else activation
+
+
 def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
-    gated = _GATED[type(act_fn)]
+    gated = _GATED[_kind(act_fn)]
     return down_proj(gated(gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
@@ -119,19 +124,20 @@ def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor
 
 
 def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Tensor:
-    gated = _GATED[type(act_fn)]
+    gated = _GATED[_kind(act_fn)]
     return down_proj(gated(gate_up_proj(x), inplace=unobserved(gate_up_proj)))
 
 
 def _experts_gate(gate_up_out: Tensor, act_fn: Any, config: Any, has_gate: bool) -> Tensor:
     # No hook sees the gate's input.
-    return _GATED[type(act_fn)](gate_up_out, inplace=True)
+    return _GATED[_kind(act_fn)](gate_up_out, inplace=True)
 
 
-def _activation_refusal(activation: nn.Module, *_: Any) -> str | None:
-    if type(activation) in _GATED:
+def _activation_refusal(activation: Any, *_: Any) -> str | None:
+    kind = _kind(activation)
+    if kind in _GATED:
         return None
-    return f"its activation is {type(activation).__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+    return f"its activation is {kind.__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
 
 
 def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:

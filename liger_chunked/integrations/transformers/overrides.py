@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.models.auto import modeling_auto
 
 from liger_chunked.integrations.transformers import detect
@@ -132,7 +132,7 @@ _CLASSES, _FUNCTIONS = _Table(_read_classes()), _Table(_read_functions())
 
 
 @functools.cache
-def binding_of(cls: type[nn.Module]) -> Binding | None:
+def binding_of(cls: Any) -> Binding | None:
     """Return the layer that computes what a class does, and the names of its attributes."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
@@ -152,7 +152,7 @@ def binding_of(cls: type[nn.Module]) -> Binding | None:
 
 
 @functools.cache
-def rope_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def rope_of(function: Any) -> Any:
     """Return our function that computes what a rotary function does."""
     read = detect.source_of(function)
     row = None if read is None else _FUNCTIONS.find(read[0])
@@ -180,7 +180,7 @@ def _heads() -> dict[str, str]:
     }
 
 
-def causal_classes(modeling: ModuleType) -> list[type[PreTrainedModel]]:
+def causal_classes(modeling: ModuleType) -> list[Any]:
     """Return the language models that a modeling module defines."""
     heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
     return [

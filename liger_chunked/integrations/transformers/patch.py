@@ -581,7 +581,7 @@ def _release(applied: Applied | None) -> None:
 def _found_in_classes(modeling: ModuleType) -> _Found:
     """Return what the kernels serve of a modeling module, on modules of default configurations."""
     found = _Found(head="its language models")
-    classes = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
+    classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
     for cls in dict.fromkeys(classes):
         binding = binding_of(cls)

@@ -124,7 +124,7 @@ _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
 def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return cos and sin of a rotary embedding, if they are those of text."""
     try:
-        rotary = copy.deepcopy(module).to(dtype=torch.float32)
+        rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
         x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
         layered = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -158,7 +158,7 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 # Layers.
 
 
-def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType | None) -> nn.Module:
+def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
     """Build a module that the layer supports on the meta device, or raise an Incomparable."""
     reasons = []
     for config in (*_configs(modeling), None):
@@ -177,7 +177,7 @@ def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType | None) -
     raise Incomparable(reasons[0])
 
 
-def _configs(modeling: ModuleType | None) -> Iterator[Any]:
+def _configs(modeling: ModuleType) -> Iterator[Any]:
     models = (
         [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
         if modeling
@@ -268,16 +268,16 @@ def _tokens(width: int) -> Tensor:
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     """Return an input width that the original accepts, and its output."""
-    widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
+    widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
-    for width in dict.fromkeys(widths):
+    for width in dict.fromkeys(widths or [48]):
         try:
             expected = stock_method(cls, layer.method)(probe, _tokens(width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
                 return width, expected
         except Exception as reason:
             failure = failure or reason
-    raise Incomparable("it has no parameters" if failure is None else _first_line(failure))
+    raise Incomparable("it returns no tensor of tokens" if failure is None else _first_line(failure))
 
 
 def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
