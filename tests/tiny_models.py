@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -72,12 +71,10 @@ _EFFECTS = {
     "logit_scale": 0.25, "lm_head_multiplier": 0.5, "output_multiplier": 0.5, "logits_mup_width_multiplier": 3.0,
     "output_router_logits": True, "router_aux_loss_coef": 0.5,
 }  # fmt: skip
-_DEPTH = re.compile(
-    r"num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
-)
+
+_DEPTH = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers|n_layer|depth|num_blocks")
 _TOKEN = re.compile(r".*token_(id|index|ids)|.*_(start|end|newline|patch)_id")
 _INDICES = re.compile(r".*(layers|indices|indexes|idxs|_ids)")
-
 _LEFT = ("id2label", "label2id", "transformers_version", "problem_type", "architectures")
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -96,32 +93,30 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
     "BltConfig": {"encoder_hash_byte_group_vocab": VOCAB, "encoder_hash_byte_group_size": [3, 4]},
     "BltLocalDecoderConfig": {"hidden_size_global": HIDDEN},
-    "BltLocalEncoderConfig": {"hidden_size_global": HIDDEN},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"IMGIMG{x}Z": i for i, x in enumerate("AB")}}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _MROPE}},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
-    "ChameleonConfig": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"IMGIMG{x}Z": i for i, x in enumerate("AB")}}},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
-    "DiffusionGemmaTextConfig": {**_SHARED_KV, "num_kv_shared_layers": 0, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": WIDE},
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": WIDE},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Dots3NoteTextConfig": {
         "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8,
         "swa_kv_lora_rank": 8, "swa_head_dim": 2 * HEAD_DIM, "swa_qk_nope_head_dim": HEAD_DIM,
         "swa_v_head_dim": HEAD_DIM,
     },
-    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 4], "mlp_layer_types": ["dense", "sparse"]},
-    "Emu3VQVAEConfig": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "Emu3Config": {"vocabulary_map": {"<image>": VOCAB - 1, **{f"<|visual token {i:06}|>": i for i in range(4)}}},
+    "Emu3VQVAEConfig": {"channel_multiplier": [1, 1]},
     "Ernie4_5_VLMoeTextConfig": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
-    "Florence2VisionConfig": {"projection_dim": HIDDEN},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "Gemma3nTextConfig": {**_SHARED_KV, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": WIDE},
+    "Gemma3nTextConfig": {
+        **_SHARED_KV, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": WIDE,
+    },
     "Gemma4TextConfig": _SHARED_KV,
     "Gemma4UnifiedTextConfig": _SHARED_KV,
-    "Glm46VTextConfig": {"rope_parameters": _MROPE},
-    "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2, "head_dim": 0, "qk_rope_head_dim": 0},
-    "Glm4vTextConfig": {"rope_parameters": _MROPE},
     "Glm4vMoeTextConfig": {"rope_parameters": _HALF_MROPE},
+    "Glm4vTextConfig": {"rope_parameters": _MROPE},
+    "Glm5NextTextConfig": {"index_topk": 4, "index_kpool": 2, "head_dim": 0, "qk_rope_head_dim": 0},
     "GlmOcrTextConfig": {"rope_parameters": _MROPE},
     "Granite4VisionConfig": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
@@ -129,21 +124,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "InklingVisionConfig": {"num_hidden_layers": 6, "patch_size": 4},
     "InstructBlipConfig": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},
     "InstructBlipVideoConfig": {"num_query_tokens": 2, "video_token_id": VOCAB - 1},
-    "JanusVQVAEConfig": {"num_embeddings": 16, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "JanusVQVAEConfig": {"num_embeddings": 16, "channel_multiplier": [1, 1]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LongcatFlashConfig": {"zero_expert_num": 2},
     "Mamba2Config": {"num_heads": 8},
     "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
-    "MuseSparkAudioConfig": {"depths": [1, 1], "patch_sizes": [4, 4], "hidden_sizes": [32, 32], "num_hidden_layers": 2},
     "NemotronConfig": {"num_key_value_heads": 2},
     "PaddleOCRTextConfig": {"rope_parameters": _MROPE},
-    "RadioConfig": {"video_temporal_patch_size": 2},
-    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": VOCAB - 20},
-    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": VOCAB - 20},
     "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
     "Qwen2_5OmniTextConfig": {"rope_parameters": _MROPE},
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": VOCAB - 20},
     "Qwen2_5_VLTextConfig": {"rope_parameters": _MROPE},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": VOCAB - 20},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
@@ -156,7 +149,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
         "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "num_key_value_heads": HEADS,
-        "num_hidden_layers": 6, "layers_block_type": 2 * ["linear_attention", "linear_attention", "hybrid"]},
+        "num_hidden_layers": 6, "layers_block_type": 2 * ["linear_attention", "linear_attention", "hybrid"],
+    },
     "xLSTMConfig": {"qk_dim_factor": 1.0, "chunk_size": 64},
 }  # fmt: skip
 
@@ -308,7 +302,6 @@ INPUTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
         "labels": arguments["labels"][..., None].expand(2, LENGTH, 2),
     },
     "PPFormulaNetForConditionalGeneration": _images,
-    "PaliGemmaForConditionalGeneration": lambda arguments: {"token_type_ids": arguments["attention_mask"]},
     "Pix2StructForConditionalGeneration": lambda arguments: {
         "input_ids": None, "attention_mask": None, "flattened_patches": _pixels(2, 4, 2 + HIDDEN).abs(),
     },
