@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import CAUSAL, IMAGE_TEXT, VOCAB, batch, build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +96,10 @@ PATCHER = {"BltForCausalLM"}
 
 ROWS = 3  # of logits in the budget
 
+# The tables are those of this release. An earlier one fails to step more classes, which are skipped, and more may be
+# refused.
+EARLIER = Version(transformers.__version__) < Version("5.23")
+
 
 def patched(model: PreTrainedModel) -> tuple[bool, str]:
     """Patch all that can be served. Return whether the head is, and why parts are not."""
@@ -145,10 +151,16 @@ def seed() -> None:
 
 @pytest.mark.parametrize("name", sampled([name for name in CAUSAL + IMAGE_TEXT if name not in NOT_BUILT]))
 def test_class(name):
-    model, arguments = build(name), batch(name)
-    stock, exact = step(model, arguments)
+    try:
+        model, arguments = build(name), batch(name)
+        stock, exact = step(model, arguments)
+        assert all(gradient.isfinite().all() for gradient in exact.values()), "its gradients are not finite"
+    except Exception as error:
+        if not EARLIER:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} cannot take a step: {error}")
     is_fused, report = patched(model)
-    assert is_fused == (name not in REFUSED), report
+    assert is_fused == (name not in REFUSED) or EARLIER, report
     with Logits(model, stock.logits.shape[:-1].numel()) as logits:
         ours, found = step(model, arguments)
     torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-4, atol=0)
@@ -156,7 +168,7 @@ def test_class(name):
         assert ours.logits is None
         assert math.prod(logits.largest) <= ROWS * VOCAB or name in PATCHER, f"logits of the shape {logits.largest}"
     else:
-        assert re.search(REFUSED[name], report), report
+        assert re.search(REFUSED.get(name, "a fused loss cannot stand in"), report), report
     assert found.keys() == exact.keys()
     largest = max(gradient.norm() for gradient in exact.values())
     for parameter, gradient in exact.items():
@@ -194,6 +206,7 @@ def test_most_causal_classes_are_served():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(EARLIER, reason="the reasons are those of this release")
 @pytest.mark.parametrize("name", [name for name in CAUSAL + IMAGE_TEXT if name in NOT_BUILT])
 def test_not_built(name):
     with pytest.raises(Exception, match=NOT_BUILT[name]):
