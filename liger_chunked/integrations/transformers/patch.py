@@ -397,7 +397,7 @@ class _Found:
         if reason is None:
             self.layers.append((binding.switch(module), owner, binding))
         else:
-            self.left.setdefault(cls.__name__, reason)
+            self.left.setdefault(_owner(module).__name__, reason)
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
@@ -444,14 +444,14 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
         binding = binding_of(cls)
         if binding is None:
             if detect.looks_like_layer(cls):
-                found.left.setdefault(cls.__name__, _VARIANT)
+                found.left.setdefault(_owner(module).__name__, _VARIANT)
         elif own is not None:
-            found.left.setdefault(cls.__name__, "its forward was set on the instance")
+            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
         else:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner = _head_owner(model)
+        owner = _owner(model)
         reason = _loss_refusal(model, owner)
         found.heads = () if reason else ("cross_entropy",)
         reason = reason or (_head_refusal(model) if fused else None)
@@ -462,9 +462,9 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
     return found
 
 
-def _head_owner(model: PreTrainedModel) -> type:
-    """Return the class whose forward computes the logits."""
-    return next(cls for cls in stock_class(type(model)).__mro__ if "forward" in vars(cls))
+def _owner(module: nn.Module) -> type:
+    """Return the class whose forward a module has: FSDP derives other classes."""
+    return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
 
 def _loss_refusal(model: PreTrainedModel, owner: type) -> str | None:
@@ -536,7 +536,7 @@ def apply_liger_kernel(
     finally:
         if STATE not in vars(inner):
             head.forget_facts(inner)
-    if FUSED not in on and FUSED not in switches and (reason := found.left.get(_head_owner(inner).__name__)):
+    if FUSED not in on and FUSED not in switches and (reason := found.left.get(_owner(inner).__name__)):
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
     applied = Applied(family, left=found.left)
@@ -544,14 +544,14 @@ def apply_liger_kernel(
         for switch, module, binding in found.layers:
             if switch == name:
                 set_patch(module, Patch(binding))
-                applied.count(switch, stock_class(type(module)).__name__)
+                applied.count(switch, _owner(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
         fuse(inner, Fusion(logits_budget))
-        applied.count(FUSED, _head_owner(inner).__name__)
+        applied.count(FUSED, _owner(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
 
