@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import types
 import weakref
@@ -29,6 +30,8 @@ from liger_chunked.integrations.transformers.head import STATE, Fusion
 from liger_chunked.integrations.transformers.layers import Binding, Layer, causal_lm_loss
 from liger_chunked.integrations.transformers.overrides import binding_of, family_modeling, family_of, rope_of
 from liger_chunked.types import budget_bytes, shown
+
+_LOGGER = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 _PATCH = "_liger_patch"  # attribute of a patched class
@@ -380,21 +383,21 @@ class _Found:
 
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
-    head: str | None = None  # the class whose forward computes the logits
+    heads: tuple[str, ...] = ()  # switches
     left: dict[str, str] = field(default_factory=dict)
 
     @property
     def switches(self) -> list[str]:
         layers = {switch for switch, *_ in self.layers}
         found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
-        return [*found, *(["rope"] if self.ropes else []), *(overrides.HEAD_SWITCHES if self.head else [])]
+        return [*found, *(["rope"] if self.ropes else []), *self.heads]
 
     def add_layer(self, owner: Any, module: nn.Module, cls: type[nn.Module], binding: Binding) -> None:
         reason = binding.refusal(module) or verify.difference(binding, module, cls)
         if reason is None:
             self.layers.append((binding.switch(module), owner, binding))
         else:
-            self.left.setdefault(cls.__name__, reason)
+            self.left.setdefault(_owner(module).__name__, reason)
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
@@ -430,7 +433,7 @@ class _Found:
 _VARIANT = "a variant that no kernel computes"
 
 
-def _found_in(model: PreTrainedModel) -> _Found:
+def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
     found = _Found()
     used = set()
     for module in model.modules():
@@ -441,28 +444,39 @@ def _found_in(model: PreTrainedModel) -> _Found:
         binding = binding_of(cls)
         if binding is None:
             if detect.looks_like_layer(cls):
-                found.left.setdefault(cls.__name__, _VARIANT)
+                found.left.setdefault(_owner(module).__name__, _VARIANT)
         elif own is not None:
-            found.left.setdefault(cls.__name__, "its forward was set on the instance")
+            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
         else:
             found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
-    if model.get_output_embeddings() is not None or model.can_generate():
-        owner = next(cls for cls in stock_class(type(model)).__mro__ if "forward" in vars(cls))
-        reason = _head_refusal(model, owner)
-        if reason is None:
-            found.head = owner.__name__
-        else:
+    if model.get_output_embeddings() is not None:
+        owner = _owner(model)
+        reason = _loss_refusal(model, owner)
+        found.heads = () if reason else ("cross_entropy",)
+        reason = reason or (_head_refusal(model) if fused else None)
+        if reason is not None:
             found.left[owner.__name__] = reason
+        elif fused:
+            found.heads = overrides.HEAD_SWITCHES
+    elif model.can_generate():
+        found.left[_owner(model).__name__] = "it is not a backbone under an lm_head"
     return found
 
 
-def _head_refusal(model: PreTrainedModel, owner: type) -> str | None:
-    """Return why a fused loss cannot replace head and loss."""
+def _owner(module: nn.Module) -> type:
+    """Return the class whose forward a module has: FSDP derives other classes."""
+    return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
+
+
+def _loss_refusal(model: PreTrainedModel, owner: type) -> str | None:
     if not owner.__module__.startswith("transformers."):
         return f"its forward is that of {owner.__module__}, not of transformers"
-    if not head.has_causal_loss(model):
-        return f"{FUSED} is the causal loss, but the loss_function of this model is {model.loss_function}"
+    return None if head.has_causal_loss(model) else f"its loss_function is {model.loss_function}, not the causal loss"
+
+
+def _head_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a fused loss cannot replace head and loss."""
     balance = detect.balance_of(model)
     if balance is not None and balance.refusal is not None:
         return f"its load-balancing loss cannot be computed: {balance.refusal}"
@@ -518,22 +532,28 @@ def apply_liger_kernel(
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    found = _found_in(inner)
-    on = found.chosen(family, switches)
+    try:
+        found = _found_in(inner, fused=switches.get(FUSED) is not False)
+        on = found.chosen(family, switches)
+    finally:
+        if STATE not in vars(inner):
+            head.forget_facts(inner)
+    if FUSED not in on and FUSED not in switches and (reason := found.left.get(_owner(inner).__name__)):
+        _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
     applied = Applied(family, left=found.left)
     for name in on:
         for switch, module, binding in found.layers:
             if switch == name:
                 set_patch(module, Patch(binding))
-                applied.count(switch, stock_class(type(module)).__name__)
+                applied.count(switch, _owner(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
         fuse(inner, Fusion(logits_budget))
-        applied.count(FUSED, str(found.head))
+        applied.count(FUSED, _owner(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
 
@@ -580,7 +600,7 @@ def _release(applied: Applied | None) -> None:
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
     """Return what the kernels serve of a modeling module, on modules of default configurations."""
-    found = _Found(head="its language models")
+    found = _Found(heads=overrides.HEAD_SWITCHES)
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
     for cls in dict.fromkeys(classes):
