@@ -77,7 +77,7 @@ REFUSED: dict[str, str] = {
     "MusicgenForCausalLM": "lm_head is computed by .*ModuleList",
     "MusicgenMelodyForCausalLM": "lm_head is computed by .*ModuleList",
     "ProphetNetForCausalLM": "it uses 'decoder' of its backbone",
-    "T5Gemma2ForConditionalGeneration": "the loss_function of this model is .*ForMaskedLMLoss",
+    "T5Gemma2ForConditionalGeneration": "its loss_function is .*ForMaskedLMLoss",
 }  # fmt: skip
 
 # Why transformers itself cannot build a class small, or take a step with it.
