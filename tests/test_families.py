@@ -306,7 +306,7 @@ def test_wrong_layers_are_refused(table, cls, layer, names, message):
 def test_wrong_types_are_refused(table):
     with pytest.raises(TypeError, match="cls must be a class of modules, got 'LlamaMLP'"):
         register_layer("LlamaMLP", layers.GLU)
-    with pytest.raises(TypeError, match="layer must be a Layer, such as layers.RMS_NORM, got 'GLU'"):
+    with pytest.raises(TypeError, match=r"layer must be a Layer, such as layers\.RMS_NORM, got 'GLU'"):
         register_layer(OwnMLP, "GLU")
 
 

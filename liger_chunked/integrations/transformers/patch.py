@@ -608,7 +608,7 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
         if binding is not None:
             try:
                 found.add_layer(cls, verify.built(binding, cls, modeling), cls, binding)
-            except verify.Incomparable as failure:
+            except (verify.Incomparable, verify.Difference) as failure:
                 found.left[cls.__name__] = f"it cannot be compared without a model ({failure})"
         elif detect.looks_like_layer(cls):
             found.left[cls.__name__] = _VARIANT

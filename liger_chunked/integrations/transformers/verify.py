@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -159,17 +160,23 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
-    """Build a module that the layer supports on the meta device, or raise an Incomparable."""
+    """Build a module that the layer supports on the meta device, or raise an Incomparable or a Difference."""
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "grouped_mm"  # normally chosen by the model
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 module = cls(**_constructor_arguments(cls, config))
         except Exception as failure:
             reasons.append(_first_line(failure))
             continue
+        try:
+            binding.values(module)
+        except AttributeError as missing:
+            name = _name(binding.layer)
+            raise Difference(f"{cls.__name__} is not {name}: it is laid out differently: {missing}") from None
         refusal = binding.refusal(module)
         if refusal is None:
             return module
