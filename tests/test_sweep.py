@@ -6,6 +6,7 @@ with SWEEP_SEED; `--exhaustive` runs all.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -136,8 +137,11 @@ class Logits(TorchDispatchMode):
 
 
 def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Step as Trainer does, which divides the loss by a number of items if the forward takes any keyword."""
     torch.manual_seed(0)
-    output = model(**arguments)
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    items = {"num_items_in_batch": torch.tensor(7)} if inspect.Parameter.VAR_KEYWORD in kinds else {}
+    output = model(**arguments, **items)
     output.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
