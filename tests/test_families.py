@@ -57,7 +57,7 @@ CLASSES = [
     ("llama4.Llama4TextMLP", "GLU", "activation_fn gate_proj up_proj down_proj"),
     ("lfm2.Lfm2MLP", "SILU_GLU", "w1 w3 w2"),
     ("glm.GlmMLP", "PACKED_GLU", "activation_fn gate_up_proj down_proj"),
-    ("granitemoeshared.GraniteMoeSharedMLP", "PACKED_GLU", "activation input_linear output_linear"),
+    ("granitemoehybrid.GraniteMoeHybridMLP", "PACKED_GLU", "activation input_linear output_linear"),
     ("qwen2_moe.Qwen2MoeExperts", "EXPERTS", "act_fn config has_gate"),
     ("gpt_oss.GptOssExperts", None, ""),
     ("falcon_h1.FalconH1MLP", None, ""),

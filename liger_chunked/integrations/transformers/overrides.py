@@ -59,7 +59,7 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("moshi.MoshiRMSNorm", RMS_NORM_FP32, {}),
     ("lfm2.Lfm2MLP", SILU_GLU, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     (
-        "granitemoeshared.GraniteMoeSharedMLP",
+        "granitemoehybrid.GraniteMoeHybridMLP",
         PACKED_GLU,
         {"act_fn": "activation", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),

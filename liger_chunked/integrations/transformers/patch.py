@@ -59,7 +59,9 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
     Each has its own code, because Dynamo limits how often it compiles one code.
     """
     owner, input = inspect.signature(stock).parameters
-    attributes = "".join(f", {owner}.{name}" for name in binding.names)
+    pairs = zip(binding.layer.attributes, binding.names, strict=True)
+    optional = binding.layer.optional
+    attributes = "".join(f", getattr({owner}, {n!r}, None)" if a in optional else f", {owner}.{n}" for a, n in pairs)
     namespace: dict[str, Any] = {"_run": binding.layer.run}
     exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
     method = namespace[binding.layer.method]
