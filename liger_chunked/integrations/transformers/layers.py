@@ -54,10 +54,14 @@ class Binding:
     layer: Layer
     names: tuple[str, ...]
 
-    def values(self, module: Any) -> list[Any]:
-        pairs = zip(self.layer.attributes, self.names, strict=True)
+    @functools.cached_property
+    def reads(self) -> dict[str, bool]:
+        """Attributes, and whether a module must have them."""
         optional = self.layer.optional
-        return [getattr(module, name, None) if own in optional else getattr(module, name) for own, name in pairs]
+        return {name: own not in optional for own, name in zip(self.layer.attributes, self.names, strict=True)}
+
+    def values(self, module: Any) -> list[Any]:
+        return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
 
     def run(self, module: Any, input: Tensor) -> Tensor:
         return self.layer.run(input, *self.values(module))

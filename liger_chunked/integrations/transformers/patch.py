@@ -59,9 +59,8 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
     Each has its own code, because Dynamo limits how often it compiles one code.
     """
     owner, input = inspect.signature(stock).parameters
-    pairs = zip(binding.layer.attributes, binding.names, strict=True)
-    optional = binding.layer.optional
-    attributes = "".join(f", getattr({owner}, {n!r}, None)" if a in optional else f", {owner}.{n}" for a, n in pairs)
+    reads = binding.reads.items()
+    attributes = "".join(f", {owner}.{n}" if needed else f", getattr({owner}, {n!r}, None)" for n, needed in reads)
     namespace: dict[str, Any] = {"_run": binding.layer.run}
     exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
     method = namespace[binding.layer.method]
@@ -313,7 +312,7 @@ class Applied:
 
     def hold_ropes(self) -> None:
         for key in self.ropes:
-            ROPES[key].hold(self)
+            ROPES(*key).hold(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)  # a copied model needs the rope function too
@@ -363,19 +362,10 @@ class _Rope:
                 self._replace()
 
     def _replace(self) -> None:
-        ours = rope_of(self._stock)
-        if ours is None:
-            raise ValueError(f"no kernel computes {self._name} of {self._owner.__name__}")
-        self._patches.set(self._owner, self._name, ours)
+        self._patches.set(self._owner, self._name, rope_of(self._stock) or self._stock)
 
 
-class _Ropes(dict[tuple[str, str], _Rope]):
-    def __missing__(self, key: tuple[str, str]) -> _Rope:
-        self[key] = _Rope(*key)
-        return self[key]
-
-
-ROPES = _Ropes()
+ROPES = functools.cache(_Rope)
 FAMILY_WIDE: dict[str, Applied] = {}
 
 
@@ -404,7 +394,7 @@ class _Found:
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
         for key in sorted(set().union(*map(detect.rotary_functions, classes))):
-            stock = ROPES[key].stock
+            stock = ROPES(*key).stock
             ours = rope_of(stock)
             reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
             if reason is None:
@@ -425,7 +415,7 @@ class _Found:
             raise ValueError(f"{sorted(absent)} matches nothing in {family} here; it has {self.switches}{reasons}")
         if set(overrides.HEAD_SWITCHES) <= wanted:
             raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
-        if not self.switches:
+        if set(self.switches) <= {"cross_entropy"} and not wanted and switches.get(FUSED) is not False:
             raise ValueError(f"our kernels serve nothing in {family}{reasons}")
         off = {switch for switch, on in switches.items() if on is False}
         off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
@@ -595,7 +585,7 @@ def _release(applied: Applied | None) -> None:
     if applied is not None:
         applied.patches.undo()
         for key in applied.ropes:
-            ROPES[key].release(id(applied))
+            ROPES(*key).release(id(applied))
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
