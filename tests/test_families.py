@@ -40,8 +40,6 @@ def modeling(family: str):
 def table(monkeypatch):
     """Forget the layers that a test registers."""
     monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
-    yield
-    overrides.binding_of.cache_clear()
 
 
 # Classes, the layer that serves them, and the names of its attributes. None: a variant of their own.
@@ -214,6 +212,17 @@ def test_only_names_may_differ():
     assert verify.difference(swapped, Swapped(), Swapped) is not None
     for cls in (OtherConstant, OtherGlobal, Decorated, OtherHelper):
         assert overrides.binding_of(cls) is None, cls
+
+
+def test_a_class_that_somebody_patched(monkeypatch):
+    """Its code is read again."""
+    model = BY_ID["llama"].build()
+    assert "swiglu" in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
+    cls = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
+    assert "swiglu" not in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
 
 
 def test_a_class_of_ones_own_with_stock_code():

@@ -100,20 +100,23 @@ _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {
 def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
     """Read a method of a stock class, or a stock function; None if this version of transformers has no such code."""
     family, name = path.split(".")
-    stock = getattr(_modeling(family), name, None)
-    if not method:
-        return None if stock is None else detect.source_of(stock)
-    return None if stock is None else detect.source_of(detect.stock_method(stock, method), stock)
+    stock: Any = getattr(_modeling(family), name, None)
+    if stock is None or not method:
+        return stock and detect.source_of(stock)
+    return detect.source_of(detect.stock_method(stock, method), stock)
 
 
-@functools.cache
 def binding_of(cls: Any) -> Binding | None:
     """Return the layer that computes what a class does, and the names of its attributes."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
-    for name in ("forward", "_apply_gate"):
-        method = detect.stock_method(cls, name)
+    return _recognised(cls, detect.stock_method(cls, "forward"), detect.stock_method(cls, "_apply_gate"))
+
+
+@functools.cache
+def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
+    for name, method in (("forward", forward), ("_apply_gate", apply_gate)):
         if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
             continue
         read = detect.source_of(method, cls)
@@ -139,9 +142,7 @@ def rope_of(function: Any) -> Any:
 
 
 def register(cls: type[nn.Module], binding: Binding) -> None:
-    _REGISTERED.pop(cls, None)
     _REGISTERED[cls] = binding
-    binding_of.cache_clear()
 
 
 # Families.

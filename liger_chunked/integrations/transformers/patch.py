@@ -384,11 +384,12 @@ class _Found:
         found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
         return [*found, *(["rope"] if self.ropes else []), *self.heads]
 
-    def add_layer(self, owner: Any, module: nn.Module, cls: type[nn.Module], binding: Binding) -> None:
-        reason = binding.refusal(module) or verify.difference(binding, module, cls)
-        if reason is None:
+    def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
+        if binding is None:
+            reason = _VARIANT if detect.looks_like_layer(cls) else None
+        elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
             self.layers.append((binding.switch(module), owner, binding))
-        else:
+        if reason is not None:
             self.left.setdefault(_owner(module).__name__, reason)
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
@@ -430,39 +431,30 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
     used = set()
     for module in model.modules():
         cls = stock_class(type(module))
-        own = own_forward(module)
-        if own is None:
+        binding, own = binding_of(cls), own_forward(module) is not None
+        if not own:
             used.add(cls)
-        binding = binding_of(cls)
-        if binding is None:
-            if detect.looks_like_layer(cls):
-                found.left.setdefault(_owner(module).__name__, _VARIANT)
-        elif own is not None:
-            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
-        else:
             found.add_layer(module, module, cls, binding)
+        elif binding is not None:
+            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner = _owner(model)
-        reason = _loss_refusal(model, owner)
-        found.heads = () if reason else ("cross_entropy",)
-        reason = reason or (_head_refusal(model) if fused else None)
-        if reason is not None:
-            found.left[owner.__name__] = reason
+        owner, of_loss, reason = _owner(model), head.has_causal_loss(model), None
+        if not owner.__module__.startswith("transformers."):
+            of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
+        elif not of_loss:
+            reason = f"its loss_function is {model.loss_function}, not the causal loss"
         elif fused:
-            found.heads = overrides.HEAD_SWITCHES
+            reason = _head_refusal(model)
+        switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
+        found.heads = tuple(switch for switch, on in switches.items() if on)
+        found.left |= {} if reason is None else {owner.__name__: reason}
     return found
 
 
 def _owner(module: nn.Module) -> type:
     """Return the class whose forward a module has: FSDP derives other classes."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
-
-
-def _loss_refusal(model: PreTrainedModel, owner: type) -> str | None:
-    if not owner.__module__.startswith("transformers."):
-        return f"its forward is that of {owner.__module__}, not of transformers"
-    return None if head.has_causal_loss(model) else f"its loss_function is {model.loss_function}, not the causal loss"
 
 
 def _head_refusal(model: PreTrainedModel) -> str | None:
