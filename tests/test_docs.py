@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -109,11 +108,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def only_own_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def only_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the layers that a block registers."""
     monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
-    yield
-    overrides.binding_of.cache_clear()
 
 
 def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls: list[str]) -> None:

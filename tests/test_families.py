@@ -40,8 +40,6 @@ def modeling(family: str):
 def table(monkeypatch):
     """Forget the layers that a test registers."""
     monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
-    yield
-    overrides.binding_of.cache_clear()
 
 
 # Classes, the layer that serves them, and the names of its attributes. None: a variant of their own.
@@ -57,7 +55,7 @@ CLASSES = [
     ("llama4.Llama4TextMLP", "GLU", "activation_fn gate_proj up_proj down_proj"),
     ("lfm2.Lfm2MLP", "SILU_GLU", "w1 w3 w2"),
     ("glm.GlmMLP", "PACKED_GLU", "activation_fn gate_up_proj down_proj"),
-    ("granitemoeshared.GraniteMoeSharedMLP", "PACKED_GLU", "activation input_linear output_linear"),
+    ("granitemoehybrid.GraniteMoeHybridMLP", "PACKED_GLU", "activation input_linear output_linear"),
     ("qwen2_moe.Qwen2MoeExperts", "EXPERTS", "act_fn config has_gate"),
     ("gpt_oss.GptOssExperts", None, ""),
     ("falcon_h1.FalconH1MLP", None, ""),
@@ -214,6 +212,17 @@ def test_only_names_may_differ():
     assert verify.difference(swapped, Swapped(), Swapped) is not None
     for cls in (OtherConstant, OtherGlobal, Decorated, OtherHelper):
         assert overrides.binding_of(cls) is None, cls
+
+
+def test_a_class_that_somebody_patched(monkeypatch):
+    """Its code is read again."""
+    model = BY_ID["llama"].build()
+    assert "swiglu" in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
+    cls = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
+    assert "swiglu" not in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
 
 
 def test_a_class_of_ones_own_with_stock_code():

@@ -95,7 +95,7 @@ NOT_BUILT: dict[str, str] = {
 # BLT's patcher, a small model without a gradient, predicts each byte to cut patches.
 PATCHER = {"BltForCausalLM"}
 
-ROWS = 3  # of logits in the budget
+ROWS = 3  # the budget, in rows of logits
 
 # The tables are those of this release. An earlier one fails to step more classes, which are skipped, and more may be
 # refused.

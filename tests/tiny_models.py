@@ -1,6 +1,6 @@
 """A small random model of any causal or image-text-to-text class of transformers, made from its default config.
 
-`config_of` replaces the sizes in a config and its parts by name. `OVERRIDES` has what a class needs besides.
+`config_of` replaces the sizes in a config and its parts by name. `OVERRIDES` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _SHARED_KV = {
     "global_head_dim": 2 * HEAD_DIM,
 }
 
-# What the sizes leave out, by the name of the config's class.
+# Values that `config_of` cannot derive, by the name of the config's class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "Blip2Config": {"num_query_tokens": 2, "image_token_id": VOCAB - 1},

@@ -119,7 +119,7 @@ def check_model(
             found = {name: _difference(_check_patched, module) for name, module in layers.items()}
             rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
             for key in applied.ropes:
-                stock_rope: Any = patch.ROPES[key].stock
+                stock_rope: Any = patch.ROPES(*key).stock
                 found[key[1]] = verify.rotary_difference(rope_of(stock_rope), stock_rope, rotary)
         revert_liger_kernel(inner)
         with _stock_ropes(applied):
@@ -166,7 +166,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 def _stock_ropes(applied: Applied) -> Iterator[None]:
     with contextlib.ExitStack() as suspended:
         for key in applied.ropes:
-            suspended.enter_context(patch.ROPES[key].suspended())
+            suspended.enter_context(patch.ROPES(*key).suspended())
         yield
 
 

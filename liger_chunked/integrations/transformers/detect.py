@@ -187,9 +187,8 @@ class _Reader:
             raise TypeError(f"{function} is not defined by def")
         if ast.get_docstring(tree) is not None:
             del tree.body[0]
-        kept = [
-            x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")
-        ]  # these name a hub kernel
+        # Decorators may change the result, except those that name a kernel of the hub.
+        kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
         tree.name, tree.returns, tree.decorator_list = "", None, kept
         return ast.dump(_Renamed(self, function, tree).visit(tree))
 
@@ -231,9 +230,7 @@ class _Renamed(ast.NodeTransformer):
     def referred(self, node: ast.expr) -> str | None:
         """Describe the object that a global name, or an attribute of a module, refers to."""
         names = ast.unparse(node).split(".")
-        if not all(name.isidentifier() for name in names) or names[0] in self.local:
-            return None
-        if names[0] not in self.scope:
+        if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
             return None
         value = self.scope[names[0]]
         for name in names[1:]:
@@ -241,8 +238,7 @@ class _Renamed(ast.NodeTransformer):
                 return None
             value = getattr(value, name)
         if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
-            text = source_of(getattr(value, STOCK, value))
-            if text is not None:
+            if text := source_of(getattr(value, STOCK, value)):
                 return f"function {text[0]}"
         if isinstance(value, (bool, int, float, str)):
             return repr(value)

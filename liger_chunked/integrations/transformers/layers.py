@@ -32,12 +32,14 @@ class Layer:
 
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, which is the first attribute
     - `refusal`: takes the attributes, and returns why `run` cannot serve them, or None
+    - `optional`: attributes that a module may lack; `run` then gets None
     """
 
     run: Callable[..., Any]
     switch: str | None = None
     method: str = "forward"
     refusal: Callable[..., str | None] | None = None
+    optional: tuple[str, ...] = ()
 
     @functools.cached_property
     def attributes(self) -> tuple[str, ...]:
@@ -52,8 +54,14 @@ class Binding:
     layer: Layer
     names: tuple[str, ...]
 
+    @functools.cached_property
+    def reads(self) -> dict[str, bool]:
+        """Attributes, and whether a module must have them."""
+        optional = self.layer.optional
+        return {name: own not in optional for own, name in zip(self.layer.attributes, self.names, strict=True)}
+
     def values(self, module: Any) -> list[Any]:
-        return [getattr(module, name) for name in self.names]
+        return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
 
     def run(self, module: Any, input: Tensor) -> Tensor:
         return self.layer.run(input, *self.values(module))
@@ -158,7 +166,7 @@ RMS_NORM_FP32 = Layer(_rms_norm_fp32, "rms_norm")
 RMS_NORM_OFFSET = Layer(_rms_norm_offset, "rms_norm")
 """`(1 + weight) * normalized`, rounded after the product (Gemma)."""
 
-RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm")
+RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
 """`RMS_NORM_FP32`, without a weight unless `with_scale` (Gemma 4)."""
 
 RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")

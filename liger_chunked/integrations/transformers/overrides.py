@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +59,7 @@ _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("moshi.MoshiRMSNorm", RMS_NORM_FP32, {}),
     ("lfm2.Lfm2MLP", SILU_GLU, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     (
-        "granitemoeshared.GraniteMoeSharedMLP",
+        "granitemoehybrid.GraniteMoeHybridMLP",
         PACKED_GLU,
         {"act_fn": "activation", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),
@@ -96,58 +96,40 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
 _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
 
 
-def _read_classes() -> Iterator[tuple[str, Binding, tuple[str, ...]]]:
-    for path, layer, names in _ROWS:
-        family, name = path.split(".")
-        cls = getattr(_modeling(family), name, None)
-        read = None if cls is None else detect.source_of(detect.stock_method(cls, layer.method), cls)
-        if read is not None:
-            yield read[0], bound(layer, names), read[1]
-
-
-def _read_functions() -> Iterator[tuple[str, Callable[..., Any], tuple[str, ...]]]:
-    for family, ours in _ROTARY:
-        function = getattr(_modeling(family), "apply_rotary_pos_emb", None)
-        read = None if function is None else detect.source_of(getattr(function, detect.STOCK, function))
-        if read is not None:
-            yield read[0], ours, ()
-
-
-class _Table:
-    """Rows by their code, read when they are first needed."""
-
-    def __init__(self, rows: Iterator[tuple[str, Any, tuple[str, ...]]]) -> None:
-        self._rows, self._known = rows, dict[str, tuple[Any, tuple[str, ...]]]()
-
-    def find(self, text: str) -> tuple[Any, tuple[str, ...]] | None:
-        while text not in self._known:
-            row = next(self._rows, None)
-            if row is None:
-                return None
-            self._known.setdefault(row[0], row[1:])
-        return self._known[text]
-
-
-_CLASSES, _FUNCTIONS = _Table(_read_classes()), _Table(_read_functions())
-
-
 @functools.cache
+def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
+    """Read a method of a stock class, or a stock function; None if this version of transformers has no such code."""
+    family, name = path.split(".")
+    stock: Any = getattr(_modeling(family), name, None)
+    if stock is None or not method:
+        return stock and detect.source_of(stock)
+    return detect.source_of(detect.stock_method(stock, method), stock)
+
+
 def binding_of(cls: Any) -> Binding | None:
     """Return the layer that computes what a class does, and the names of its attributes."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
-    for name in ("forward", "_apply_gate"):
-        method = detect.stock_method(cls, name)
+    return _recognised(cls, detect.stock_method(cls, "forward"), detect.stock_method(cls, "_apply_gate"))
+
+
+@functools.cache
+def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
+    for name, method in (("forward", forward), ("_apply_gate", apply_gate)):
         if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
             continue
         read = detect.source_of(method, cls)
-        # All rows multiply. Other classes, such as activations, import none of their modules.
-        row = None if read is None or "Mult()" not in read[0] else _CLASSES.find(read[0])
-        if read is not None and row is not None and row[0].layer.method == name:
-            binding, attributes = row
-            theirs = dict(zip(attributes, read[1], strict=True))
-            return Binding(binding.layer, tuple(theirs.get(n, n) for n in binding.names))
+        if read is None or "Mult()" not in read[0]:  # all rows multiply
+            continue
+        for path, layer, names in _ROWS:
+            # Few rows read as many attributes, so that few modules are imported.
+            if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
+                continue
+            row = _read(path, name)
+            if row is not None and row[0] == read[0]:
+                theirs = dict(zip(row[1], read[1], strict=True))
+                return Binding(layer, tuple(theirs.get(n, n) for n in bound(layer, names).names))
     return None
 
 
@@ -155,14 +137,12 @@ def binding_of(cls: Any) -> Binding | None:
 def rope_of(function: Any) -> Any:
     """Return our function that computes what a rotary function does."""
     read = detect.source_of(function)
-    row = None if read is None else _FUNCTIONS.find(read[0])
-    return None if row is None else row[0]
+    rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
+    return next((ours for row, ours in rows if read is not None and row == read), None)
 
 
 def register(cls: type[nn.Module], binding: Binding) -> None:
-    _REGISTERED.pop(cls, None)
     _REGISTERED[cls] = binding
-    binding_of.cache_clear()
 
 
 # Families.

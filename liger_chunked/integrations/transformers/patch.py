@@ -59,7 +59,8 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
     Each has its own code, because Dynamo limits how often it compiles one code.
     """
     owner, input = inspect.signature(stock).parameters
-    attributes = "".join(f", {owner}.{name}" for name in binding.names)
+    reads = binding.reads.items()
+    attributes = "".join(f", {owner}.{n}" if needed else f", getattr({owner}, {n!r}, None)" for n, needed in reads)
     namespace: dict[str, Any] = {"_run": binding.layer.run}
     exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
     method = namespace[binding.layer.method]
@@ -311,7 +312,7 @@ class Applied:
 
     def hold_ropes(self) -> None:
         for key in self.ropes:
-            ROPES[key].hold(self)
+            ROPES(*key).hold(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)  # a copied model needs the rope function too
@@ -361,19 +362,10 @@ class _Rope:
                 self._replace()
 
     def _replace(self) -> None:
-        ours = rope_of(self._stock)
-        if ours is None:
-            raise ValueError(f"no kernel computes {self._name} of {self._owner.__name__}")
-        self._patches.set(self._owner, self._name, ours)
+        self._patches.set(self._owner, self._name, rope_of(self._stock) or self._stock)
 
 
-class _Ropes(dict[tuple[str, str], _Rope]):
-    def __missing__(self, key: tuple[str, str]) -> _Rope:
-        self[key] = _Rope(*key)
-        return self[key]
-
-
-ROPES = _Ropes()
+ROPES = functools.cache(_Rope)
 FAMILY_WIDE: dict[str, Applied] = {}
 
 
@@ -392,17 +384,18 @@ class _Found:
         found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
         return [*found, *(["rope"] if self.ropes else []), *self.heads]
 
-    def add_layer(self, owner: Any, module: nn.Module, cls: type[nn.Module], binding: Binding) -> None:
-        reason = binding.refusal(module) or verify.difference(binding, module, cls)
-        if reason is None:
+    def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
+        if binding is None:
+            reason = _VARIANT if detect.looks_like_layer(cls) else None
+        elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
             self.layers.append((binding.switch(module), owner, binding))
-        else:
+        if reason is not None:
             self.left.setdefault(_owner(module).__name__, reason)
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
         for key in sorted(set().union(*map(detect.rotary_functions, classes))):
-            stock = ROPES[key].stock
+            stock = ROPES(*key).stock
             ours = rope_of(stock)
             reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
             if reason is None:
@@ -423,7 +416,7 @@ class _Found:
             raise ValueError(f"{sorted(absent)} matches nothing in {family} here; it has {self.switches}{reasons}")
         if set(overrides.HEAD_SWITCHES) <= wanted:
             raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
-        if not self.switches:
+        if set(self.switches) <= {"cross_entropy"} and not wanted and switches.get(FUSED) is not False:
             raise ValueError(f"our kernels serve nothing in {family}{reasons}")
         off = {switch for switch, on in switches.items() if on is False}
         off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
@@ -438,27 +431,24 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
     used = set()
     for module in model.modules():
         cls = stock_class(type(module))
-        own = own_forward(module)
-        if own is None:
+        binding, own = binding_of(cls), own_forward(module) is not None
+        if not own:
             used.add(cls)
-        binding = binding_of(cls)
-        if binding is None:
-            if detect.looks_like_layer(cls):
-                found.left.setdefault(_owner(module).__name__, _VARIANT)
-        elif own is not None:
-            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
-        else:
             found.add_layer(module, module, cls, binding)
+        elif binding is not None:
+            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner = _owner(model)
-        reason = _loss_refusal(model, owner)
-        found.heads = () if reason else ("cross_entropy",)
-        reason = reason or (_head_refusal(model) if fused else None)
-        if reason is not None:
-            found.left[owner.__name__] = reason
+        owner, of_loss, reason = _owner(model), head.has_causal_loss(model), None
+        if not owner.__module__.startswith("transformers."):
+            of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
+        elif not of_loss:
+            reason = f"its loss_function is {model.loss_function}, not the causal loss"
         elif fused:
-            found.heads = overrides.HEAD_SWITCHES
+            reason = _head_refusal(model)
+        switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
+        found.heads = tuple(switch for switch, on in switches.items() if on)
+        found.left |= {} if reason is None else {owner.__name__: reason}
     elif model.can_generate():
         found.left[_owner(model).__name__] = "it is not a backbone under an lm_head"
     return found
@@ -467,12 +457,6 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
 def _owner(module: nn.Module) -> type:
     """Return the class whose forward a module has: FSDP derives other classes."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
-
-
-def _loss_refusal(model: PreTrainedModel, owner: type) -> str | None:
-    if not owner.__module__.startswith("transformers."):
-        return f"its forward is that of {owner.__module__}, not of transformers"
-    return None if head.has_causal_loss(model) else f"its loss_function is {model.loss_function}, not the causal loss"
 
 
 def _head_refusal(model: PreTrainedModel) -> str | None:
@@ -595,7 +579,7 @@ def _release(applied: Applied | None) -> None:
     if applied is not None:
         applied.patches.undo()
         for key in applied.ropes:
-            ROPES[key].release(id(applied))
+            ROPES(*key).release(id(applied))
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:

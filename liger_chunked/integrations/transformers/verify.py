@@ -43,7 +43,8 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
     """Return how the layer differs from `cls`. The comparison runs once for each class and configuration."""
     plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
     parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
-    key = (cls, binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
+    stock = stock_method(cls, binding.layer.method)
+    key = (cls, stock, binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
     if key not in _COMPARED:
         try:
             check_layer(binding, module, cls)
