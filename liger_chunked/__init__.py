@@ -133,11 +133,12 @@ _MODULES = ("engine", "functional", "kernels", "losses", "memory", "modules", "t
 _HOMES = ("types", "engine", "losses", "kernels", "modules", "memory")
 _OF_TRANSFORMERS = (
     "AutoLigerKernelForCausalLM",
+    "AutoLigerKernelForImageTextToText",
     "apply_liger_kernel",
     "attach_head",
     "detach_head",
     "logit_options",
-    "register_family",
+    "register_layer",
     "revert_liger_kernel",
 )
 # `from liger_chunked import *` resolves every name in `__all__`, which fails for these without transformers.

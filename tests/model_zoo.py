@@ -237,3 +237,44 @@ ZOO = [
     ),
 ]
 BY_ID = {tiny.name: tiny for tiny in ZOO}
+
+# The layers that the kernels replace in each model, beside its rotary function and its head.
+SERVED: dict[str, dict[str, dict[str, int]]] = {
+    "llama": {"rms_norm": {"LlamaRMSNorm": 5}, "swiglu": {"LlamaMLP": 2}},
+    "mistral": {"rms_norm": {"MistralRMSNorm": 5}, "swiglu": {"MistralMLP": 2}},
+    "mixtral": {"rms_norm": {"MixtralRMSNorm": 5}, "swiglu": {"MixtralExperts": 2}},
+    "gemma": {"rms_norm": {"GemmaRMSNorm": 5}, "geglu": {"GemmaMLP": 2}},
+    "gemma2": {"rms_norm": {"Gemma2RMSNorm": 9}, "geglu": {"Gemma2MLP": 2}},
+    "gemma3_text": {"rms_norm": {"Gemma3RMSNorm": 13}, "geglu": {"Gemma3MLP": 2}},
+    "gemma3": {"rms_norm": {"Gemma3RMSNorm": 14}, "layer_norm": {"LayerNorm": 4}, "geglu": {"Gemma3MLP": 2}},
+    "qwen2": {"rms_norm": {"Qwen2RMSNorm": 5}, "swiglu": {"Qwen2MLP": 2}},
+    "qwen2_vl": {"rms_norm": {"Qwen2VLRMSNorm": 5}, "layer_norm": {"LayerNorm": 3}, "swiglu": {"Qwen2MLP": 2}},
+    "qwen2_5_vl": {"rms_norm": {"Qwen2_5_VLRMSNorm": 8}, "swiglu": {"Qwen2_5_VLMLP": 1, "Qwen2MLP": 2}},
+    "qwen3": {"rms_norm": {"Qwen3RMSNorm": 9}, "swiglu": {"Qwen3MLP": 2}},
+    "qwen3_moe": {"rms_norm": {"Qwen3MoeRMSNorm": 9}, "swiglu": {"Qwen3MoeExperts": 1, "Qwen3MoeMLP": 1}},
+    "phi3": {"rms_norm": {"Phi3RMSNorm": 5}, "swiglu": {"Phi3MLP": 2}},
+    "granite": {"rms_norm": {"GraniteRMSNorm": 5}, "swiglu": {"GraniteMLP": 2}},
+    "olmo2": {"rms_norm": {"Olmo2RMSNorm": 9}, "swiglu": {"Olmo2MLP": 2}},
+    "glm4": {"rms_norm": {"Glm4RMSNorm": 9}, "swiglu": {"Glm4MLP": 2}},
+    "mllama_text": {"rms_norm": {"MllamaTextRMSNorm": 9}, "swiglu": {"MllamaTextMLP": 3}},
+    "mllama": {"rms_norm": {"MllamaTextRMSNorm": 9}, "layer_norm": {"LayerNorm": 6}, "swiglu": {"MllamaTextMLP": 3}},
+}
+# The classes that they replace in the modeling module of some families, if these are patched as a whole.
+SERVED_CLASSES: dict[str, set[str]] = {
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaForCausalLM"},
+    "mistral": {"MistralRMSNorm", "MistralMLP", "MistralForCausalLM"},
+    "mixtral": {"MixtralRMSNorm", "MixtralExperts", "MixtralForCausalLM"},
+    "gemma": {"GemmaRMSNorm", "GemmaMLP", "GemmaForCausalLM"},
+    "gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Gemma2ForCausalLM"},
+    "gemma3": {"Gemma3RMSNorm", "Gemma3MLP", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"},
+    "qwen2": {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2ForCausalLM"},
+    "qwen2_vl": {"Qwen2VLRMSNorm", "Qwen2MLP", "Qwen2VLForConditionalGeneration"},
+    "qwen2_5_vl": {"Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLMLP", "Qwen2_5_VLForConditionalGeneration"},
+    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3ForCausalLM"},
+    "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeExperts", "Qwen3MoeMLP", "Qwen3MoeForCausalLM"},
+    "phi3": {"Phi3RMSNorm", "Phi3MLP", "Phi3ForCausalLM"},
+    "granite": {"GraniteRMSNorm", "GraniteMLP", "GraniteForCausalLM"},
+    "olmo2": {"Olmo2RMSNorm", "Olmo2MLP", "Olmo2ForCausalLM"},
+    "glm4": {"Glm4RMSNorm", "Glm4MLP", "Glm4ForCausalLM"},
+    "mllama": {"MllamaTextRMSNorm", "MllamaTextMLP", "MllamaForCausalLM", "MllamaForConditionalGeneration"},
+}

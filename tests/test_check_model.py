@@ -13,9 +13,17 @@ from model_zoo import BY_ID
 from test_models import labelled, state_of, step
 
 import liger_chunked
-from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, layers, revert_liger_kernel
+from liger_chunked.integrations.transformers import (
+    apply_liger_kernel,
+    attach_head,
+    check,
+    layers,
+    overrides,
+    patch,
+    revert_liger_kernel,
+    verify,
+)
 from liger_chunked.integrations.transformers.check import check_model
-from liger_chunked.integrations.transformers.overrides import BY_NAME
 
 pytestmark = [
     pytest.mark.ordinary_memory,
@@ -68,8 +76,7 @@ def test_a_patched_model_is_left_as_it_was(options):
     assert state_of(model) == before
     assert step(model, arguments)[0].logits is None
     revert_liger_kernel(model)
-    modeling = BY_NAME["llama"].modeling
-    assert modeling.apply_rotary_pos_emb is not BY_NAME["llama"].rope
+    assert overrides.family_modeling("llama").apply_rotary_pos_emb is not layers.rotate_halves
 
 
 def test_under_an_adapter():
@@ -79,12 +86,12 @@ def test_under_an_adapter():
     assert report.gradients and all("lora" in name for name in report.gradients)
 
 
-def wrong_norm(self, hidden_states):
-    return liger_chunked.liger_rms_norm(hidden_states, self.weight, 1e-2)
+def wrong_norm(x, weight, variance_epsilon):
+    return liger_chunked.liger_rms_norm(x, weight, 1e-2)
 
 
-def norm_without_gradient(self, hidden_states):
-    return liger_chunked.liger_rms_norm(hidden_states, self.weight.detach(), self.variance_epsilon)
+def norm_without_gradient(x, weight, variance_epsilon):
+    return liger_chunked.liger_rms_norm(x, weight.detach(), variance_epsilon)
 
 
 def wrong_rope(q, k, cos, sin, unsqueeze_dim=1):
@@ -92,25 +99,32 @@ def wrong_rope(q, k, cos, sin, unsqueeze_dim=1):
 
 
 @pytest.mark.parametrize(
-    ("switch", "broken", "message"),
+    ("broken", "message"),
     [
-        ("rms_norm", wrong_norm, "layer LlamaRMSNorm: LlamaRMSNorm is not its layer in the row: the results differ"),
-        ("rms_norm", wrong_norm, "loss: error"),
-        ("rms_norm", norm_without_gradient, r"gradient of model\.layers\.0\.input_layernorm\.weight: error 1, stock"),
-        ("rope", wrong_rope, "apply_rotary_pos_emb: .* is not wrong_rope: .*rope=rotate_halves"),
+        (wrong_norm, "layer LlamaRMSNorm: LlamaRMSNorm is not wrong_norm: the results differ"),
+        (wrong_norm, "loss: error"),
+        (norm_without_gradient, r"gradient of model\.layers\.0\.input_layernorm\.weight: error 1, stock"),
+        (wrong_rope, "layer apply_rotary_pos_emb: the results differ"),
     ],
 )
-def test_what_is_wrong_is_found(switch, broken, message, monkeypatch):
-    """Breaks a row of the table that no other check has compared."""
-    row = BY_NAME["llama"]
-    changed = {"rope": broken} if switch == "rope" else {switch: {"LlamaRMSNorm": layers.Layer(broken)}}
-    for name, value in changed.items():
-        monkeypatch.setitem(vars(row), name, value)
+def test_what_is_wrong_is_found(broken, message, monkeypatch):
+    """Patches a wrong kernel that was not compared."""
     model = BY_ID["llama"].build()
-    before = state_of(model)
+    stock = state_of(model)
+    if broken is wrong_rope:
+        for module in (patch, check):
+            monkeypatch.setattr(module, "rope_of", lambda function: broken)
+    else:
+        binding = overrides.bound(layers.Layer(broken, "rms_norm"), {})
+        monkeypatch.setattr(patch, "binding_of", lambda cls: binding if cls.__name__ == "LlamaRMSNorm" else None)
+    with monkeypatch.context() as unchecked:
+        for name in ("difference", "rotary_difference"):
+            unchecked.setattr(verify, name, lambda *arguments: None)
+        apply_liger_kernel(model)
     with pytest.raises(AssertionError, match=f"(?s)the patched model differs from stock:.*{message}"):
         check_model(model)
-    assert state_of(model) == before
+    revert_liger_kernel(model)
+    assert state_of(model) == stock
 
 
 def test_a_family_that_is_patched_as_a_whole():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ from transformers import TrainingArguments
 
 import liger_chunked
 from liger_chunked import revert_liger_kernel
-from liger_chunked.integrations.transformers import overrides as families
-from liger_chunked.integrations.transformers import patch as apply
+from liger_chunked.integrations.transformers import overrides
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -110,14 +108,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def only_own_families() -> Iterator[None]:
-    """Remove the families that a block registers."""
-    tables = (families.BY_NAME, apply.APPLY_TO)
-    before = [set(table) for table in tables]
-    yield
-    for table, names in zip(tables, before, strict=True):
-        for name in table.keys() - names:
-            del table[name]
+def only_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the layers that a block registers."""
+    monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
 
 
 def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls: list[str]) -> None:
@@ -137,7 +130,7 @@ def run(block: Block, page: Path, scope: dict[str, Any], toy: ModuleType, calls:
             revert_liger_kernel(family)
 
 
-@pytest.mark.usefixtures("only_own_families")
+@pytest.mark.usefixtures("only_own_layers")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page, toy, calls, tmp_path):
     scope: dict[str, Any] = {}

@@ -1,7 +1,9 @@
-"""Rows of the table are compared with the code that their kernels replace."""
+"""Layers are recognised by their source, and compared with the code that they replace."""
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import time
 
 import pytest
@@ -9,193 +11,378 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import torch.nn.functional as F
 import transformers
-from model_zoo import BY_ID, ZOO, Tiny
-from test_models import assert_same_step, labelled, step
+from model_zoo import BY_ID, VOCAB, ZOO, Tiny
+from test_models import assert_same_step, labelled, state_of, step
+from torch import nn
+from transformers.activations import ACT2FN
 
 from liger_chunked.integrations.transformers import (
-    FAMILIES,
-    Family,
     apply_liger_kernel,
-    register_family,
+    layers,
+    overrides,
+    register_layer,
     revert_liger_kernel,
+    verify,
 )
-from liger_chunked.integrations.transformers.layers import (
-    EXPERTS,
-    GLU,
-    LAYER_NORM,
-    PACKED_GLU,
-    RMS_NORM,
-    RMS_NORM_FP32,
-    RMS_NORM_OFFSET,
-    rotate_halves,
-    rotate_pairs,
-)
-from liger_chunked.integrations.transformers.overrides import BY_NAME
-from liger_chunked.integrations.transformers.overrides import layer_class as _layer_class
-from liger_chunked.integrations.transformers.patch import APPLY_TO
-from liger_chunked.integrations.transformers.patch import layers_in as _layers_in
-from liger_chunked.integrations.transformers.verify import check_layers, check_row
+from liger_chunked.integrations.transformers.layers import Layer
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore::FutureWarning")]
+KINDS = {id(layer): name for name, layer in vars(layers).items() if isinstance(layer, Layer)}
+
+
+def modeling(family: str):
+    return pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
 
 
 @pytest.fixture
-def table():
-    """Restore the table of families after the test."""
-    rows, functions = dict(BY_NAME), dict(APPLY_TO)
-    yield
-    for now, before in ((BY_NAME, rows), (APPLY_TO, functions)):
-        now.clear()
-        now.update(before)
+def table(monkeypatch):
+    """Forget the layers that a test registers."""
+    monkeypatch.setattr(overrides, "_REGISTERED", dict(overrides._REGISTERED))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_rows_of_the_library(family):
-    """Checks a row without a model, in well under a second."""
-    assert family.modeling
-    state = torch.get_rng_state()
-    begin = time.perf_counter()
-    check_row(family, needs_all=True)
-    assert time.perf_counter() - begin < 5  # on a busy machine; 0.3 s on one that is not
-    assert state.equal(torch.get_rng_state())
-
-
-@pytest.mark.parametrize("tiny", ZOO, ids=repr)
-def test_the_layers_of_models(tiny):
-    """Checks small copies of a model's layers, although its weights are on the meta device."""
-    model = tiny.build().to("meta")
-    family = BY_NAME[tiny.family]
-    for switch, layers in family.layers.items():
-        found = _layers_in(model, family, switch)
-        for name, layer in layers.items():
-            check_layers(layer, [m for m, known in found if known == name], _layer_class(family, name))
-
-
-def row(name: str, *, rope=None, **layers) -> Family:
-    return Family(name, causal=(), rope=rope, **layers)
-
-
-WRONG = [
-    (row("gpt_oss", rope=rotate_halves), "rope: .*gpt_oss is not rotate_halves: the results differ.*set rope=None"),
-    (row("ernie4_5", rope=rotate_halves), "ernie4_5 is not rotate_halves: .* set rope=rotate_pairs, which is in liger"),
-    (row("cohere2", rope=rotate_halves), "cohere2 is not rotate_halves: .* set rope=None"),
-    (row("cohere2", rope=rotate_pairs), "cohere2 is not rotate_pairs: .* set rope=None"),
-    (row("gemma3n", rope=rotate_halves), r"gemma3n cannot be compared \(TypeError.*set rope=None"),
-    (row("gpt_oss", rms_norm={"GptOssRMSNorm": RMS_NORM}), "GptOssRMSNorm is not RMS_NORM: .*RMS_NORM_FP32 computes"),
-    (
-        row("olmo2", rms_norm={"Olmo2RMSNorm": RMS_NORM}),
-        "Olmo2RMSNorm is not RMS_NORM: .*RMS_NORM_FP32 computes the same",
-    ),
-    (row("llama", rms_norm={"LlamaRMSNorm": RMS_NORM_FP32}), "is not RMS_NORM_FP32: .*; RMS_NORM computes the same"),
-    (row("llama", rms_norm={"LlamaRMSNorm": RMS_NORM_OFFSET}), "not RMS_NORM_OFFSET: .*RMS_NORM computes the same"),
-    (row("gemma2", rms_norm={"Gemma2RMSNorm": RMS_NORM}), "not RMS_NORM: .*RMS_NORM_OFFSET computes the same"),
-    (row("cohere2", rms_norm={"Cohere2LayerNorm": RMS_NORM}), "is not RMS_NORM: the results differ .*leave it out"),
-    (
-        row("cohere2", layer_norm={"Cohere2LayerNorm": LAYER_NORM}),
-        "is not LAYER_NORM: .*no attribute 'normalized_shape'",
-    ),
-    (row("starcoder2", rms_norm={"LayerNorm": RMS_NORM}), "rms_norm: LayerNorm is not RMS_NORM: .*LAYER_NORM computes"),
-    (row("llama", swiglu={"LlamaMLP": PACKED_GLU}), "swiglu: LlamaMLP is not PACKED_GLU: it is laid out"),
-    (row("gpt_oss", swiglu={"GptOssExperts": EXPERTS}), "swiglu: GptOssExperts is not EXPERTS: it is laid out"),
+# Classes, the layer that serves them, and the names of its attributes. None: a variant of their own.
+CLASSES = [
+    ("smollm3.SmolLM3RMSNorm", "RMS_NORM", "weight variance_epsilon"),
+    ("llama4.Llama4TextRMSNorm", "RMS_NORM", "weight eps"),
+    ("gpt_oss.GptOssRMSNorm", "RMS_NORM_FP32", "weight variance_epsilon"),
+    ("helium.HeliumRMSNorm", "RMS_NORM_FP32", "weight variance_epsilon"),
+    ("qwen3_next.Qwen3NextRMSNorm", "RMS_NORM_OFFSET", "weight eps"),
+    ("gemma3n.Gemma3nRMSNorm", "RMS_NORM_SCALED", "weight eps with_scale"),
+    ("nanochat.NanoChatRMSNorm", "RMS_NORM_BARE", "eps"),
+    ("smollm3.SmolLM3MLP", "GLU", "act_fn gate_proj up_proj down_proj"),
+    ("llama4.Llama4TextMLP", "GLU", "activation_fn gate_proj up_proj down_proj"),
+    ("lfm2.Lfm2MLP", "SILU_GLU", "w1 w3 w2"),
+    ("glm.GlmMLP", "PACKED_GLU", "activation_fn gate_up_proj down_proj"),
+    ("granitemoehybrid.GraniteMoeHybridMLP", "PACKED_GLU", "activation input_linear output_linear"),
+    ("qwen2_moe.Qwen2MoeExperts", "EXPERTS", "act_fn config has_gate"),
+    ("gpt_oss.GptOssExperts", None, ""),
+    ("falcon_h1.FalconH1MLP", None, ""),
+    ("cohere2.Cohere2LayerNorm", None, ""),
+    ("qwen3_next.Qwen3NextRMSNormGated", None, ""),
+    ("llama.LlamaAttention", None, ""),
 ]
 
 
-@pytest.mark.parametrize(("family", "message"), WRONG, ids=lambda x: x.name if isinstance(x, Family) else "")
-def test_wrong_rows_are_refused(table, family, message):
+@pytest.mark.parametrize(("path", "kind", "names"), CLASSES, ids=[row[0] for row in CLASSES])
+def test_classes(path, kind, names):
+    family, name = path.split(".")
+    binding = overrides.binding_of(getattr(modeling(family), name))
+    assert (binding and KINDS[id(binding.layer)]) == kind
+    assert kind is None or " ".join(binding.names) == names
+
+
+@pytest.mark.parametrize(
+    ("family", "ours"),
+    [
+        ("smollm3", layers.rotate_halves),
+        ("bamba", layers.rotate_halves),
+        ("phi3", layers.rotate_halves),
+        ("glm", layers.rotate_pairs),
+        ("ernie4_5", layers.rotate_pairs),
+        ("cohere2", None),
+        ("gpt_oss", None),
+        ("gemma3n", None),
+    ],
+)
+def test_rotary_functions(family, ours):
+    """Cohere's differs only in the `rotate_half` that it calls."""
+    function = modeling(family).apply_rotary_pos_emb
+    assert overrides.rope_of(function) is ours
+    assert ours is None or verify.rotary_difference(ours, function, []) is None
+
+
+def test_a_wrong_rotation_is_found():
+    function = modeling("llama").apply_rotary_pos_emb
+    assert "differ" in verify.rotary_difference(layers.rotate_pairs, function, [])
+
+    class Whole(nn.Module):  # angles that do not repeat, which the kernel would not read
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("inv_freq", torch.rand(8))
+
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None] * self.inv_freq
+            return angles.cos(), angles.sin()
+
+    assert "differ" in verify.rotary_difference(layers.rotate_halves, function, [Whole()])
+
+
+def test_every_row_is_read_and_equal():
+    """Compares each row's class with its layer, on modules of default configurations."""
+    begin, state = time.perf_counter(), torch.get_rng_state()
+    for path, layer, names in overrides._ROWS:
+        family, name = path.split(".")
+        cls = getattr(modeling(family), name)
+        binding = overrides.binding_of(cls)
+        assert binding == overrides.bound(layer, names), path
+        verify.check_layer(binding, verify.built(binding, cls, modeling(family)), cls)
+    for family, ours in overrides._ROTARY:
+        assert overrides.rope_of(modeling(family).apply_rotary_pos_emb) is ours
+    assert time.perf_counter() - begin < 10  # on a busy machine
+    assert state.equal(torch.get_rng_state())
+
+
+@pytest.mark.parametrize("layers_of", [2, 32])
+def test_patching_is_quick(layers_of):
+    config = {**BY_ID["llama"].config, "num_hidden_layers": layers_of}
+    model = Tiny("llama", "llama", "LlamaForCausalLM", "LlamaConfig", config).build()
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        apply_liger_kernel(model)
+        seconds.append(time.perf_counter() - begin)
+        revert_liger_kernel(model)
+    assert min(seconds) < 0.3
+
+
+# Code that differs from a row's, or only in names.
+
+
+class Renamed(nn.Module):
+    """LlamaRMSNorm in other words."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.scale, self.tiny = nn.Parameter(torch.ones(size)), 1e-5
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kind = tokens.dtype
+        tokens = tokens.to(torch.float32)
+        size = tokens.pow(2).mean(-1, keepdim=True)
+        tokens = tokens * torch.rsqrt(size + self.tiny)
+        return self.scale * tokens.to(kind)
+
+
+class Swapped(Renamed):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kind = tokens.dtype
+        tokens = tokens.to(torch.float32)
+        size = tokens.pow(2).mean(-1, keepdim=True)
+        tokens = tokens * torch.rsqrt(size + self.scale)
+        return self.tiny * tokens.to(kind)
+
+
+class OtherConstant(Renamed):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kind = tokens.dtype
+        tokens = tokens.to(torch.float32)
+        size = tokens.pow(2).mean(-2, keepdim=True)
+        tokens = tokens * torch.rsqrt(size + self.tiny)
+        return self.scale * tokens.to(kind)
+
+
+class Other:
+    rsqrt, float32 = torch.sqrt, torch.float32
+
+
+class OtherGlobal(Renamed):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kind = tokens.dtype
+        tokens = tokens.to(torch.float32)
+        size = tokens.pow(2).mean(-1, keepdim=True)
+        tokens = tokens * Other.rsqrt(size + self.tiny)
+        return self.scale * tokens.to(kind)
+
+
+class Decorated(Renamed):
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kind = tokens.dtype
+        tokens = tokens.to(torch.float32)
+        size = tokens.pow(2).mean(-1, keepdim=True)
+        tokens = tokens * torch.rsqrt(size + self.tiny)
+        return self.scale * tokens.to(kind)
+
+
+class OtherHelper(transformers.models.gemma.modeling_gemma.GemmaRMSNorm):
+    """Inherits `forward`, which calls another `_norm`."""
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps)
+
+
+def test_only_names_may_differ():
+    binding = overrides.binding_of(Renamed)
+    assert binding == overrides.bound(layers.RMS_NORM, {"weight": "scale", "eps": "tiny"})
+    assert verify.difference(binding, Renamed(), Renamed) is None
+    swapped = overrides.binding_of(Swapped)
+    assert swapped == overrides.bound(layers.RMS_NORM, {"weight": "tiny", "eps": "scale"})
+    assert verify.difference(swapped, Swapped(), Swapped) is not None
+    for cls in (OtherConstant, OtherGlobal, Decorated, OtherHelper):
+        assert overrides.binding_of(cls) is None, cls
+
+
+def test_a_class_that_somebody_patched(monkeypatch):
+    """Its code is read again."""
+    model = BY_ID["llama"].build()
+    assert "swiglu" in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
+    cls = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
+    assert "swiglu" not in apply_liger_kernel(model).replaced
+    revert_liger_kernel(model)
+
+
+def test_a_class_of_ones_own_with_stock_code():
+    """Its patched forward keeps the signature, the gradient and the pickle."""
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    model.model.norm = norm = Renamed(model.config.hidden_size)
+    stock = step(model, arguments)
+    assert apply_liger_kernel(model).replaced["rms_norm"] == {"LlamaRMSNorm": 4, "Renamed": 1}
+    assert [*inspect.signature(norm.forward).parameters] == ["tokens"]
+    assert_same_step(step(model, arguments), stock)
+    assert type(pickle.loads(pickle.dumps(norm))) is type(norm)
+    assert norm(tokens=torch.ones(1, 32)).shape == (1, 32)
+    revert_liger_kernel(model)
+
+
+FALCON = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_state=8,
+)  # fmt: skip
+
+
+def test_a_registered_layer_whose_config_makes_a_difference(table):
+    """The MLP's multiplier is one by default, so only patching a model shows the difference."""
+    cls = modeling("falcon_h1").FalconH1MLP
+    plain = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**FALCON))
+    before = apply_liger_kernel(plain, fused_linear_cross_entropy=False)
+    assert "swiglu" not in before.replaced and "a variant" in before.left["FalconH1MLP"]
+    register_layer(cls, layers.GLU)
+    assert apply_liger_kernel(plain, fused_linear_cross_entropy=False).replaced["swiglu"] == {"FalconH1MLP": 1}
+    revert_liger_kernel(plain)
+    model = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**FALCON, mlp_multipliers=[2.0, 3.0]))
+    applied = apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    assert (
+        "swiglu" not in applied.replaced and "FalconH1MLP is not GLU: the results differ" in applied.left["FalconH1MLP"]
+    )
+    with pytest.raises(ValueError, match=r"(?s)'swiglu'\] matches nothing in falcon_h1.*FalconH1MLP is not GLU"):
+        apply_liger_kernel(model, swiglu=True)
+    revert_liger_kernel(model)
+
+
+class OwnMLP(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        gate, up = self.a(x), self.b(x)
+        return self.c(gate * gate.sigmoid() * up)
+
+
+def test_a_registered_class(table):
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    torch.manual_seed(0)
+    model.model.layers[0].mlp = OwnMLP(model.config.hidden_size)
+    stock, before = step(model, arguments), state_of(model)
+    assert "a variant" in apply_liger_kernel(model).left["OwnMLP"]
+    register_layer(OwnMLP, layers.SILU_GLU, gate_proj="a", up_proj="b", down_proj="c")
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["swiglu"] == {"OwnMLP": 1, "LlamaMLP": 1} and not applied.left
+    assert_same_step(step(model, arguments), stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("cls", "layer", "names", "message"),
+    [
+        ("gpt_oss.GptOssRMSNorm", "RMS_NORM", {"eps": "variance_epsilon"}, "is not RMS_NORM: .*RMS_NORM_FP32 computes"),
+        ("llama.LlamaRMSNorm", "RMS_NORM_OFFSET", {"eps": "variance_epsilon"}, "OFFSET: .*RMS_NORM computes the same"),
+        (
+            "cohere2.Cohere2LayerNorm",
+            "LAYER_NORM",
+            {},
+            "laid out differently: .*no attribute '(bias|normalized_shape)'",
+        ),
+        ("llama.LlamaMLP", "PACKED_GLU", {}, "laid out differently: .*gate_up_proj"),
+        ("llama.LlamaMLP", "GLU", {"gate": "gate_proj"}, r"the layer reads \['act_fn', .*, not \['gate'\]"),
+        ("llama.LlamaAttention", "GLU", {}, "forward of LlamaAttention must take one tensor"),
+    ],
+)
+def test_wrong_layers_are_refused(table, cls, layer, names, message):
+    family, name = cls.split(".")
+    cls = getattr(modeling(family), name)
+    before = overrides.binding_of(cls)
     with pytest.raises(ValueError, match=message):
-        register_family(family, replace=True)
-    assert BY_NAME.get(family.name) is not family
+        register_layer(cls, getattr(layers, layer), **names)
+    assert overrides.binding_of(cls) == before
 
 
-def test_right_rows_of_those_families(table):
-    for family in (
-        row("gpt_oss", rms_norm={"GptOssRMSNorm": RMS_NORM_FP32}),
-        row("ernie4_5", rms_norm={"Ernie4_5RMSNorm": RMS_NORM}, swiglu={"Ernie4_5MLP": GLU}, rope=rotate_pairs),
-        row("cohere2", swiglu={"Cohere2MLP": GLU}),
-        row("qwen2_moe", rope=rotate_halves, swiglu={"Qwen2MoeMLP": GLU, "Qwen2MoeExperts": EXPERTS}),
-    ):
-        register_family(family)
+def test_wrong_types_are_refused(table):
+    with pytest.raises(TypeError, match="cls must be a class of modules, got 'LlamaMLP'"):
+        register_layer("LlamaMLP", layers.GLU)
+    with pytest.raises(TypeError, match=r"layer must be a Layer, such as layers\.RMS_NORM, got 'GLU'"):
+        register_layer(OwnMLP, "GLU")
+
+
+@pytest.mark.parametrize("tiny", ZOO, ids=repr)
+def test_meta_layers_of_models(tiny):
+    """Checks small copies of a model's layers, although its weights are on the meta device."""
+    model = tiny.build().to("meta")
+    for module in model.modules():
+        binding = overrides.binding_of(type(module))
+        if binding is not None:
+            verify.check_layer(binding, module, type(module))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_another_default_dtype(table, dtype):
+def test_another_default_dtype(dtype):
+    verify._COMPARED.clear()
     torch.set_default_dtype(dtype)
     try:
-        register_family(row("ernie4_5", swiglu={"Ernie4_5MLP": GLU}, rope=rotate_pairs), replace=True)
-        apply_liger_kernel(transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**BY_ID["llama"].config)))
+        model = transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**BY_ID["llama"].config))
+        assert set(apply_liger_kernel(model).replaced) == {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"}
+        revert_liger_kernel(model)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-FALCON = Family(
-    "falcon_h1",
-    causal=("FalconH1ForCausalLM",),
-    rms_norm={"FalconH1RMSNorm": RMS_NORM},
-    swiglu={"FalconH1MLP": GLU},
-)
-
-
-def test_a_model_whose_config_makes_a_difference(table):
-    """The MLP's multiplier is one by default, so only patching a model shows the difference."""
-    register_family(FALCON)
-    config = transformers.FalconH1Config(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_state=8, mlp_multipliers=[2.0, 3.0],
-    )  # fmt: skip
-    model = transformers.FalconH1ForCausalLM(config)
-    with pytest.raises(ValueError, match=r"swiglu cannot serve FalconH1MLP: .*differ by up to.*swiglu=False skips it"):
-        apply_liger_kernel(model, fused_linear_cross_entropy=False)
-    apply_liger_kernel(model, swiglu=False, fused_linear_cross_entropy=False)
-    revert_liger_kernel(model)
-
-
-def test_a_class_that_cannot_be_compared_without_a_model(table):
-    """A family with such a class is not patched as a whole."""
-    gated = row("qwen3_next", rms_norm={"Qwen3NextRMSNormGated": RMS_NORM})
-    apply = register_family(gated)
-    with pytest.raises(ValueError, match=r"Qwen3NextRMSNormGated cannot be compared without a model.*'gate'"):
-        apply()
-    apply(rms_norm=False)
-    revert_liger_kernel("qwen3_next")
-
-
-SMOLLM3 = Family("smollm3", causal=("SmolLM3ForCausalLM",), rms_norm={"SmolLM3RMSNorm": RMS_NORM}, aliases=("smol",))
-
-
-def test_replacing_a_row(table):
-    BY_NAME.pop("smollm3", None)
-    register_family(SMOLLM3)
-    register_family(SMOLLM3)
-    more = Family("smollm3", causal=("SmolLM3ForCausalLM",), swiglu={"SmolLM3MLP": GLU}, rope=None)
-    with pytest.raises(ValueError, match=r"another family named 'smollm3'; replace=True replaces it"):
-        register_family(more)
-    tiny = Tiny(
-        "smollm3", "smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", {**BY_ID["llama"].config, "mlp_bias": False}
-    )
-    model = tiny.build()
-    stock = step(model, labelled(tiny))
-    first = apply_liger_kernel(model)
-    assert "rms_norm" in first.replaced
-    apply = register_family(more, replace=True)
-    assert "smol" not in BY_NAME and "apply_liger_kernel_to_smol" not in APPLY_TO
-    assert set(apply(model=model).replaced) == {"swiglu", "fused_linear_cross_entropy"}
-    assert_same_step(step(model, labelled(tiny)), stock)
-    apply()
-    with pytest.raises(ValueError, match=r"classes of smollm3 are patched: revert_liger_kernel\('smollm3'\) first"):
-        register_family(SMOLLM3, replace=True)
-    revert_liger_kernel("smollm3")
-    register_family(SMOLLM3, replace=True)
-    assert set(apply_liger_kernel(model).replaced) == {"rms_norm", "rope", "fused_linear_cross_entropy"}
-    revert_liger_kernel(model)
-    assert step(model, labelled(tiny))[0].loss.equal(stock[0].loss)
-
-
-def test_lora_and_sharded_projections_are_no_obstacle(table):
+def test_lora_is_no_obstacle():
     peft = pytest.importorskip("peft")
-    BY_NAME.pop("smollm3", None)
-    register_family(Family("smollm3", causal=("SmolLM3ForCausalLM",), swiglu={"SmolLM3MLP": GLU}))
     tiny = Tiny("smollm3", "smollm3", "SmolLM3ForCausalLM", "SmolLM3Config", dict(BY_ID["qwen2"].config))
     model = peft.get_peft_model(tiny.build(), peft.LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]))
     assert apply_liger_kernel(model).replaced["swiglu"] == {"SmolLM3MLP": 2}
     revert_liger_kernel(model)
+
+
+def test_a_model_that_classifies():
+    """It has no `lm_head`; its layers are served."""
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**BY_ID["llama"].config)).eval()
+    ids = labelled(BY_ID["llama"])["input_ids"]
+    stock = model(ids).logits
+    applied = apply_liger_kernel(model)
+    assert list(applied.replaced) == ["rms_norm", "swiglu", "rope"] and not applied.left
+    torch.testing.assert_close(model(ids).logits, stock, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'\] matches nothing in llama"):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    revert_liger_kernel(model)
+
+
+def test_a_head_alone():
+    """No layer of Bloom is one that a kernel computes, except its norms."""
+    model = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    )
+    ids = torch.arange(10, 22)[None]
+    stock = step(model, {"input_ids": ids, "labels": ids})
+    assert list(apply_liger_kernel(model, layer_norm=False).replaced) == ["fused_linear_cross_entropy"]
+    assert_same_step(step(model, {"input_ids": ids, "labels": ids}), stock)
+    revert_liger_kernel(model)
+
+
+def test_nothing_to_serve():
+    model = transformers.ViTModel(transformers.ViTConfig(hidden_size=16, num_hidden_layers=0, num_attention_heads=2))
+    model.layernorm = nn.Identity()
+    with pytest.raises(ValueError, match="our kernels serve nothing in vit"):
+        apply_liger_kernel(model)
+
+
+def test_a_function_named_silu():
+    """Some experts hold `F.silu` itself."""
+    assert layers.GLU.refusal(F.silu, None, None, None) is None
+    assert "its activation is relu" in layers.GLU.refusal(F.relu, None, None, None)
+    assert layers.GLU.refusal(ACT2FN["gelu_new"], None, None, None) is None

@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import pickle
-import random
+import re
 import threading
 import time
 import warnings
@@ -23,7 +23,6 @@ import transformers
 from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import liger_chunked
 from liger_chunked import linear_token_stats
@@ -204,54 +203,6 @@ def test_refused(name, config, difference):
             refused(model)
 
 
-# Small sizes, under the names that most configs use.
-SIZES: dict[str, Any] = {
-    **LLAMA,
-    "mlp_bias": False,
-    "head_dim": 8,
-    "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "d_model": 32, "embedding_size": 32,
-    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 1, "ffn_dim": 48,
-    "word_embed_proj_dim": 32, "is_decoder": True,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}  # fmt: skip
-CAUSAL = sorted(
-    {
-        name
-        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        for name in (names if isinstance(names, (list, tuple)) else (names,))
-        if name.endswith(("ForCausalLM", "LMHeadModel"))
-    }
-)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", random.Random(0).sample(CAUSAL, 40))
-def test_any_causal_model(name):
-    """Each class is served or refused. Samples the classes of the installed transformers that build small."""
-    cls = getattr(transformers, name, None)
-    try:
-        config = cls.config_class(**SIZES)
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in cls(config).parameters())
-        if size > 2e6:
-            pytest.skip("these names do not make it small")
-        model = tiny(name, **SIZES)
-        with torch.no_grad():
-            arguments = batch()
-            arguments.pop("labels")
-            model(**arguments)
-    except Exception as error:  # any error of the config's validation or of the forward
-        pytest.skip(f"these names do not build one: {error}")
-    try:
-        attach_head(model)
-    except ValueError as refusal:
-        assert f"a fused loss cannot stand in for {name}.forward: it runs" in str(refusal)
-        return
-    detach_head(model)
-    assert_served(model)
-
-
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM", "Gemma3ForConditionalGeneration"]
 )
@@ -405,7 +356,6 @@ def test_a_forward_of_ones_own_over_a_patched_class(cls):
 
 def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypatch):
     """`attach_head` needs only the logits. A fused loss replaces the model's loss, so the two must be equal."""
-    from liger_chunked.integrations.transformers.overrides import BY_NAME
     from liger_chunked.integrations.transformers.patch import Fusion, fuse
 
     stock = transformers.LlamaForCausalLM.forward
@@ -420,11 +370,64 @@ def test_a_loss_that_is_not_the_causal_one_is_refused_where_it_is_fused(monkeypa
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
     model = tiny("LlamaForCausalLM", **LLAMA)
     assert_served(model)
-    with pytest.raises(ValueError, match=r"its loss, called with labels, is .* where the mean negative log-likelihood"):
-        apply_liger_kernel(model)
-    assert BY_NAME["llama"].causal == ("LlamaForCausalLM",)
-    with pytest.raises(ValueError, match="its loss, called with labels"):
-        fuse(model, Fusion(transformers.modeling_outputs.CausalLMOutput))
+    message = r"its loss, called with labels, is .* where the mean negative log-likelihood"
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    with pytest.raises(ValueError, match=message):
+        fuse(model, Fusion())
+    applied = apply_liger_kernel(model)
+    assert "fused_linear_cross_entropy" not in applied.replaced
+    assert re.search(message, applied.left["LlamaForCausalLM"])
+    revert_liger_kernel(model)
+
+
+class Extra(transformers.LlamaForCausalLM):
+    """A model with a loss on an argument that its backbone does not get, as granite_docling."""
+
+    def forward(self, input_ids=None, labels=None, attention_mask=None, extra=None, **kwargs):
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutput(loss if extra is None else loss + extra, logits)
+
+
+def test_an_argument_that_only_the_forward_takes():
+    """A step with it runs the model's own forward."""
+    from liger_chunked.integrations.transformers.patch import Fusion, fuse
+
+    model, arguments = Extra(transformers.LlamaConfig(**LLAMA)).train(), batch()
+    stock = model(**arguments).loss
+    fuse(model, Fusion())
+    output = model(**arguments)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, stock, rtol=2e-5, atol=0)
+    output = model(**arguments, extra=torch.tensor(0.5))
+    torch.testing.assert_close(output.loss, stock + 0.5)
+    assert output.logits is not None
+    with pytest.raises(ValueError, match="skip_logits=True cannot take extra: the forward of Extra may use"):
+        model(**arguments, extra=torch.tensor(0.5), skip_logits=True)
+
+
+def test_a_class_whose_head_does_not_qualify(caplog):
+    """A model of a family that is patched as a whole trains with its own forward, and says so once."""
+    model, arguments = tiny("ModernBertDecoderForCausalLM", **LLAMA).train(), batch()
+    stock = model(**arguments)
+    apply = liger_chunked.apply_liger_kernel_to_modernbert_decoder
+    try:
+        apply()
+        for _ in range(2):
+            output = model(**arguments)
+            torch.testing.assert_close(output.loss, stock.loss, rtol=2e-5, atol=0)
+            assert output.logits is not None
+        (record,) = caplog.records
+        assert "ModernBertDecoderForCausalLM trains with logits: a fused loss cannot stand in" in record.message
+        with pytest.raises(ValueError, match="a fused loss cannot stand in for ModernBertDecoder"):
+            model(**arguments, skip_logits=True)
+        apply(fused_linear_cross_entropy=True)
+        with pytest.raises(ValueError, match="a fused loss cannot stand in for ModernBertDecoder"):
+            model(**arguments)
+    finally:
+        revert_liger_kernel("modernbert_decoder")
 
 
 # Changes that other code makes to a patched model.

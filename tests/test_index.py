@@ -15,7 +15,7 @@ def test_star_import_has_what_needs_transformers(fresh_process):
     code = """
 from liger_chunked import *
 import liger_chunked.integrations.transformers as integration
-assert apply_liger_kernel is integration.apply_liger_kernel and register_family is integration.register_family
+assert apply_liger_kernel is integration.apply_liger_kernel and register_layer is integration.register_layer
 """
     fresh_process.run(code)
 

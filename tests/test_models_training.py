@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,10 +107,10 @@ def test_a_head_with_an_unsupported_adapter_is_refused(peft):
     """Raises when the model is patched, or when it runs, if the adapter was added later."""
     refusal = r"lm_head has the adapter 'default' of the kind DoraLinearVariant.*Take lm_head out of target_modules"
     model = adapted(peft, "llama", target_modules=["q_proj", "lm_head"], use_dora=True)
-    for patch in (apply_liger_kernel, attach_head):
+    for patch, options in ((apply_liger_kernel, {"fused_linear_cross_entropy": True}), (attach_head, {})):
         with pytest.raises(ValueError, match=refusal):
-            patch(model)
-    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+            patch(model, **options)
+    assert re.search(refusal, apply_liger_kernel(model).left["LlamaForCausalLM"])
     assert step(model, labelled(BY_ID["llama"]))[0].logits is not None
 
     model = BY_ID["llama"].build()

@@ -7,7 +7,7 @@ accumulate in float32. Constructors raise ValueError for invalid options. Differ
 - Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
 - `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
-- `AutoLigerKernelForCausalLM` patches only the model that it returns, and raises if no family matches.
+- `AutoLigerKernelForCausalLM` patches only the model that it returns, of any family.
 - `apply_liger_kernel_to_<family>` has all switches on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding
   and granite's fused cross entropy. A switch that matches nothing is an error, as is `layer_norm=True` without a
   model.

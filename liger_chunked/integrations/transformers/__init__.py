@@ -4,7 +4,7 @@ head.py            the head and loss of a patched model
 patch.py           patches and restores models
 layers.py          layers that base kernels replace
 detect.py          facts about a model's code
-overrides.py       the table of families
+overrides.py       the table of stock code that kernels compute, and model families
 verify.py          compares kernels with the code that they replace
 check.py           compares a patched model with the original one
 shared_prefix.py   computes prompts that sequences share once
@@ -16,15 +16,15 @@ from typing import Any
 
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
-from liger_chunked.integrations.transformers.overrides import FAMILIES, Family
 from liger_chunked.integrations.transformers.patch import (
-    APPLY_TO,
     Applied,
     AutoLigerKernelForCausalLM,
+    AutoLigerKernelForImageTextToText,
     apply_liger_kernel,
     attach_head,
     detach_head,
-    register_family,
+    family_function,
+    register_layer,
     revert_liger_kernel,
 )
 from liger_chunked.integrations.transformers.shared_prefix import (
@@ -34,19 +34,23 @@ from liger_chunked.integrations.transformers.shared_prefix import (
     why_not_shared,
 )
 
+_APPLY_TO = "apply_liger_kernel_to_"
+
 
 def __getattr__(name: str) -> Any:
-    """Return `apply_liger_kernel_to_<family>`, also of a family registered later."""
-    if name in APPLY_TO:
-        return APPLY_TO[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return `apply_liger_kernel_to_<family>`."""
+    if not name.startswith(_APPLY_TO):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return family_function(name.removeprefix(_APPLY_TO))
+    except ValueError as unknown:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {unknown}") from None
 
 
 __all__ = [
-    "FAMILIES",
     "Applied",
     "AutoLigerKernelForCausalLM",
-    "Family",
+    "AutoLigerKernelForImageTextToText",
     "HeadFn",
     "HeadInput",
     "ModelReport",
@@ -56,10 +60,9 @@ __all__ = [
     "check_model",
     "detach_head",
     "logit_options",
-    "register_family",
+    "register_layer",
     "revert_liger_kernel",
     "share_batch",
     "shared_prefix_hidden_states",
     "why_not_shared",
-    *APPLY_TO,
 ]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from liger_chunked.integrations.transformers import patch, verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head import STATE
-from liger_chunked.integrations.transformers.layers import Layer
-from liger_chunked.integrations.transformers.overrides import family_by_name
+from liger_chunked.integrations.transformers.overrides import rope_of
 from liger_chunked.integrations.transformers.patch import APPLIED, Applied, apply_liger_kernel, revert_liger_kernel
 
 _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
@@ -116,13 +115,14 @@ def check_model(
         without_logits: dict[str, Any] = {"skip_logits": True} if patch.FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
         layers = {type(module).__name__: module for module in filter(patch.has_our_layer, inner.modules())}
-        rope = patch.ROPES[applied.family]
-        with rope.suspended():
+        with _stock_ropes(applied):
             found = {name: _difference(_check_patched, module) for name, module in layers.items()}
-            if "rope" in applied.replaced:
-                found["apply_rotary_pos_emb"] = _difference(verify.check_rope, family_by_name(applied.family))
+            rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
+            for key in applied.ropes:
+                stock_rope: Any = patch.ROPES(*key).stock
+                found[key[1]] = verify.rotary_difference(rope_of(stock_rope), stock_rope, rotary)
         revert_liger_kernel(inner)
-        with rope.suspended():
+        with _stock_ropes(applied):
             stock = _step(_in_dtype(model, torch.float32) if dtype == torch.float64 else model, arguments)
             exact = _step(_in_dtype(model, torch.float64), arguments)
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
@@ -158,8 +158,16 @@ def _as_found(model: nn.Module) -> Iterator[None]:
                 vars(module).pop(name, None)
             vars(module).update(attributes)
         applied = vars(inner).get(APPLIED)
-        if applied is not None and "rope" in applied.replaced:
-            patch.ROPES[applied.family].hold(family_by_name(applied.family), applied)
+        if applied is not None:
+            applied.hold_ropes()
+
+
+@contextlib.contextmanager
+def _stock_ropes(applied: Applied) -> Iterator[None]:
+    with contextlib.ExitStack() as suspended:
+        for key in applied.ropes:
+            suspended.enter_context(patch.ROPES(*key).suspended())
+        yield
 
 
 def _arguments(inner: Any, input_ids: Tensor | None, labels: Tensor | None) -> dict[str, Tensor]:
@@ -207,4 +215,4 @@ def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
 
 def _check_patched(module: nn.Module) -> None:
     found: Any = patch.patch_of(module)
-    verify.check_layer(Layer(found.run, found.method), module, patch.stock_class(type(module)))
+    verify.check_layer(found.binding, module, patch.stock_class(type(module)))

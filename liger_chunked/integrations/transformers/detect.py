@@ -7,14 +7,17 @@ backbone and `lm_head` return known values and other modules with parameters rai
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
 import inspect
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from liger_chunked.types import LogitOptions
 
@@ -223,7 +227,129 @@ def foreign_code(function: Any, known: type | None = None) -> Any:
 
 
 def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> bool:
-    return all(getattr(found, name, None) is getattr(cls, name, None) for name in ("forward", method))
+    return all(stock_method(found, name) is stock_method(cls, name) for name in ("forward", method))
+
+
+STOCK = "_liger_stock"  # attribute of our methods: those that they replace
+
+
+def stock_method(cls: type, name: str) -> Any:
+    method = getattr(cls, name, None)
+    return getattr(method, STOCK, method)
+
+
+# Whether two functions are the same code.
+
+_READ: dict[int, Any] = {}  # objects that texts refer to by id
+
+
+@functools.cache
+def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
+    """Return the syntax tree of a function, or a method of `cls`, without its names, and the attributes that it reads.
+
+    Functions with equal trees do the same with their arguments and, in this order, with these attributes. None if there
+    is no source.
+    """
+    reader = _Reader(cls)
+    try:
+        return reader.read(function), tuple(reader.attributes)
+    except (OSError, TypeError, SyntaxError, RecursionError):
+        return None
+
+
+class _Reader:
+    def __init__(self, cls: type | None) -> None:
+        self.cls = cls
+        self.attributes: dict[str, int] = {}
+
+    def read(self, function: Any) -> str:
+        function = inspect.unwrap(function)
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        if not isinstance(tree, ast.FunctionDef):
+            raise TypeError(f"{function} is not defined by def")
+        if ast.get_docstring(tree) is not None:
+            del tree.body[0]
+        # Decorators may change the result, except those that name a kernel of the hub.
+        kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
+        tree.name, tree.returns, tree.decorator_list = "", None, kept
+        return ast.dump(_Renamed(self, function, tree).visit(tree))
+
+    def attribute(self, name: str) -> str:
+        value = inspect.getattr_static(self.cls, name, None)
+        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+            return f"method {_Reader.read(self, value)}"
+        return f"attribute {self.attributes.setdefault(name, len(self.attributes))}"
+
+
+class _Renamed(ast.NodeTransformer):
+    """Replaces the names of one function by their order or by what they refer to."""
+
+    def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
+        self.reader, self.scope = reader, {**vars(builtins), **function.__globals__}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        self.scope |= {name: cell.cell_contents for name, cell in cells}
+        nodes = list(ast.walk(tree))
+        arguments = [n.arg for n in nodes if isinstance(n, ast.arg)]
+        local = arguments + [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        self.local = {name: f"local {i}" for i, name in enumerate(dict.fromkeys(local))}
+        self.self = local[0] if reader.cls is not None and local else None
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg(self.local[node.arg])
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        return self.visit(ast.Assign([node.target], node.value)) if node.value is not None else None
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name(self.local.get(node.id) or self.referred(node) or node.id, ast.Load())
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == self.self:
+            return ast.Name(self.reader.attribute(node.attr), ast.Load())
+        found = self.referred(node)
+        return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
+
+    def referred(self, node: ast.expr) -> str | None:
+        """Describe the object that a global name, or an attribute of a module, refers to."""
+        names = ast.unparse(node).split(".")
+        if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
+            return None
+        value = self.scope[names[0]]
+        for name in names[1:]:
+            if not isinstance(value, ModuleType) or not hasattr(value, name):
+                return None
+            value = getattr(value, name)
+        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+            if text := source_of(getattr(value, STOCK, value)):
+                return f"function {text[0]}"
+        if isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        _READ[id(value)] = value
+        return f"object {id(value)}"
+
+
+@functools.cache
+def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
+    """Return module and name of the functions that rotate queries and keys in the methods of a class."""
+    found = set()
+    for base in cls.__mro__:
+        for method in filter(inspect.isfunction, vars(base).values()):
+            method = inspect.unwrap(method)
+            names = [name for name in method.__code__.co_names if re.match(r"_?\w*apply\w*(rotary|rope)", name)]
+            theirs = method.__globals__
+            found |= {(theirs["__name__"], name) for name in names if inspect.isfunction(theirs.get(name))}
+    return frozenset(found)
+
+
+def looks_like_layer(cls: Any) -> bool:
+    """Whether a class is named like a norm, or like a gated MLP or experts and multiplies."""
+    if cls.__module__.partition(".")[0] == "torch":
+        return False
+    if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
+        return True
+    named = re.search(r"(MLP|Mlp|FeedForward|GLU|Experts)$", cls.__name__)
+    read = source_of(cls.forward, cls) if named else None
+    return read is not None and ("Mult()" in read[0] or cls.__name__.endswith("Experts"))
 
 
 # What a forward computes between its backbone and its logits.
@@ -239,11 +365,16 @@ _FREE = {
 }  # fmt: skip
 
 
+_OF_HEAD = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "ignore_index")
+
+
 @dataclass(frozen=True)
 class HeadFacts:
-    """The logits' transform, and how the arguments of forward and backbone differ."""
+    """The logits' transform, the forward's output, and how the arguments of forward and backbone differ."""
 
     options: LogitOptions
+    output: type
+    of_forward: tuple[str, ...] = ()  # what only the forward takes, which may use it for the loss
     constants: tuple[tuple[str, Any], ...] = ()  # what the forward adds
     dropped: tuple[str, ...] = ()  # what it does not pass on
     backbone_takes_labels: bool = False
@@ -266,7 +397,13 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
             kept = trial.observe(logits_to_keep=_KEPT)
             trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
         labels = observed.given["input_ids"].clone()
-        return _passed_on(trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels), options)
+        observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels)
+        taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
+        own = inspect.signature(forward).parameters.values()
+        of_forward = tuple(
+            p.name for p in [*own][1:] if p.name not in taken and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        )
+        return _passed_on(observed, options, of_forward)
 
 
 def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -371,8 +508,7 @@ class _Trial:
                 raise _Difference(f"it calls {part} {len(calls)} times, not once")
         expected = None
         if core is not self.backbone:
-            of_head = ("labels", "logits_to_keep", "num_items_in_batch")
-            own = {name: x for name, x in given.items() if name not in of_head}
+            own = {name: x for name, x in given.items() if name not in _OF_HEAD}
             result = stand_ins[self.backbone](**own, use_cache=False, return_dict=True)
             if len(stand_in.calls) != 2 or not _same(result.last_hidden_state, self.hidden_states):
                 raise _Difference(
@@ -543,7 +679,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=0)
 
 
-def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
+def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
     """Compare the arguments that the forward got with those that it passed to its backbone."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
@@ -562,7 +698,10 @@ def _passed_on(observed: _Observed, options: LogitOptions) -> HeadFacts:
             constants[name] = theirs
         else:
             raise _Difference(f"it passes another {name} to its backbone than it was called with")
-    return HeadFacts(options, tuple(constants.items()), tuple(dropped), takes_labels)
+    output = type(observed.output)
+    if not issubclass(output, ModelOutput):
+        raise _Difference(f"it returns a {output.__name__}, not a ModelOutput")
+    return HeadFacts(options, output, of_forward, tuple(constants.items()), tuple(dropped), takes_labels)
 
 
 def _equal(own: Any, theirs: Any) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
-import typing
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,12 +26,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
 from liger_chunked.integrations.transformers import detect
-from liger_chunked.integrations.transformers.detect import HeadFacts, Projection, foreign_code, forward_slot
+from liger_chunked.integrations.transformers.detect import STOCK, HeadFacts, Projection, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
-STOCK = "_liger_stock_forward"  # attribute of our forward: the one that it replaces
+_LOGGER = logging.getLogger(__name__)
+
+_LEFT = "_liger_left"  # attribute of a model of a patched class that its head does not serve
 STATE = "_liger_forward"  # attribute of a model or class
 
 
@@ -71,10 +73,10 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss."""
+    """Settings of the fused loss. A model of a patched class runs its own forward unless the loss is `required`."""
 
-    output: type[Any]
     logits_budget: int | None = None
+    required: bool = True
 
 
 # The forward of patched models.
@@ -97,9 +99,36 @@ def forward(
         if _fuses(model, skip_logits, kwargs):
             # A subclass's forward may have called the forward of a patched class.
             of_class = stock.func if isinstance(stock, functools.partial) else None
-            head_facts(model, of_class, causal_loss=True)
-            return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
+            if _serves(model, of_class, fusion, skip_logits, kwargs):
+                return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
     return stock(**kwargs)
+
+
+def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
+    """Check the head, and whether the loss depends on arguments that the backbone does not get."""
+    required = fusion.required or bool(skip_logits)
+    if not required and vars(model).get(_LEFT):
+        return False
+    try:
+        facts = head_facts(model, forward, causal_loss=True)
+    except ValueError as refusal:
+        if required:
+            raise
+        _leave_alone(model, str(refusal))
+        return False
+    used = [name for name in facts.of_forward if kwargs.get(name) is not None]
+    if used and skip_logits:
+        raise ValueError(
+            f"skip_logits=True cannot take {', '.join(used)}: the forward of {type(model).__name__} may use this after "
+            "its backbone. Leave skip_logits out, and the model's own forward runs"
+        )
+    return not used
+
+
+@torch.compiler.disable
+def _leave_alone(model: PreTrainedModel, reason: str) -> None:
+    vars(model)[_LEFT] = True
+    _LOGGER.warning("%s trains with logits: %s", type(model).__name__, reason)
 
 
 def has_causal_loss(model: PreTrainedModel) -> bool:
@@ -127,11 +156,12 @@ def _without_logits(
     input = run_backbone(model, forward, **kwargs)
 
     loss, accuracy = run_head(model, input, _CrossEntropy(fusion.logits_budget, bool(token_accuracy)))
-    shared = {name: x for name, x in input.outputs.items() if name in fusion.output.__dataclass_fields__}
+    output: Any = head_facts(model, forward).output
+    shared = {name: x for name, x in input.outputs.items() if name in output.__dataclass_fields__}
     if input.aux_loss is not None:
         loss = loss + input.aux_loss_coef * input.aux_loss.to(loss.device)
         shared["aux_loss"] = input.aux_loss
-    result = fusion.output(loss=loss, **shared)
+    result = output(loss=loss, **shared)
     if accuracy is not None:
         result["token_accuracy"] = accuracy
     return result
@@ -155,12 +185,6 @@ class _CrossEntropy:
         )
         result = loss(head.weight, input.hidden_states, input.target, head.bias, num_items=input.num_items_in_batch)
         return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
-
-
-def output_of(model_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """Return the annotated output class, which differs between versions of transformers."""
-    returned = typing.get_type_hints(inspect.unwrap(model_class.forward))["return"]
-    return next(t for t in typing.get_args(returned) or (returned,) if issubclass(t, ModelOutput))
 
 
 # The cached facts about heads.

@@ -1,11 +1,12 @@
 """Layers that base kernels replace.
 
-A `Layer` fits every class that computes the same from the same attributes; `overrides.py` lists these classes.
+A `Layer` fits every class that computes the same; `overrides.py` lists stock classes that do.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,35 +28,88 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(module, ...)` replaces `method`, unless `refusal(module)` returns a reason."""
+    """`run(input, ...)` replaces `method`. The names of its other arguments are attributes of the module.
 
-    run: Callable[..., Tensor]
+    - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, which is the first attribute
+    - `refusal`: takes the attributes, and returns why `run` cannot serve them, or None
+    - `optional`: attributes that a module may lack; `run` then gets None
+    """
+
+    run: Callable[..., Any]
+    switch: str | None = None
     method: str = "forward"
-    refusal: Callable[[Any], str | None] = lambda module: None
+    refusal: Callable[..., str | None] | None = None
+    optional: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def attributes(self) -> tuple[str, ...]:
+        _, *names = inspect.signature(self.run).parameters
+        return tuple(names)
 
 
-def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon)
+@dataclass(frozen=True)
+class Binding:
+    """A layer, and the names that a class gives to its attributes."""
+
+    layer: Layer
+    names: tuple[str, ...]
+
+    @functools.cached_property
+    def reads(self) -> dict[str, bool]:
+        """Attributes, and whether a module must have them."""
+        optional = self.layer.optional
+        return {name: own not in optional for own, name in zip(self.layer.attributes, self.names, strict=True)}
+
+    def values(self, module: Any) -> list[Any]:
+        return [getattr(module, n) if needed else getattr(module, n, None) for n, needed in self.reads.items()]
+
+    def run(self, module: Any, input: Tensor) -> Tensor:
+        return self.layer.run(input, *self.values(module))
+
+    def refusal(self, module: Any) -> str | None:
+        try:
+            values = self.values(module)
+        except AttributeError as missing:
+            return f"it is laid out differently: {missing}"
+        return None if self.layer.refusal is None else self.layer.refusal(*values)
+
+    def switch(self, module: Any) -> str:
+        if self.layer.switch is not None:
+            return self.layer.switch
+        return "swiglu" if _GATED[_kind(getattr(module, self.names[0]))] is liger_swiglu else "geglu"
 
 
-def _rms_norm_fp32(self: Any, hidden_states: Tensor) -> Tensor:
-    return liger_rms_norm(hidden_states, self.weight, self.variance_epsilon, casting="olmo2")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm(x, weight, eps)
 
 
-def _rms_norm_offset(self: Any, x: Tensor) -> Tensor:
-    return liger_rms_norm(x, self.weight, self.eps, offset=1.0, casting="gemma")
+def _rms_norm_fp32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm(x, weight, eps, casting="olmo2")
 
 
-def _layer_norm(self: Any, input: Tensor) -> Tensor:
-    return liger_layer_norm(input, self.weight, self.bias, self.eps)
+def _rms_norm_offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm(x, weight, eps, offset=1.0, casting="gemma")
 
 
-def _layer_norm_refusal(norm: nn.LayerNorm) -> str | None:
-    return None if len(norm.normalized_shape) == 1 else f"it is over {len(norm.normalized_shape)} dimensions, not one"
+def _rms_norm_scaled(x: Tensor, weight: Tensor | None, eps: float, with_scale: bool) -> Tensor:
+    return liger_rms_norm(x, weight if with_scale else None, eps, casting="olmo2")
+
+
+def _rms_norm_bare(x: Tensor, eps: float) -> Tensor:
+    return liger_rms_norm(x, None, eps)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, normalized_shape: Any) -> Tensor:
+    return liger_layer_norm(x, weight, bias, eps)
+
+
+def _layer_norm_refusal(weight: Any, bias: Any, eps: float, normalized_shape: tuple[int, ...]) -> str | None:
+    return None if len(normalized_shape) == 1 else f"it is over {len(normalized_shape)} dimensions, not one"
 
 
 # Functions of (gate, up), or of both in one tensor.
-_GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
+_GATED: dict[Any, Callable[..., Tensor]] = {
+    F.silu: liger_swiglu,
     SiLUActivation: liger_swiglu,
     nn.SiLU: liger_swiglu,
     GELUTanh: functools.partial(liger_geglu, approximate="tanh"),
@@ -64,50 +118,70 @@ _GATED: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
-def _glu(self: Any, x: Tensor) -> Tensor:
-    gated = _GATED[type(self.act_fn)]
-    return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), inplace=unobserved(self.gate_proj, self.up_proj)))
+def _kind(activation: Any) -> Any:
+    return type(activation) if isinstance(activation, nn.Module) else activation
 
 
-def _packed_glu(self: Any, hidden_states: Tensor) -> Tensor:
-    gated = _GATED[type(self.activation_fn)]
-    return self.down_proj(gated(self.gate_up_proj(hidden_states), inplace=unobserved(self.gate_up_proj)))
+def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
+    gated = _GATED[_kind(act_fn)]
+    return down_proj(gated(gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
-def _experts_gate(self: Any, gate_up_out: Tensor) -> Tensor:
+def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
+    return down_proj(liger_swiglu(gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
+
+
+def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Tensor:
+    gated = _GATED[_kind(act_fn)]
+    return down_proj(gated(gate_up_proj(x), inplace=unobserved(gate_up_proj)))
+
+
+def _experts_gate(gate_up_out: Tensor, act_fn: Any, config: Any, has_gate: bool) -> Tensor:
     # No hook sees the gate's input.
-    return _GATED[type(self.act_fn)](gate_up_out, inplace=True)
+    return _GATED[_kind(act_fn)](gate_up_out, inplace=True)
 
 
-def _activation_refusal(activation: nn.Module) -> str | None:
-    if type(activation) in _GATED:
+def _activation_refusal(activation: Any, *_: Any) -> str | None:
+    kind = _kind(activation)
+    if kind in _GATED:
         return None
-    return f"its activation is {type(activation).__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
+    return f"its activation is {kind.__name__}, not one of {', '.join(sorted(k.__name__ for k in _GATED))}"
 
 
-def _experts_refusal(experts: Any) -> str | None:
-    way = experts.config._experts_implementation
+def _experts_refusal(act_fn: Any, config: Any, has_gate: bool) -> str | None:
+    way = config._experts_implementation
+    if not has_gate:
+        return "these experts have no gate"
     if way not in ("grouped_mm", "batched_mm", "deepgemm"):
         return f"{way} experts do not call _apply_gate: call model.set_experts_implementation('grouped_mm') first"
-    return _activation_refusal(experts.act_fn)
+    return _activation_refusal(act_fn)
 
 
-RMS_NORM = Layer(_rms_norm)
+RMS_NORM = Layer(_rms_norm, "rms_norm")
 """`weight * normalized`, rounded before the product (Llama)."""
 
-RMS_NORM_FP32 = Layer(_rms_norm_fp32)
+RMS_NORM_FP32 = Layer(_rms_norm_fp32, "rms_norm")
 """`weight * normalized`, rounded after the product (OLMo 2)."""
 
-RMS_NORM_OFFSET = Layer(_rms_norm_offset)
+RMS_NORM_OFFSET = Layer(_rms_norm_offset, "rms_norm")
 """`(1 + weight) * normalized`, rounded after the product (Gemma)."""
 
-LAYER_NORM = Layer(_layer_norm, refusal=_layer_norm_refusal)
+RMS_NORM_SCALED = Layer(_rms_norm_scaled, "rms_norm", optional=("weight",))
+"""`RMS_NORM_FP32`, without a weight unless `with_scale` (Gemma 4)."""
+
+RMS_NORM_BARE = Layer(_rms_norm_bare, "rms_norm")
+"""RMSNorm without a weight (NanoChat)."""
+
+LAYER_NORM = Layer(_layer_norm, "layer_norm", refusal=_layer_norm_refusal)
 """`nn.LayerNorm` over the last dimension."""
 
-GLU = Layer(_glu, refusal=lambda mlp: _activation_refusal(mlp.act_fn))
+GLU = Layer(_glu, refusal=_activation_refusal)
 """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`."""
 
-PACKED_GLU = Layer(_packed_glu, refusal=lambda mlp: _activation_refusal(mlp.activation_fn))
+SILU_GLU = Layer(_silu_glu, "swiglu")
+"""`GLU` whose activation is `F.silu` (LFM 2)."""
+
+PACKED_GLU = Layer(_packed_glu, refusal=_activation_refusal)
 """`GLU` with one `gate_up_proj`, whose output holds gate, then up."""
 
 EXPERTS = Layer(_experts_gate, method="_apply_gate", refusal=_experts_refusal)

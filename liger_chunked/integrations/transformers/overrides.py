@@ -1,155 +1,204 @@
-"""The table of model families: which layer serves which class of a modeling module.
+"""The table of stock code that our kernels compute, and the model families of transformers.
 
-A row names the norm, the MLP and the classes with an `lm_head` of `modeling_<name>.py`, with layers that compute and
-round the same. A tiny config in `tests/model_zoo.py` makes the test suite cover it.
+A row names a class or function and the layer that computes the same. It serves every class and function whose source is
+the same but for its names.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import GenerationMixin
+from transformers.models.auto import modeling_auto
 
+from liger_chunked.integrations.transformers import detect
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
     GLU,
     LAYER_NORM,
     PACKED_GLU,
     RMS_NORM,
+    RMS_NORM_BARE,
     RMS_NORM_FP32,
     RMS_NORM_OFFSET,
+    RMS_NORM_SCALED,
+    SILU_GLU,
+    Binding,
     Layer,
     rotate_halves,
     rotate_pairs,
 )
 
-Layers = Mapping[str, Layer]
-Rope = Callable[..., Any] | None
-
 HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
-SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", *HEAD_SWITCHES)
+LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu")
+SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
-
-@dataclass(frozen=True)
-class Family:
-    """One row of the table. `rms_norm`, `layer_norm`, `swiglu` and `geglu` map class names to layers.
-
-    - `name`, `aliases`: of `apply_liger_kernel_to_<name>`
-    - `causal`: the classes with an `lm_head`
-    - `rope`: replaces `apply_rotary_pos_emb`, unless None
-    - `module`: the modeling module, if it is not that of `name`
-    """
-
-    name: str
-    causal: tuple[str, ...]
-    rms_norm: Layers = field(default_factory=dict)
-    rope: Rope = rotate_halves
-    swiglu: Layers = field(default_factory=dict)
-    geglu: Layers = field(default_factory=dict)
-    layer_norm: Layers = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-    module: str | None = None
-
-    @property
-    def modeling(self) -> ModuleType:
-        return importlib.import_module(self.module_name)
-
-    @property
-    def module_name(self) -> str:
-        return self.module or f"transformers.models.{self.name}.modeling_{self.name}"
-
-    @property
-    def layers(self) -> Mapping[str, Layers]:
-        names = ("rms_norm", "layer_norm", "swiglu", "geglu")
-        return {name: layers for name in names if (layers := getattr(self, name))}
-
-    @property
-    def switches(self) -> tuple[str, ...]:
-        rope = ("rope",) if self.rope else ()
-        return (*rope, *self.layers, *(HEAD_SWITCHES if self.causal else ()))
-
-
-def _decoder(
-    name: str, prefix: str, norm: Layer = RMS_NORM, mlp: Layer = GLU, geglu: bool = False, rope: Rope = rotate_halves
-) -> Family:
-    """A family whose classes are named after one prefix."""
-    gated = {f"{prefix}MLP": mlp}
-    switches = ({}, gated) if geglu else (gated, {})
-    return Family(name, (f"{prefix}ForCausalLM",), {f"{prefix}RMSNorm": norm}, rope, *switches)
-
-
-FAMILIES = (
-    _decoder("llama", "Llama"),
-    Family(
-        "mllama",
-        ("MllamaForCausalLM", "MllamaForConditionalGeneration"),
-        {"MllamaTextRMSNorm": RMS_NORM},
-        swiglu={"MllamaTextMLP": GLU},
-        layer_norm={"LayerNorm": LAYER_NORM},
+# Class, layer, and the attributes that have other names than the arguments of `Layer.run`. Frequent ones come first,
+# because a row's module is imported when no earlier row matches.
+_ROWS: list[tuple[str, Layer, dict[str, str]]] = [
+    ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
+    ("llama.LlamaMLP", GLU, {}),
+    ("mixtral.MixtralExperts", EXPERTS, {}),
+    ("qwen2_5_vl.Qwen2_5_VLMLP", GLU, {}),
+    ("gemma.GemmaRMSNorm", RMS_NORM_OFFSET, {}),
+    ("olmo2.Olmo2RMSNorm", RMS_NORM_FP32, {"eps": "variance_epsilon"}),
+    ("phi3.Phi3MLP", PACKED_GLU, {"act_fn": "activation_fn"}),
+    ("helium.HeliumRMSNorm", RMS_NORM_FP32, {"eps": "variance_epsilon"}),
+    ("gemma3n.Gemma3nRMSNorm", RMS_NORM_SCALED, {}),
+    ("llama4.Llama4TextRMSNorm", RMS_NORM, {}),
+    ("llama4.Llama4TextL2Norm", RMS_NORM_BARE, {}),
+    ("llama4.Llama4TextMLP", GLU, {"act_fn": "activation_fn"}),
+    ("moshi.MoshiRMSNorm", RMS_NORM_FP32, {}),
+    ("lfm2.Lfm2MLP", SILU_GLU, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+    (
+        "granitemoehybrid.GraniteMoeHybridMLP",
+        PACKED_GLU,
+        {"act_fn": "activation", "gate_up_proj": "input_linear", "down_proj": "output_linear"},
     ),
-    _decoder("mistral", "Mistral"),
-    Family("mixtral", ("MixtralForCausalLM",), {"MixtralRMSNorm": RMS_NORM}, swiglu={"MixtralExperts": EXPERTS}),
-    _decoder("gemma", "Gemma", RMS_NORM_OFFSET, geglu=True),
-    _decoder("gemma2", "Gemma2", RMS_NORM_OFFSET, geglu=True),
-    Family(
-        "gemma3",
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        {"Gemma3RMSNorm": RMS_NORM_OFFSET},
-        geglu={"Gemma3MLP": GLU},
-        layer_norm={"LayerNorm": LAYER_NORM},
-        aliases=("gemma3_text",),
-    ),
-    _decoder("qwen2", "Qwen2"),
-    Family(
-        "qwen2_vl",
-        ("Qwen2VLForConditionalGeneration",),
-        {"Qwen2VLRMSNorm": RMS_NORM},
-        swiglu={"Qwen2MLP": GLU},
-        layer_norm={"LayerNorm": LAYER_NORM},
-    ),
-    Family(
-        "qwen2_5_vl",
-        ("Qwen2_5_VLForConditionalGeneration",),
-        {"Qwen2_5_VLRMSNorm": RMS_NORM},
-        swiglu={"Qwen2MLP": GLU, "Qwen2_5_VLMLP": GLU},
-    ),
-    _decoder("qwen3", "Qwen3"),
-    Family(
-        "qwen3_moe",
-        ("Qwen3MoeForCausalLM",),
-        {"Qwen3MoeRMSNorm": RMS_NORM},
-        swiglu={"Qwen3MoeMLP": GLU, "Qwen3MoeExperts": EXPERTS},
-    ),
-    _decoder("phi3", "Phi3", mlp=PACKED_GLU),
-    _decoder("granite", "Granite"),
-    _decoder("olmo2", "Olmo2", RMS_NORM_FP32),
-    _decoder("glm4", "Glm4", mlp=PACKED_GLU, rope=rotate_pairs),
+    ("recurrent_gemma.RecurrentGemmaMlp", GLU, {}),
+]
+
+# Functions of (q, k, cos, sin, unsqueeze_dim).
+_ROTARY: list[tuple[str, Callable[..., Any]]] = [
+    ("llama", rotate_halves),
+    ("glm4_moe", rotate_halves),
+    ("olmo2", rotate_halves),
+    ("glm4", rotate_pairs),
+    ("phi3", rotate_halves),
+    ("nemotron", rotate_halves),
+    ("modernbert_decoder", rotate_halves),
+    ("hunyuan_vl", rotate_halves),
+    ("ernie4_5", rotate_pairs),
+    ("helium", rotate_pairs),
+]
+
+
+def _modeling(family: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ImportError:  # another version of transformers
+        return None
+
+
+def bound(layer: Layer, names: dict[str, str]) -> Binding:
+    return Binding(layer, tuple(names.get(name, name) for name in layer.attributes))
+
+
+# Classes that are recognised by their methods, whatever their source.
+_REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
+
+
+@functools.cache
+def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
+    """Read a method of a stock class, or a stock function; None if this version of transformers has no such code."""
+    family, name = path.split(".")
+    stock: Any = getattr(_modeling(family), name, None)
+    if stock is None or not method:
+        return stock and detect.source_of(stock)
+    return detect.source_of(detect.stock_method(stock, method), stock)
+
+
+def binding_of(cls: Any) -> Binding | None:
+    """Return the layer that computes what a class does, and the names of its attributes."""
+    for known, binding in _REGISTERED.items():
+        if detect.runs_code_of(cls, known, binding.layer.method):
+            return binding
+    return _recognised(cls, detect.stock_method(cls, "forward"), detect.stock_method(cls, "_apply_gate"))
+
+
+@functools.cache
+def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
+    for name, method in (("forward", forward), ("_apply_gate", apply_gate)):
+        if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
+            continue
+        read = detect.source_of(method, cls)
+        if read is None or "Mult()" not in read[0]:  # all rows multiply
+            continue
+        for path, layer, names in _ROWS:
+            # Few rows read as many attributes, so that few modules are imported.
+            if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
+                continue
+            row = _read(path, name)
+            if row is not None and row[0] == read[0]:
+                theirs = dict(zip(row[1], read[1], strict=True))
+                return Binding(layer, tuple(theirs.get(n, n) for n in bound(layer, names).names))
+    return None
+
+
+@functools.cache
+def rope_of(function: Any) -> Any:
+    """Return our function that computes what a rotary function does."""
+    read = detect.source_of(function)
+    rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
+    return next((ours for row, ours in rows if read is not None and row == read), None)
+
+
+def register(cls: type[nn.Module], binding: Binding) -> None:
+    _REGISTERED[cls] = binding
+
+
+# Families.
+
+_MAPPINGS: tuple[Mapping[str, Any], ...] = (
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+
+def _heads() -> dict[str, str]:
+    """Return a class with an `lm_head` of each model type."""
+    return {
+        name.replace("-", "_"): cls for mapping in _MAPPINGS for name, cls in mapping.items() if isinstance(cls, str)
+    }
 
 
-def family_by_name(name: str) -> Family:
-    if name not in BY_NAME:
-        raise ValueError(f"unknown family {name!r}; supported families: {', '.join(BY_NAME)}")
-    return BY_NAME[name]
+def causal_classes(modeling: ModuleType) -> list[Any]:
+    """Return the language models that a modeling module defines."""
+    heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
+    return [
+        cls
+        for name, cls in vars(modeling).items()
+        if inspect.isclass(cls) and issubclass(cls, GenerationMixin) and cls.__module__ == modeling.__name__
+        if name in heads or name.endswith("ForCausalLM")
+    ]
 
 
-def layer_class(family: Family, name: str) -> type[nn.Module]:
-    return getattr(family.modeling, name, None) or getattr(nn, name)
+def family_modeling(name: str) -> ModuleType:
+    """Return the modeling module of a model type or folder of transformers, or raise a ValueError."""
+    modeling, heads = _modeling(name), _heads()
+    if modeling is None and name in heads:
+        modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
+    if modeling is None or not causal_classes(modeling):
+        raise _unknown_family(name)
+    return modeling
 
 
-def family_of(model_class: type) -> Family:
-    """Return the family that defines the class or one of its bases."""
-    modules = {cls.__module__ for cls in model_class.__mro__}
-    for family in BY_NAME.values():
-        if family.module_name in modules:
-            return family
-    raise ValueError(
-        f"no kernels for {model_class.__name__}; supported families: {', '.join(BY_NAME)}. register_family adds one; "
-        f"attach_head, and the losses, work on any model with an lm_head"
+def check_family(name: str) -> None:
+    if name not in _heads():  # else its module is imported when it is patched
+        family_modeling(name)
+
+
+def _unknown_family(name: str) -> ValueError:
+    close = difflib.get_close_matches(name, _heads(), n=4, cutoff=0.4)
+    return ValueError(
+        f"unknown family {name!r}: expected a model type of transformers with a causal language model"
+        f"{', such as ' * bool(close)}{', '.join(close)}"
     )
+
+
+def family_name(module: str) -> str:
+    return module.rpartition(".")[2].removeprefix("modeling_")
+
+
+def family_of(model_class: type) -> str:
+    """Return the family whose modeling module defines a class or its first base in transformers."""
+    modules = [cls.__module__ for cls in model_class.__mro__]
+    return family_name(next((m for m in modules if m.startswith("transformers.models.")), modules[0]))

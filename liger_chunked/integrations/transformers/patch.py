@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
+import logging
+import sys
 import types
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_chunked.integrations.transformers import detect, head, overrides, verify
-from liger_chunked.integrations.transformers.detect import forward_slot, inner_model, own_forward
-from liger_chunked.integrations.transformers.head import STATE, STOCK, Fusion
-from liger_chunked.integrations.transformers.layers import Layer, causal_lm_loss
-from liger_chunked.integrations.transformers.overrides import BY_NAME, Family, family_by_name, family_of, layer_class
+from liger_chunked.integrations.transformers.detect import STOCK, forward_slot, inner_model, own_forward
+from liger_chunked.integrations.transformers.head import STATE, Fusion
+from liger_chunked.integrations.transformers.layers import Binding, Layer, causal_lm_loss
+from liger_chunked.integrations.transformers.overrides import binding_of, family_modeling, family_of, rope_of
 from liger_chunked.types import budget_bytes, shown
+
+_LOGGER = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 _PATCH = "_liger_patch"  # attribute of a patched class
@@ -34,14 +39,33 @@ _PATCH = "_liger_patch"  # attribute of a patched class
 
 @dataclass(frozen=True)
 class Patch:
-    """A method and its picklable replacement, None for the forward of `head.py`."""
+    """What replaces a method: a layer, None for the forward of `head.py`."""
 
-    method: str
-    run: Method | None = None
+    binding: Binding | None = None
+
+    @property
+    def method(self) -> str:
+        return "forward" if self.binding is None else self.binding.layer.method
 
 
 def _patched_class(cls: Any, patch: Patch) -> Any:
     return _subclass(cls, patch, getattr(cls, patch.method))
+
+
+@functools.cache
+def _layer_method(binding: Binding, stock: Method) -> Method:
+    """Compile a method with the signature of `stock` that passes its input and the attributes to the layer.
+
+    Each has its own code, because Dynamo limits how often it compiles one code.
+    """
+    owner, input = inspect.signature(stock).parameters
+    reads = binding.reads.items()
+    attributes = "".join(f", {owner}.{n}" if needed else f", getattr({owner}, {n!r}, None)" for n, needed in reads)
+    namespace: dict[str, Any] = {"_run": binding.layer.run}
+    exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
+    method = namespace[binding.layer.method]
+    vars(method)[STOCK] = stock
+    return method
 
 
 @functools.cache
@@ -56,7 +80,10 @@ def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
         return (_rebuilt, (patch, make, arguments), *state)
 
     named = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    replacement = _class_forward(method) if patch.run is None else patch.run
+    if patch.binding is None:
+        replacement = _class_forward(method)
+    else:
+        replacement = _layer_method(patch.binding, getattr(method, STOCK, method))
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
     subclass = type(cls)(cls.__name__, (cls,), namespace)
     return subclass
@@ -91,7 +118,7 @@ def is_patched(module: nn.Module) -> bool:
 
 def has_our_layer(module: nn.Module) -> bool:
     patch = patch_of(module)
-    return patch is not None and patch.run is not None
+    return patch is not None and patch.binding is not None
 
 
 def set_patch(module: nn.Module, patch: Patch | None) -> None:
@@ -184,7 +211,7 @@ def _install(model: PreTrainedModel) -> None:
     _refuse_foreign_forward(model)
     own = own_forward(model)
     if own is None or _calls_ours(own):
-        set_patch(model, Patch("forward"))
+        set_patch(model, Patch())
         return
     # A framework has set it. A partial can be pickled with the model.
     forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
@@ -193,7 +220,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _uninstall(model: PreTrainedModel) -> None:
-    if patch_of(model) == Patch("forward"):
+    if patch_of(model) == Patch():
         set_patch(model, None)
     slot = forward_slot(model)
     forward = vars(model).get(slot)
@@ -271,112 +298,180 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """Counts of replaced classes by switch; `print` shows them."""
+    """Counts of replaced classes by switch, and why others were left alone; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    ropes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     patches: Patches = field(default_factory=Patches, repr=False)
 
     def count(self, switch: str, name: str) -> None:
         counts = self.replaced.setdefault(switch, {})
         counts[name] = counts.get(name, 0) + 1
 
+    def hold_ropes(self) -> None:
+        for key in self.ropes:
+            ROPES(*key).hold(self)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)  # a copied model needs the rope function too
-        if "rope" in self.replaced:
-            ROPES[self.family].hold(family_by_name(self.family), self)
+        self.hold_ropes()
 
     def __str__(self) -> str:
         lines = [
             f"  {switch}: " + ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
             for switch, counts in self.replaced.items()
         ]
-        return "\n".join([f"Kernels for {self.family}:", *lines])
+        left = ["Left alone:", *(f"  {name}: {reason}" for name, reason in self.left.items())] if self.left else []
+        return "\n".join([f"Kernels for {self.family}:", *lines, *left])
 
 
 class _Rope:
-    """Replaces a modeling module's rope function while a holder lives."""
+    """Replaces a rotary function of a modeling module while a holder lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, name: str) -> None:
+        self._owner, self._name = importlib.import_module(module), name
         self._patches = Patches()
-        self._family: Family | None = None
         self._holders: dict[int, weakref.ref[Applied]] = {}
+        self._stock: Any = None
 
-    def hold(self, family: Family, applied: Applied) -> None:
-        if self._family is None or self._family.rope is not family.rope:  # the row may have been replaced
-            self._set(family)
+    @property
+    def stock(self) -> Any:
+        return self._stock if self._holders else getattr(self._owner, self._name)
+
+    def hold(self, applied: Applied) -> None:
+        if not self._holders:
+            self._stock = getattr(self._owner, self._name)
+            self._replace()
         key = id(applied)
         self._holders[key] = weakref.ref(applied, lambda _: self.release(key))
 
     def release(self, key: int) -> None:
         self._holders.pop(key, None)
         if not self._holders:
-            self._set(None)
+            self._patches.undo()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        family = self._family
         self._patches.undo()
         try:
             yield
         finally:
-            if self._holders and family is not None:
-                self._set(family)
+            if self._holders:
+                self._replace()
 
-    def _set(self, family: Family | None) -> None:
-        self._patches.undo()
-        self._family = family
-        if family is not None:
-            self._patches.set(family.modeling, "apply_rotary_pos_emb", family.rope)
+    def _replace(self) -> None:
+        self._patches.set(self._owner, self._name, rope_of(self._stock) or self._stock)
 
 
-ROPES: defaultdict[str, _Rope] = defaultdict(_Rope)
+ROPES = functools.cache(_Rope)
 FAMILY_WIDE: dict[str, Applied] = {}
 
 
-def _chosen(family: Family, available: tuple[str, ...], switches: dict[str, bool | None]) -> tuple[str, ...]:
-    if unknown := switches.keys() - set(overrides.SWITCHES):
-        raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
-    for switch, on in switches.items():
-        if not (on is None or isinstance(on, bool)):
-            raise TypeError(f"{switch} must be True, False or None, got {on!r}")
-    wanted = {switch for switch, on in switches.items() if on}
-    if absent := wanted - set(available):
-        raise ValueError(f"{sorted(absent)} matches nothing in {family.name} here; it has {list(available)}")
-    if set(overrides.HEAD_SWITCHES) <= wanted:
-        raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
-    off = {switch for switch, on in switches.items() if on is False}
-    off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
-    return tuple(switch for switch in available if switch not in off)
+@dataclass
+class _Found:
+    """What the kernels can serve, and why they leave other layers alone."""
 
+    layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
+    ropes: tuple[tuple[str, str], ...] = ()
+    heads: tuple[str, ...] = ()  # switches
+    left: dict[str, str] = field(default_factory=dict)
 
-def layers_in(model: nn.Module, family: Family, switch: str) -> list[tuple[nn.Module, str]]:
-    """Return the modules that a switch replaces, with their names in the table."""
-    layers = [(name, layer_class(family, name), layer.method) for name, layer in family.layers[switch].items()]
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, cls, method in layers
-        if isinstance(module, cls)
-        and detect.runs_code_of(stock_class(type(module)), cls, method)
-        and own_forward(module) is None
-    ]
+    @property
+    def switches(self) -> list[str]:
+        layers = {switch for switch, *_ in self.layers}
+        found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
+        return [*found, *(["rope"] if self.ropes else []), *self.heads]
 
-
-def _refuse_layers(family: Family, switch: str, found: list[tuple[nn.Module, str]]) -> None:
-    for name, layer in family.layers.get(switch, {}).items():
-        modules = [module for module, known in found if known == name]
-        try:
-            reason = next(filter(None, map(layer.refusal, modules)), None)
-        except AttributeError as missing:
-            reason = f"it is laid out differently: {missing}"
-        if reason is None and family not in overrides.FAMILIES:  # tests compare the built-in rows
-            try:
-                verify.check_layers(layer, modules, layer_class(family, name))
-            except verify.Difference as difference:
-                reason = str(difference)
+    def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
+        if binding is None:
+            reason = _VARIANT if detect.looks_like_layer(cls) else None
+        elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
+            self.layers.append((binding.switch(module), owner, binding))
         if reason is not None:
-            raise ValueError(f"{switch} cannot serve {name}: {reason}; {switch}=False skips it")
+            self.left.setdefault(_owner(module).__name__, reason)
+
+    def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
+        keys = []
+        for key in sorted(set().union(*map(detect.rotary_functions, classes))):
+            stock = ROPES(*key).stock
+            ours = rope_of(stock)
+            reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
+            if reason is None:
+                keys.append(key)
+            else:
+                self.left.setdefault(key[1], reason)
+        self.ropes = tuple(keys)
+
+    def chosen(self, family: str, switches: dict[str, bool | None]) -> list[str]:
+        if unknown := switches.keys() - set(overrides.SWITCHES):
+            raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
+        for switch, on in switches.items():
+            if not (on is None or isinstance(on, bool)):
+                raise TypeError(f"{switch} must be True, False or None, got {on!r}")
+        wanted = {switch for switch, on in switches.items() if on}
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.left.items())
+        if absent := wanted - set(self.switches):
+            raise ValueError(f"{sorted(absent)} matches nothing in {family} here; it has {self.switches}{reasons}")
+        if set(overrides.HEAD_SWITCHES) <= wanted:
+            raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
+        if set(self.switches) <= {"cross_entropy"} and not wanted and switches.get(FUSED) is not False:
+            raise ValueError(f"our kernels serve nothing in {family}{reasons}")
+        off = {switch for switch, on in switches.items() if on is False}
+        off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
+        return [switch for switch in self.switches if switch not in off]
+
+
+_VARIANT = "a variant that no kernel computes"
+
+
+def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
+    found = _Found()
+    used = set()
+    for module in model.modules():
+        cls = stock_class(type(module))
+        binding, own = binding_of(cls), own_forward(module) is not None
+        if not own:
+            used.add(cls)
+            found.add_layer(module, module, cls, binding)
+        elif binding is not None:
+            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
+    found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
+    if model.get_output_embeddings() is not None:
+        owner, of_loss, reason = _owner(model), head.has_causal_loss(model), None
+        if not owner.__module__.startswith("transformers."):
+            of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
+        elif not of_loss:
+            reason = f"its loss_function is {model.loss_function}, not the causal loss"
+        elif fused:
+            reason = _head_refusal(model)
+        switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
+        found.heads = tuple(switch for switch, on in switches.items() if on)
+        found.left |= {} if reason is None else {owner.__name__: reason}
+    elif model.can_generate():
+        found.left[_owner(model).__name__] = "it is not a backbone under an lm_head"
+    return found
+
+
+def _owner(module: nn.Module) -> type:
+    """Return the class whose forward a module has: FSDP derives other classes."""
+    return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
+
+
+def _head_refusal(model: PreTrainedModel) -> str | None:
+    """Return why a fused loss cannot replace head and loss."""
+    balance = detect.balance_of(model)
+    if balance is not None and balance.refusal is not None:
+        return f"its load-balancing loss cannot be computed: {balance.refusal}"
+    try:
+        state = vars(model).get(STATE)
+        if state is None or not state.head_fn:  # else our forward stays
+            _refuse_foreign_forward(model)
+        head.head_facts(model, causal_loss=True)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
 
 
 def apply_liger_kernel(
@@ -385,19 +480,18 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. `rope` serves all models of the family until the
-    last model patched with it is reverted or deleted.
+    `token_accuracy`. `rope` serves all models whose code is in the same module, until the last model patched with it
+    is reverted or deleted. Layers and heads that compute something else are left alone; the result says why.
 
     Args:
-        model: a transformers model of a family in `overrides.py`, or a wrapper of one.
+        model: any transformers model, or a wrapper of one.
         logits_budget: as in `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
             All that the model has are on by default, except `cross_entropy`, which excludes the last one.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
-        ValueError: the family is unknown, a switch matches nothing, a kernel does not support a layer, the model runs
-            hub kernels, its loss or head is not the causal one, or a user has set a forward on this instance.
+        ValueError: a switch that is True matches nothing, nothing matches at all, or the model runs hub kernels.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -416,58 +510,44 @@ def apply_liger_kernel(
     """
     logits_budget = budget_bytes(logits_budget)  # raise all errors before the first patch
     inner = inner_model(model)
-    family = family_of(type(inner))
+    family = family_of(stock_class(type(inner)))
     if inner.use_kernels:
         raise ValueError(
             "this model runs kernels of the Hugging Face hub (use_kernels=True), which replace the forward of its "
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
-    causal = next(cls for cls in stock_class(type(inner)).__mro__ if "forward" in vars(cls)).__name__
-    found = {switch: layers_in(inner, family, switch) for switch in family.layers}
-    absent = {switch for switch in found if not found[switch]}
-    if causal not in family.causal:  # a forward of the user's own
-        absent |= set(overrides.HEAD_SWITCHES)
-    on = _chosen(family, tuple(switch for switch in family.switches if switch not in absent), switches)
-    for switch in on:
-        _refuse_layers(family, switch, found.get(switch, []))
-    for switch in set(overrides.HEAD_SWITCHES) & set(on):
-        if not head.has_causal_loss(inner):
-            raise ValueError(
-                f"{switch} is the causal loss, but the loss_function of this model is {inner.loss_function}; "
-                f"{switch}=False leaves it alone"
-            )
-    if FUSED in on:
-        state = vars(inner).get(STATE)
-        if state is None or not state.head_fn:  # else our forward stays
-            _refuse_foreign_forward(inner)
-        head.head_facts(inner, causal_loss=True)
-
+    try:
+        found = _found_in(inner, fused=switches.get(FUSED) is not False)
+        on = found.chosen(family, switches)
+    finally:
+        if STATE not in vars(inner):
+            head.forget_facts(inner)
+    if FUSED not in on and FUSED not in switches and (reason := found.left.get(_owner(inner).__name__)):
+        _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
-    applied = Applied(family.name)
-    for switch in on:
-        for module, name in found.get(switch, ()):
-            layer = family.layers[switch][name]
-            set_patch(module, Patch(layer.method, layer.run))
-            applied.count(switch, name)
-    if "rope" in on:
-        _hold_rope(family, applied)
+    applied = Applied(family, left=found.left)
+    for name in on:
+        for switch, module, binding in found.layers:
+            if switch == name:
+                set_patch(module, Patch(binding))
+                applied.count(switch, _owner(module).__name__)
+    _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
-        _fuse(inner, family, causal, logits_budget, applied)
+        fuse(inner, Fusion(logits_budget))
+        applied.count(FUSED, _owner(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
 
 
-def _hold_rope(family: Family, applied: Applied) -> None:
-    ROPES[family.name].hold(family, applied)
-    applied.count("rope", "apply_rotary_pos_emb")
-
-
-def _fuse(owner: Any, family: Family, causal: str, logits_budget: int | None, applied: Applied) -> None:
-    fuse(owner, Fusion(head.output_of(getattr(family.modeling, causal)), logits_budget))
-    applied.count(FUSED, causal)
+def _hold_ropes(found: _Found, on: list[str], applied: Applied) -> None:
+    if "rope" in on:
+        applied.ropes = found.ropes
+        applied.hold_ropes()
+        for _, name in found.ropes:
+            applied.count("rope", name)
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
@@ -476,7 +556,7 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
     A forward that was set after patching stays.
     """
     if isinstance(model, str):
-        _revert_family(family_by_name(model))
+        _revert_family(family_modeling(model))
         return
     inner = inner_model(model)
     fuse(inner, None)
@@ -489,141 +569,153 @@ def revert_liger_kernel(model: nn.Module | str) -> None:
     _release(vars(inner).pop(APPLIED, None))
 
 
-def _revert_family(family: Family) -> None:
-    for name in family.causal:
-        fuse(getattr(family.modeling, name), None)
-    _release(FAMILY_WIDE.pop(family.name, None))
+def _revert_family(modeling: ModuleType) -> None:
+    for cls in overrides.causal_classes(modeling):
+        fuse(cls, None)
+    _release(FAMILY_WIDE.pop(overrides.family_name(modeling.__name__), None))
 
 
 def _release(applied: Applied | None) -> None:
     if applied is not None:
         applied.patches.undo()
-        ROPES[applied.family].release(id(applied))
+        for key in applied.ropes:
+            ROPES(*key).release(id(applied))
 
 
-def apply_to_family(
-    family: Family, *, logits_budget: int | float | str | None = None, **switches: bool | None
-) -> Applied:
+def _found_in_classes(modeling: ModuleType) -> _Found:
+    """Return what the kernels serve of a modeling module, on modules of default configurations."""
+    found = _Found(heads=overrides.HEAD_SWITCHES)
+    classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
+    classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
+    for cls in dict.fromkeys(classes):
+        binding = binding_of(cls)
+        if binding is not None:
+            try:
+                found.add_layer(cls, verify.built(binding, cls, modeling), cls, binding)
+            except (verify.Incomparable, verify.Difference) as failure:
+                found.left[cls.__name__] = f"it cannot be compared without a model ({failure})"
+        elif detect.looks_like_layer(cls):
+            found.left[cls.__name__] = _VARIANT
+    found.add_ropes(classes, [])
+    return found
+
+
+def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
     """Patch a family's classes, except torch's, and so all existing and future models.
 
-    An unsupported activation raises when it runs.
+    An unsupported activation raises when it runs. A model whose head does not qualify trains with its own forward,
+    unless `fused_linear_cross_entropy=True`.
     """
     logits_budget = budget_bytes(logits_budget)
-    shared = {
-        switch
-        for switch, layers in family.layers.items()
-        if any(layer_class(family, name) is getattr(nn, name, None) for name in layers)
-    }
-    on = _chosen(family, tuple(switch for switch in family.switches if switch not in shared), switches)
-    _revert_family(family)
-    if family not in overrides.FAMILIES:
-        off = {switch for switch in ("rope", *family.layers) if switch not in on}
-        unused: Any = {switch: None if switch == "rope" else {} for switch in off}
-        verify.check_row(dataclasses.replace(family, **unused), needs_all=True)
-    applied = Applied(family.name)
-    for switch in on:
-        for name, layer in family.layers.get(switch, {}).items():
-            applied.patches.set(getattr(family.modeling, name), layer.method, layer.run)
-            applied.count(switch, name)
-    if "rope" in on:
-        _hold_rope(family, applied)
-    for name in family.causal:
-        owner = getattr(family.modeling, name)
+    modeling = family_modeling(name)
+    family = overrides.family_name(modeling.__name__)
+    _revert_family(modeling)
+    found = _found_in_classes(modeling)
+    on = found.chosen(family, switches)
+    applied = Applied(family, left=found.left)
+    for chosen in on:
+        for switch, cls, binding in found.layers:
+            if switch == chosen:
+                method = binding.layer.method
+                applied.patches.set(cls, method, _layer_method(binding, getattr(cls, method)))
+                applied.count(switch, cls.__name__)
+    _hold_ropes(found, on, applied)
+    for owner in overrides.causal_classes(modeling):
         if "cross_entropy" in on:
             applied.patches.set(owner, "_loss_function", staticmethod(causal_lm_loss))
             applied.count("cross_entropy", "loss_function")
         if FUSED in on:
-            _fuse(owner, family, name, logits_budget, applied)
-    FAMILY_WIDE[family.name] = applied
+            fuse(owner, Fusion(logits_budget, required=bool(switches.get(FUSED))))
+            applied.count(FUSED, owner.__name__)
+    FAMILY_WIDE[family] = applied
     return applied
 
 
-def _function_of(name: str, family: Family) -> Callable[..., Applied]:
+@functools.cache
+def family_function(name: str) -> Callable[..., Applied]:
+    """Return `apply_liger_kernel_to_<name>`, or raise a ValueError."""
+    overrides.check_family(name)
+
     def apply(*, model: PreTrainedModel | None = None, **options: Any) -> Applied:
         if model is None:
-            return apply_to_family(family, **options)
-        found = family_of(type(inner_model(model)))
-        if found is not family:
-            raise ValueError(f"model is a {found.name}, not a {family.name}: use apply_liger_kernel")
+            return apply_to_family(name, **options)
+        found, family = family_of(type(inner_model(model))), overrides.family_name(family_modeling(name).__name__)
+        if found != family:
+            raise ValueError(f"model is a {found}, not a {family}: use apply_liger_kernel")
         return apply_liger_kernel(model, **options)
 
-    options = (*family.switches, "logits_budget", "model")
+    options = (*overrides.SWITCHES, "logits_budget", "model")
     keywords = [inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None) for option in options]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{name}"
     apply.__doc__ = (
-        f"Patch `model`, or the classes of {family.name} if it is None, before or after models are built.\n\n"
-        "See `apply_liger_kernel` for the switches; None turns on those that the model has. "
+        f"Patch `model`, or the classes of {name} if it is None, before or after models are built.\n\n"
+        "See `apply_liger_kernel` for the switches; None turns on those that the family has. "
         f'`revert_liger_kernel(model)` or `revert_liger_kernel("{name}")` undoes the patch.'
     )
     vars(apply)["__signature__"] = inspect.Signature(keywords, return_annotation=Applied)
     return apply
 
 
-def register_family(family: Family, *, replace: bool = False) -> Callable[..., Applied]:
-    """Add a row to the table of families.
+def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
+    """Let `layer` serve a class that `apply_liger_kernel` does not recognise.
 
-    Its kernels are compared with the code that they replace, now and in each patched model. `replace` allows a taken
-    name; patched models stay as they are.
+    The layer is compared with the class, now if a module can be built, and in each patched model. It serves subclasses
+    too, unless they have their own code.
 
-    Returns:
-        `apply_liger_kernel_to_<name>`, also an attribute of `liger_chunked`.
+    Args:
+        cls: a module class whose method takes one tensor.
+        layer: one of `layers.py`, or your own.
+        **names: the class's names for the attributes that the layer reads, where they differ.
 
     Raises:
-        TypeError: `causal` or `aliases` is no tuple, or layers are no mapping of names to layers.
-        ValueError: the name is taken, the modeling module lacks a class, or a kernel computes something else.
+        TypeError: `cls` is no module class, or `layer` no `Layer`.
+        ValueError: the layer reads no attribute of such a name, or the layer computes something else.
 
-    >>> from liger_chunked.integrations.transformers.layers import GLU, RMS_NORM
-    >>> row = Family(
-    ...     "smollm3",
-    ...     causal=("SmolLM3ForCausalLM",),
-    ...     rms_norm={"SmolLM3RMSNorm": RMS_NORM},
-    ...     swiglu={"SmolLM3MLP": GLU},
-    ... )
-    >>> register_family(row).__name__
-    'apply_liger_kernel_to_smollm3'
+    >>> import torch
+    >>> from liger_chunked.integrations.transformers.layers import RMS_NORM
+    >>> class Norm(torch.nn.Module):
+    ...     def __init__(self, size=8):
+    ...         super().__init__()
+    ...         self.scale, self.eps = torch.nn.Parameter(torch.ones(size)), 1e-6
+    ...
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.scale
+    >>> register_layer(Norm, RMS_NORM, weight="scale")
     """
-    if isinstance(family.causal, str) or isinstance(family.aliases, str):
-        raise TypeError(f"causal and aliases must be tuples of names, got {family.causal!r} and {family.aliases!r}")
-    for switch, layers in family.layers.items():
-        if not isinstance(layers, Mapping) or not all(isinstance(layer, Layer) for layer in layers.values()):
-            raise TypeError(f'{switch} must map class names to layers, as in {{"LlamaMLP": GLU}}, got {shown(layers)}')
-    names = (family.name, *family.aliases)
-    taken = [name for name in names if BY_NAME.get(name, family) != family]
-    if taken and not replace:
-        raise ValueError(f"the table has another family named {taken[0]!r}; replace=True replaces it")
-    classes = [*family.causal, *(name for layers in family.layers.values() for name in layers)]
-    wanted = [*classes, *(["apply_rotary_pos_emb"] if family.rope else [])]
-    try:
-        modeling = family.modeling
-    except ModuleNotFoundError as failure:
-        raise ValueError(f"there is no module {family.module_name}: name the right one, module=...") from failure
-    known = vars(modeling).keys() | vars(nn).keys()
-    if missing := [name for name in wanted if name not in known]:
-        raise ValueError(f"{family.module_name} has no {', '.join(missing)}")
-    replaced = {BY_NAME[name].name for name in taken}
-    if patched := sorted(replaced & FAMILY_WIDE.keys()):
-        raise ValueError(f"the classes of {patched[0]} are patched: revert_liger_kernel({patched[0]!r}) first")
-    verify.check_row(family)
-    for name in [name for name, old in BY_NAME.items() if old.name in replaced and old.name == family.name]:
-        del BY_NAME[name], APPLY_TO[f"apply_liger_kernel_to_{name}"]
-    BY_NAME.update(dict.fromkeys(names, family))
-    APPLY_TO.update({f"apply_liger_kernel_to_{name}": _function_of(name, family) for name in names})
-    return APPLY_TO[f"apply_liger_kernel_to_{family.name}"]
+    if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
+        raise TypeError(f"cls must be a class of modules, got {shown(cls)}")
+    if not isinstance(layer, Layer):
+        raise TypeError(f"layer must be a Layer, such as layers.RMS_NORM, got {shown(layer)}")
+    if unknown := sorted(names.keys() - set(layer.attributes)):
+        raise ValueError(f"the layer reads {list(layer.attributes)}, not {unknown}")
+    if len(inspect.signature(getattr(cls, layer.method, cls.forward)).parameters) != 2:
+        raise ValueError(f"{layer.method} of {cls.__name__} must take one tensor, as a Layer does")
+    binding = overrides.bound(layer, names)
+    with contextlib.suppress(verify.Incomparable):
+        verify.check_layer(binding, verify.built(binding, cls, sys.modules[cls.__module__]), cls)
+    overrides.register(cls, binding)
 
 
-APPLY_TO = {f"apply_liger_kernel_to_{name}": _function_of(name, family) for name, family in BY_NAME.items()}
-
-
-class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`, which patches its models."""
+class _Patched:
+    """Patches the models that an Auto class builds."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        return _built_patched(super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
+        build: Any = super()
+        return _built_patched(build.from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        return _built_patched(super().from_config, *args, **kwargs)
+        build: Any = super()
+        return _built_patched(build.from_config, *args, **kwargs)
+
+
+class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
+    """`AutoModelForCausalLM` with the keywords of `apply_liger_kernel`, which patches its models."""
+
+
+class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
+    """`AutoModelForImageTextToText` with the keywords of `apply_liger_kernel`, which patches its models."""
 
 
 def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

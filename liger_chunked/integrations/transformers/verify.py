@@ -1,4 +1,4 @@
-"""Compare each kernel of a row with the code that it replaces, on small layers.
+"""Compare each kernel with the code that it replaces, on small layers.
 
 Tokens and weights are random, because a norm's initial ones and zeros would hide errors.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,9 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import layers as kinds
-from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS
-from liger_chunked.integrations.transformers.layers import Layer, rotate_halves, rotate_pairs
-from liger_chunked.integrations.transformers.overrides import Family, layer_class
+from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, stock_method
+from liger_chunked.integrations.transformers.layers import Binding, Layer
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
@@ -35,72 +36,59 @@ class Incomparable(Exception):
     """The original code does not run on the probe."""
 
 
-def check_row(family: Family, *, needs_all: bool = False) -> None:
-    """Raise a Difference if a kernel differs. Skip modules that need a model to be built, unless `needs_all`."""
-    if family.rope is not None:
-        check_rope(family)
-    for switch, layers in family.layers.items():
-        for name, layer in layers.items():
-            cls = layer_class(family, name)
-            try:
-                check_layer(layer, _built(layer, cls, family), cls)
-            except Difference as difference:
-                raise Difference(f"{switch}: {difference}") from difference.__cause__
-            except Incomparable as failure:
-                if needs_all:
-                    raise Difference(
-                        f"{switch}: {name} cannot be compared without a model ({failure}): patch models one by one, "
-                        f"apply_liger_kernel(model), or leave it out, {switch}=False"
-                    ) from failure
+_COMPARED: dict[Any, str | None] = {}
 
 
-def check_layers(layer: Layer, modules: Iterable[nn.Module], cls: type[nn.Module]) -> None:
-    """Run `check_layer` on one module of each configuration."""
-    seen = set()
-    for module in modules:
-        plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str)}
-        setting = repr(sorted((plain | {"training": None}).items()))
-        if setting in seen:
-            continue
-        seen.add(setting)
+def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
+    """Return how the layer differs from `cls`. The comparison runs once for each class and configuration."""
+    plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
+    parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
+    stock = stock_method(cls, binding.layer.method)
+    key = (cls, stock, binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
+    if key not in _COMPARED:
         try:
-            check_layer(layer, module, cls)
+            check_layer(binding, module, cls)
+            _COMPARED[key] = None
+        except Difference as found:
+            _COMPARED[key] = str(found)
         except Incomparable as failure:
-            raise Difference(f"{cls.__name__} cannot be compared with {_name(layer)} ({failure})") from failure
+            _COMPARED[key] = f"{cls.__name__} cannot be compared with {_name(binding.layer)} ({failure})"
+    return _COMPARED[key]
 
 
-def check_layer(layer: Layer, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise a Difference unless `layer.run` equals `cls` on a small copy of `module`."""
+def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
+    """Raise a Difference unless the layer equals `cls` on a small copy of `module`."""
+    layer = binding.layer
     with _quiet():
         probe = _probe(module, cls, {1: 1})
         width, expected = _stock_output(layer, probe, cls)
-        difference = _layer_difference(layer, probe, cls, width, expected)
-        if difference is None:
+        found = _layer_difference(binding, probe, cls, width, expected)
+        if found is None:
             return
-        others = {name: other for name, other in _LAYERS.items() if other.method == layer.method}
+        theirs = dict(zip(layer.attributes, binding.names, strict=True))
+        others = {
+            name: Binding(other, tuple(theirs.get(n, n) for n in other.attributes))
+            for name, other in _LAYERS.items()
+            if other.method == layer.method
+        }
         same = [n for n, other in others.items() if _layer_difference(other, probe, cls, width, expected) is None]
-    advice = f"{same[0]} computes the same" if same else "leave it out of the row"
-    raise Difference(f"{cls.__name__} is not {_name(layer)}: {difference}; {advice}")
+    advice = f"; {same[0]} computes the same" if same else ""
+    raise Difference(f"{cls.__name__} is not {_name(layer)}: {found}{advice}")
 
 
-def check_rope(family: Family) -> None:
-    """Raise a Difference unless `family.rope` equals the function that it replaces."""
-    ours: Any = family.rope
-    advice = "set rope=None in the row, which leaves the rotary embedding as it is"
-    title = f"rope: apply_rotary_pos_emb of {family.module_name}"
-    with _quiet():
-        try:
-            arguments = _rotary_arguments(family)
-            expected = family.modeling.apply_rotary_pos_emb(*arguments)
-        except Exception as failure:
-            raise Difference(f"{title} cannot be compared ({_first_line(failure)}); {advice}") from failure
-        difference = _rotary_difference(ours, arguments, expected)
-        if difference is None:
-            return
-        for other in (rotate_halves, rotate_pairs):
-            if other is not ours and _rotary_difference(other, arguments, expected) is None:
-                advice = f"set rope={other.__name__}, which is in {kinds.__name__}"
-    raise Difference(f"{title} is not {getattr(ours, '__name__', repr(ours))}: {difference}; {advice}")
+_ROTATED: dict[Any, str | None] = {}
+
+
+def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
+    """Return how our function differs from a rotary function, on the angles of a model's rotary embeddings."""
+    modules = {type(module): module for module in rotary}
+    key = (ours, function, frozenset(modules))
+    if key not in _ROTATED:
+        with _quiet():
+            found = [_angles(module) for module in modules.values()] + [_llama_angles()]
+            differences = (_rotary_difference(ours, function, *angles) for angles in found if angles is not None)
+            _ROTATED[key] = next(filter(None, differences), None)
+    return _ROTATED[key]
 
 
 @contextlib.contextmanager
@@ -127,11 +115,83 @@ def _largest(ours: Tensor, expected: Tensor) -> str | None:
     return None if error <= _TOLERANCE else f"the results differ by up to {error:.2g} of their norm"
 
 
-def _configs(family: Family) -> Iterator[Any]:
-    named = [getattr(family.modeling, name) for name in family.causal]
-    others = [x for x in vars(family.modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
-    classes = [config for cls in (*named, *others) if (config := cls.config_class) is not None]
-    for config_class in dict.fromkeys(classes):
+def _llama_angles() -> tuple[Tensor, Tensor]:
+    angles = _POSITIONS[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
+    return angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+
+
+_POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
+
+
+def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin of a rotary embedding, if they are those of text."""
+    try:
+        rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
+        device = next(rotary.buffers()).device
+        x = torch.zeros(1, 5, 8, dtype=torch.float32, device=device)
+        layered = "layer_type" in inspect.signature(rotary.forward).parameters
+        more = {"layer_type": rotary.config.layer_types[0]} if layered else {}
+        for ids in (_POSITIONS, _POSITIONS.expand(3, 1, -1)):  # then as models of text and images
+            cos, sin = (y.float().cpu() for y in rotary(x, ids.to(device), **more))
+            if cos.ndim == 3 and cos.shape[:2] == (1, 5):
+                return cos, sin
+    except Exception:  # another part of the model, or on the meta device
+        pass
+    return None
+
+
+def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin: Tensor) -> str | None:
+    for width in (cos.shape[-1] + 8, cos.shape[-1]):  # attention may pass only the rotated columns
+        arguments = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1), cos, sin
+        try:
+            expected = function(*arguments)
+        except Exception as failure:
+            reason = f"it cannot be compared ({_first_line(failure)})"
+            continue
+        try:
+            rotated = ours(*arguments)
+        except Exception as failure:
+            return f"the kernel does not take its arguments ({_first_line(failure)})"
+        differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
+        return next(filter(None, differences), None)
+    return reason
+
+
+# Layers.
+
+
+def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
+    """Build a module that the layer supports on the meta device, or raise an Incomparable or a Difference."""
+    reasons = []
+    for config in (*_configs(modeling), None):
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "grouped_mm"  # normally chosen by the model
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = cls(**_constructor_arguments(cls, config))
+        except Exception as failure:
+            reasons.append(_first_line(failure))
+            continue
+        try:
+            binding.values(module)
+        except AttributeError as missing:
+            name = _name(binding.layer)
+            raise Difference(f"{cls.__name__} is not {name}: it is laid out differently: {missing}") from None
+        refusal = binding.refusal(module)
+        if refusal is None:
+            return module
+        reasons.append(refusal)
+    raise Incomparable(reasons[0])
+
+
+def _configs(modeling: ModuleType) -> Iterator[Any]:
+    models = (
+        [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
+        if modeling
+        else []
+    )
+    for config_class in dict.fromkeys(cls.config_class for cls in models if cls.config_class is not None):
         try:
             config = config_class()
         except Exception:  # the config has no defaults
@@ -140,82 +200,8 @@ def _configs(family: Family) -> Iterator[Any]:
         yield from (config.get_text_config(), config, *(part for part in parts if part is not None))
 
 
-def _rotary_arguments(family: Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, cos and sin."""
-    positions = torch.tensor([[0, 1, 2, 7, 50]])
-    found = _angles(family, positions)
-    if found is None:  # use Llama's
-        angles = positions[..., None] * 10.0 ** -torch.arange(0.0, 2.0, 0.25, dtype=torch.float32)
-        found = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2), 16
-    cos, sin, width = found
-    q, k = _random(1, 3, 5, width), _random(1, 2, 5, width, seed=1)
-    try:
-        family.modeling.apply_rotary_pos_emb(q, k, cos, sin)
-    except Exception:
-        width = cos.shape[-1]  # attention passes only the rotated columns
-    return q[..., :width], k[..., :width], cos, sin
-
-
-def _angles(family: Family, positions: Tensor) -> tuple[Tensor, Tensor, int] | None:
-    classes: list[Any] = [
-        cls
-        for name, cls in vars(family.modeling).items()
-        if name.endswith("RotaryEmbedding") and "Vision" not in name and inspect.isclass(cls)
-    ]
-    x = torch.zeros(1, 5, 8, dtype=torch.float32)
-    for config in _configs(family):
-        width = getattr(config, "head_dim", None)
-        for cls in classes:
-            try:
-                width = width or config.hidden_size // config.num_attention_heads
-                rotary = cls(config)
-                layered = "layer_type" in inspect.signature(rotary.forward).parameters
-                more = {"layer_type": config.layer_types[0]} if layered else {}
-                for ids in (positions, positions.expand(3, 1, -1)):  # then as models of text and images
-                    cos, sin = rotary(x, ids, **more)
-                    if cos.ndim == 3 and cos.shape[0] == 1:
-                        return cos, sin, width
-            except Exception:  # another part of the model
-                continue
-    return None
-
-
-def _rotary_difference(ours: Callable[..., Any], arguments: tuple[Tensor, ...], expected: Any) -> str | None:
-    try:
-        rotated = ours(*arguments)
-    except Exception as failure:
-        return f"the kernel does not take its arguments ({_first_line(failure)})"
-    differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
-    return next(filter(None, differences), None)
-
-
-# Layers.
-
-
-def _built(layer: Layer, cls: type[nn.Module], family: Family) -> nn.Module:
-    """Build a module that `layer` supports on the meta device."""
-    reasons = []
-    for config in (*_configs(family), None):
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "grouped_mm"  # normally chosen by the model
-        try:
-            with torch.device("meta"):
-                module = cls(**_constructor_arguments(cls, config))
-        except Exception as failure:
-            reasons.append(_first_line(failure))
-            continue
-        try:
-            refusal = layer.refusal(module)
-        except AttributeError as missing:
-            raise Difference(f"{cls.__name__} is not {_name(layer)}: it is laid out differently: {missing}") from None
-        if refusal is None:
-            return module
-        reasons.append(refusal)
-    raise Incomparable(reasons[0])
-
-
 def _name(layer: Layer) -> str:
-    return next((name for name, known in _LAYERS.items() if known.run is layer.run), "its layer in the row")
+    return next((name for name, known in _LAYERS.items() if known.run is layer.run), layer.run.__name__)
 
 
 def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
@@ -290,40 +276,48 @@ def _tokens(width: int) -> Tensor:
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
     """Return an input width that the original accepts, and its output."""
-    widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else [48]
+    widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
-    for width in dict.fromkeys(widths):
+    for width in dict.fromkeys(widths or [48]):
         try:
-            expected = getattr(cls, layer.method)(probe, _tokens(width))
+            expected = stock_method(cls, layer.method)(probe, _tokens(width))
             if isinstance(expected, Tensor) and expected.ndim == 2:
                 return width, expected
         except Exception as reason:
             failure = failure or reason
-    raise Incomparable("it has no parameters" if failure is None else _first_line(failure))
+    raise Incomparable("it returns no tensor of tokens" if failure is None else _first_line(failure))
 
 
-def _layer_difference(layer: Layer, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
+def _layer_difference(binding: Binding, probe: Any, cls: Any, width: int, expected: Tensor) -> str | None:
     try:
-        difference = _largest(layer.run(probe, _tokens(width)), expected)
-        if difference is None and not probe._modules and layer.method == "forward":
-            difference = _rounding(layer, probe, cls, width)
+        found = _largest(binding.run(probe, _tokens(width)), expected)
+        if found is None and not probe._modules and binding.layer.method == "forward":
+            found = _rounding(binding, probe, cls, width)
     except AttributeError as missing:
         return f"it is laid out differently: {missing}"
     except Exception as failure:
         return f"the kernel does not run on it ({_first_line(failure)})"
-    return difference
+    return found
 
 
-def _rounding(layer: Layer, probe: Any, cls: Any, width: int) -> str | None:
+def _cast(probe: Any, dtype: torch.dtype) -> Any:
+    cast = object.__new__(type(probe))  # FSDP's classes cannot be copied
+    vars(cast).update(vars(probe))
+    for kind in ("_parameters", "_buffers"):
+        vars(cast)[kind] = {name: None if x is None else x.to(dtype) for name, x in vars(probe)[kind].items()}
+    return cast
+
+
+def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
     """Compare a norm's rounding in bfloat16, with float32 and bfloat16 weights."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
-        probe = copy.deepcopy(probe).to(dtype)
+        probe = _cast(probe, dtype)
         try:
-            expected = getattr(cls, layer.method)(probe, x)
+            expected = stock_method(cls, binding.layer.method)(probe, x)
         except RuntimeError:  # it takes no mixed dtypes
             continue
-        ours = layer.run(probe, x)
+        ours = binding.run(probe, x)
         if ours.dtype != expected.dtype:
             return f"for bfloat16 and a {dtype} weight it returns {expected.dtype}, the kernel {ours.dtype}"
         changed = (ours != expected).float().mean().item()

@@ -1,0 +1,218 @@
+"""Every causal and image-text-to-text class of transformers: a step without logits equals the stock step.
+
+Or the patch is refused for a known reason. `make test` runs a half of the classes, which changes with the version and
+with SWEEP_SEED; `--exhaustive` runs all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import zlib
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from packaging.version import Version
+from tiny_models import CAUSAL, IMAGE_TEXT, VOCAB, batch, build
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import liger_chunked
+from liger_chunked import linear_token_stats
+from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head
+
+pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
+
+SEED = os.environ.get("SWEEP_SEED", liger_chunked.__version__)
+
+_TRANSFORM = r"it runs \S+ \(\w+\) in addition to its backbone and its lm_head"
+_LOSS = "its loss, called with labels, is .* where the mean negative log-likelihood of the next tokens is"
+_NO_HEAD = "is not a backbone under an lm_head"
+_PADDING = r"lm_head returns logits of the shape \(1, 6, 131\), and the model \(1, 6, 128\)"
+_DECODER = "it passes another decoder_input_ids to its backbone than it was called with"
+
+# The reason for a refusal.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM",
+            "ElectraForCausalLM", "ErnieForCausalLM", "GitForCausalLM", "MegatronBertForCausalLM",
+            "ModernBertDecoderForCausalLM", "RemBertForCausalLM", "RoCBertForCausalLM", "RoFormerForCausalLM",
+            "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM",
+            "XLMRobertaXLForCausalLM", "XmodForCausalLM",
+        ],
+        _TRANSFORM,
+    ),
+    **dict.fromkeys(
+        [
+            "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+            "CpmAntForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
+            "PPFormulaNetForConditionalGeneration", "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
+            "XLMWithLMHeadModel", "XLNetLMHeadModel",
+        ],
+        _LOSS,
+    ),
+    **dict.fromkeys(
+        [
+            "Blip2ForConditionalGeneration", "BlipForConditionalGeneration", "InstructBlipForConditionalGeneration",
+            "InstructBlipVideoForConditionalGeneration", "Kosmos2ForConditionalGeneration",
+            "Kosmos2_5ForConditionalGeneration", "Llama4ForConditionalGeneration", "NemotronH_Omni_Reasoning_V3",
+            "Pix2StructForConditionalGeneration", "UdopForConditionalGeneration", "VisionEncoderDecoderModel",
+        ],
+        _NO_HEAD,
+    ),
+    "ChameleonForConditionalGeneration": "its logits are not a scale and softcap of the output of lm_head",
+    "Florence2ForConditionalGeneration": _DECODER,
+    "IdeficsForVisionText2Text": "lm_head is computed by .*IdeficsDecoupledLinear",
+    "Inkling2ForCausalLM": _PADDING,
+    "Inkling2ForConditionalGeneration": _PADDING,
+    "MusicgenForCausalLM": "lm_head is computed by .*ModuleList",
+    "MusicgenMelodyForCausalLM": "lm_head is computed by .*ModuleList",
+    "ProphetNetForCausalLM": "it uses 'decoder' of its backbone",
+    "T5Gemma2ForConditionalGeneration": "its loss_function is .*ForMaskedLMLoss",
+}  # fmt: skip
+
+# Why transformers itself cannot build a class small, or take a step with it.
+NOT_BUILT: dict[str, str] = {
+    "DiffusionGemmaForBlockDiffusion": "computes no loss",
+    "FastVlmForConditionalGeneration": "requires the timm library",
+    "Gemma3nForConditionalGeneration": "requires the timm library",
+    "Gemma4AssistantForCausalLM": "hidden_size_per_layer_input must be 0, got 256",
+    "Gemma4UnifiedAssistantForCausalLM": "inputs_embeds and shared_kv_states cannot be None",
+    "PI0ForConditionalGeneration": "missing 1 required positional argument: 'state'",
+    "PerceptionLMForConditionalGeneration": "requires the timm library",
+}
+
+# BLT's patcher, a small model without a gradient, predicts each byte to cut patches.
+PATCHER = {"BltForCausalLM"}
+
+ROWS = 3  # the budget, in rows of logits
+
+# The tables are those of this release. An earlier one fails to step more classes, which are skipped, and more may be
+# refused.
+EARLIER = Version(transformers.__version__) < Version("5.23")
+
+
+def patched(model: PreTrainedModel) -> tuple[bool, str]:
+    """Patch all that can be served. Return whether the head is, and why parts are not."""
+    try:
+        applied = apply_liger_kernel(model, logits_budget=ROWS * VOCAB * 4)
+    except ValueError as nothing:
+        return False, str(nothing)
+    return "fused_linear_cross_entropy" in applied.replaced, str(applied)
+
+
+def sampled(names: list[str]) -> list[Any]:
+    halves = [zlib.crc32(f"{SEED} {name}".encode()) % 2 == 0 for name in names]
+    marks: dict[bool, Any] = {True: (), False: pytest.mark.exhaustive}
+    return [pytest.param(name, marks=marks[half]) for name, half in zip(names, halves, strict=True)]
+
+
+class Logits(TorchDispatchMode):
+    """Keeps the shape of the largest tensor of logits, and no parameter's or gradient's."""
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        super().__init__()
+        self.shapes = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
+        self.flat = {tokens * VOCAB, (tokens - 2) * VOCAB}
+        self.largest: tuple[int, ...] = (0,)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and tuple(x.shape) not in self.shapes:
+                logits = x.shape[-1:] == (VOCAB,) or x.numel() in self.flat
+                if logits and x.numel() > math.prod(self.largest):
+                    self.largest = tuple(x.shape)
+        return result
+
+
+def step(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Step as Trainer does, which divides the loss by a number of items if the forward takes any keyword."""
+    torch.manual_seed(0)
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    items = {"num_items_in_batch": torch.tensor(7)} if inspect.Parameter.VAR_KEYWORD in kinds else {}
+    output = model(**arguments, **items)
+    output.loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output, found
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    print(f"SWEEP_SEED={SEED}")
+
+
+@pytest.mark.parametrize("name", sampled([name for name in CAUSAL + IMAGE_TEXT if name not in NOT_BUILT]))
+def test_class(name):
+    try:
+        model, arguments = build(name), batch(name)
+        stock, exact = step(model, arguments)
+        assert all(gradient.isfinite().all() for gradient in exact.values()), "its gradients are not finite"
+    except Exception as error:
+        if not EARLIER:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} cannot take a step: {error}")
+    is_fused, report = patched(model)
+    assert is_fused == (name not in REFUSED) or EARLIER, report
+    with Logits(model, stock.logits.shape[:-1].numel()) as logits:
+        ours, found = step(model, arguments)
+    torch.testing.assert_close(ours.loss, stock.loss, rtol=1e-4, atol=0)
+    if is_fused:
+        assert ours.logits is None
+        assert math.prod(logits.largest) <= ROWS * VOCAB or name in PATCHER, f"logits of the shape {logits.largest}"
+    else:
+        assert re.search(REFUSED.get(name, "a fused loss cannot stand in"), report), report
+    assert found.keys() == exact.keys()
+    largest = max(gradient.norm() for gradient in exact.values())
+    for parameter, gradient in exact.items():
+        error = (found[parameter] - gradient).norm()
+        assert error <= 2e-3 * gradient.norm() + 1e-6 * largest, f"{parameter}: {error} of {gradient.norm()}"
+
+
+@pytest.mark.parametrize("name", sampled([name for name, reason in REFUSED.items() if reason == _LOSS]))
+def test_attached_head_of_another_loss(name):
+    """A fused loss would replace the class's own, but the logits are those of the head."""
+    model, arguments = build(name), batch(name)
+    labels = arguments.pop("labels")
+    with torch.no_grad():
+        logps = model(**arguments).logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        attach_head(model)
+        ours = model(**arguments, shift_labels=labels, head_fn=logps_of)
+    torch.testing.assert_close(ours, logps.where(labels != -100, 0), rtol=1e-4, atol=1e-5)
+
+
+def logps_of(head, input):
+    options = input.options
+    return linear_token_stats(
+        head.weight,
+        input.hidden_states,
+        input.target,
+        head.bias,
+        softcap=options.softcap,
+        logit_scale=options.logit_scale,
+    ).logps
+
+
+def test_most_causal_classes_are_served():
+    """No class leaves the tables above unnoticed."""
+    assert len([name for name in CAUSAL if name not in REFUSED and name not in NOT_BUILT]) >= 0.7 * len(CAUSAL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(EARLIER, reason="the reasons are those of this release")
+@pytest.mark.parametrize("name", [name for name in CAUSAL + IMAGE_TEXT if name in NOT_BUILT])
+def test_not_built(name):
+    with pytest.raises(Exception, match=NOT_BUILT[name]):
+        output = build(name)(**batch(name))
+        assert output.loss is not None, "computes no loss"
