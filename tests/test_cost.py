@@ -124,7 +124,7 @@ class Memory(TorchDispatchMode):
 MEMORY_SIZES = Sizes(sequences=8, length=32, hidden=32, vocab=1009, ref_hidden=32, ignored=False)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)
 @pytest.mark.ordinary_memory
 @by_row
 @pytest.mark.parametrize(

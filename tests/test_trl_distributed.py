@@ -36,15 +36,15 @@ from liger_chunked.integrations.trl.base import loss_step as preference_step
 from liger_chunked.integrations.trl.distillation import distillation_step
 
 WORLD = 2
-# A replaced head, a trainer whose TRL version builds logits, two nested models; then gradients in forward.
+# A replaced head, a trainer whose TRL version builds logits, gradients in forward; then two nested models.
 CASES = {
     "each-way": [
         ("SFT", None),
         ("ORPO", None),
-        ("Distillation", None),
         ("DPO", LigerFusedLinearDPOLoss(beta=0.1)),
     ],
     "other-losses": [
+        ("Distillation", None),
         ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
         ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
         ("GRPO", LigerFusedLinearGRPOLoss(reduction="dapo")),
