@@ -336,6 +336,13 @@ def test_unsupported_heads_are_refused(case):
 
 
 @PEFT_WARNINGS
+def test_a_layer_in_place_of_a_weight():
+    layer = peft_model().get_base_model().lm_head
+    with pytest.raises(TypeError, match="weight must be a floating-point tensor, got Linear: pass an AdaptedWeight"):
+        functional.cross_entropy_loss(layer, torch.randn(3, layer.in_features), torch.arange(3))
+
+
+@PEFT_WARNINGS
 def test_hooks_that_change_what_adapters_get():
     """The pre-hooks of `lm_head` and all hooks of `lora_A` act as in PEFT's own forward."""
     from liger_chunked import attach_head

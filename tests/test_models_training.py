@@ -103,6 +103,18 @@ def test_a_head_that_peft_trains_in_full(peft, name):
     assert abs(disabled - stock[0].loss) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "qwen2_vl"])
+def test_lora_on_the_head(peft, name):
+    """With a softcap and tied embeddings, a scale, a load-balancing loss, and images."""
+    model = adapted(peft, name, target_modules=["q_proj", "lm_head"])
+    stock = step(model, labelled(BY_ID[name]))
+    apply_liger_kernel(model)
+    ours = step(model, labelled(BY_ID[name]))
+    assert_same_step(ours, stock)
+    assert ours[0].logits is None
+    assert any("lm_head.lora_A" in name for name in ours[1])
+
+
 def test_a_head_with_an_unsupported_adapter_is_refused(peft):
     """Raises when the model is patched, or when it runs, if the adapter was added later."""
     refusal = r"lm_head has the adapter 'default' of the kind DoraLinearVariant.*Take lm_head out of target_modules"

@@ -83,6 +83,8 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
         return ": these look like token ids, pass hidden states" if name.endswith("input") and x.ndim <= 2 else ""
     if isinstance(getattr(x, "weight", None), Tensor):
+        if hasattr(x, "lora_A") and name.endswith("weight"):
+            return ": pass an AdaptedWeight of its base weight and adapter, or use attach_head, which makes one"
         bias = f", and {name.replace('weight', 'bias')}=its bias" if getattr(x, "bias", None) is not None else ""
         return f": pass its weight{bias}" if name.endswith("weight") else ""
     if ids:

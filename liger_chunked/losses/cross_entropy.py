@@ -219,7 +219,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """Return the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
 
         Args:
-            weight, bias: (V, H) and (V,) or None, the `lm_head`.
+            weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
             num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients

@@ -188,7 +188,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, bias: (V, H) and (V,) or None, the `lm_head`.
+            weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
             input: (2 n, T, H) hidden states, all chosen sequences, then all rejected ones.
             target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
                 must be shifted, see `shifted`.
