@@ -1,7 +1,8 @@
-"""Shell commands: what runs here, how much memory a loss takes, how fast it is.
+"""Shell commands: what runs here, how much memory a loss takes, which models are served, how fast it is.
 
 python -m liger_chunked env
 python -m liger_chunked memory dpo --vocab-size 128256 --hidden-size 4096 --shape 8 2048 --ref-hidden-size 4096
+python -m liger_chunked models "Qwen*"
 python -m liger_chunked bench cross_entropy --only ours
 """
 
@@ -12,7 +13,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -105,6 +108,16 @@ def _memory(args: argparse.Namespace) -> int:
     return 0
 
 
+def _models(args: argparse.Namespace) -> int:
+    if find_spec("transformers") is None:
+        raise ValueError("models needs transformers: pip install 'liger_chunked[transformers]'")
+    survey = import_module("liger_chunked.integrations.transformers.survey")
+    names = survey.class_names(args.classes)
+    for line in [survey.page(names)] if args.markdown else survey.lines(names):
+        print(line, flush=True)
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     modules = (REPOSITORY / "benchmarks").glob("*.py")
     there = sorted(path.stem for path in modules if '__name__ == "__main__"' in path.read_text())
@@ -143,6 +156,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--teacher-top-k", type=int, help="a teacher given as log-probabilities")
     command.add_argument("--logits-budget", help="bytes, or with a unit: 256MiB, 1GB; default: automatic")
     command.add_argument("--capability", type=int, nargs=2, help="of the GPU: 9 0 is Hopper; default: this machine's")
+
+    command = commands.add_parser("models", help="heads and layers that are served of each class of transformers")
+    command.set_defaults(run=_models)
+    command.add_argument("classes", nargs="*", help="names, or patterns such as 'Qwen*'; default: all")
+    command.add_argument("--markdown", action="store_true", help="as the page docs/supported-models.md")
 
     command = commands.add_parser("bench", help="run a benchmark of the repository")
     command.set_defaults(run=_bench)

@@ -7,6 +7,7 @@ detect.py          facts about a model's code
 overrides.py       the table of stock code that kernels compute, and model families
 verify.py          compares kernels with the code that they replace
 check.py           compares a patched model with the original one
+survey.py          tells what is served of every class of transformers
 shared_prefix.py   computes prompts that sequences share once
 trie.py            packs the sequences of a batch as a trie
 trie_attention.py  masks and attention of such a batch

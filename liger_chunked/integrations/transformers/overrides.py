@@ -176,9 +176,15 @@ def family_modeling(name: str) -> ModuleType:
     modeling, heads = _modeling(name), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
-    if modeling is None or not causal_classes(modeling):
+    if modeling is None or not (causal_classes(modeling) or _has_layers(modeling)):
         raise _unknown_family(name)
     return modeling
+
+
+def _has_layers(modeling: ModuleType) -> bool:
+    """Whether kernels serve a class of this module, as in the vision tower pixtral."""
+    classes = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
+    return any(binding_of(cls) is not None for cls in classes if cls.__module__ == modeling.__name__)
 
 
 def check_family(name: str) -> None:

@@ -390,7 +390,7 @@ class _Found:
         elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
             self.layers.append((binding.switch(module), owner, binding))
         if reason is not None:
-            self.left.setdefault(_owner(module).__name__, reason)
+            self.left.setdefault(owner_of(module).__name__, reason)
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
@@ -426,7 +426,8 @@ class _Found:
 _VARIANT = "a variant that no kernel computes"
 
 
-def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
+def found_in(model: PreTrainedModel, fused: bool = True) -> _Found:
+    """Return what the kernels serve of a model; without `fused`, the head is not checked."""
     found = _Found()
     used = set()
     for module in model.modules():
@@ -436,25 +437,26 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
             used.add(cls)
             found.add_layer(module, module, cls, binding)
         elif binding is not None:
-            found.left.setdefault(_owner(module).__name__, "its forward was set on the instance")
+            found.left.setdefault(owner_of(module).__name__, "its forward was set on the instance")
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
-        owner, of_loss, reason = _owner(model), head.has_causal_loss(model), None
+        owner, of_loss, reason = owner_of(model), head.has_causal_loss(model), None
         if not owner.__module__.startswith("transformers."):
             of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
         elif not of_loss:
-            reason = f"its loss_function is {model.loss_function}, not the causal loss"
+            loss = model.loss_function
+            reason = f"its loss_function is {getattr(loss, '__qualname__', loss)}, not the causal loss"
         elif fused:
             reason = _head_refusal(model)
         switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
         found.heads = tuple(switch for switch, on in switches.items() if on)
         found.left |= {} if reason is None else {owner.__name__: reason}
     elif model.can_generate():
-        found.left[_owner(model).__name__] = "it is not a backbone under an lm_head"
+        found.left[owner_of(model).__name__] = "it is not a backbone under an lm_head"
     return found
 
 
-def _owner(module: nn.Module) -> type:
+def owner_of(module: nn.Module) -> type:
     """Return the class whose forward a module has: FSDP derives other classes."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
@@ -517,12 +519,12 @@ def apply_liger_kernel(
             "layers again at every train() and eval(): load it with use_kernels=False"
         )
     try:
-        found = _found_in(inner, fused=switches.get(FUSED) is not False)
+        found = found_in(inner, fused=switches.get(FUSED) is not False)
         on = found.chosen(family, switches)
     finally:
         if STATE not in vars(inner):
             head.forget_facts(inner)
-    if FUSED not in on and FUSED not in switches and (reason := found.left.get(_owner(inner).__name__)):
+    if FUSED not in on and FUSED not in switches and (reason := found.left.get(owner_of(inner).__name__)):
         _LOGGER.warning("%s trains with logits: %s", type(inner).__name__, reason)
     revert_liger_kernel(inner)
     applied = Applied(family, left=found.left)
@@ -530,14 +532,14 @@ def apply_liger_kernel(
         for switch, module, binding in found.layers:
             if switch == name:
                 set_patch(module, Patch(binding))
-                applied.count(switch, _owner(module).__name__)
+                applied.count(switch, owner_of(module).__name__)
     _hold_ropes(found, on, applied)
     if "cross_entropy" in on:
         vars(inner)["_loss_function"] = causal_lm_loss
         applied.count("cross_entropy", "loss_function")
     if FUSED in on:
         fuse(inner, Fusion(logits_budget))
-        applied.count(FUSED, _owner(inner).__name__)
+        applied.count(FUSED, owner_of(inner).__name__)
     vars(inner)[APPLIED] = applied
     return applied
 
@@ -584,7 +586,7 @@ def _release(applied: Applied | None) -> None:
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
     """Return what the kernels serve of a modeling module, on modules of default configurations."""
-    found = _Found(heads=overrides.HEAD_SWITCHES)
+    found = _Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
     for cls in dict.fromkeys(classes):
