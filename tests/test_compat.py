@@ -455,9 +455,7 @@ def test_signatures_are_liger_kernels(module: str, name: str) -> None:
 def test_apply_signatures_are_liger_kernels() -> None:
     pytest.importorskip("transformers")
     module = peer("transformers")
-    from model_zoo import SERVED_CLASSES
-
-    for family in SERVED_CLASSES:
+    for family in FAMILIES:
         name = f"apply_liger_kernel_to_{family}"
         theirs = list(inspect.signature(getattr(module, name)).parameters)
         assert list(inspect.signature(getattr(transformers, name)).parameters) == theirs, name
@@ -703,9 +701,121 @@ def test_auto_model_is_ours() -> None:
     assert transformers.AutoLigerKernelForCausalLM is lc.AutoLigerKernelForCausalLM
 
 
-def test_unknown_name() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'LigerMHC'"):
-        transformers.LigerMHC  # noqa: B018
+# All that `liger_kernel.transformers` 0.8.5 exports.
+FAMILIES = """
+deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4 glm4v
+glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llava ministral mistral mixtral mllama
+muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
+qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm
+""".split()
+OFFERED = """
+AutoLigerKernelForCausalLM LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD LigerGEGLUMLP
+LigerJSD LigerKLDIVLoss LigerLayerNorm LigerRMSNorm LigerSwiGLUMLP LigerTVDLoss _apply_liger_kernel
+_apply_liger_kernel_to_instance is_transformers_available liger_rotary_pos_emb
+""".split()
+NOT_OFFERED = """
+LigerBlockSparseTop2MLP LigerDyT LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm
+LigerFusedCETVDLoss LigerFusedLinearKLDivLoss LigerMHC LigerMLP LigerModulatedRMSNorm LigerMultiTokenAttention
+LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNormForMuseGlimmer
+LigerRMSNormForMuseGlimmerTextCentered LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLPForMuseGlimmer
+LigerTiledGEGLUMLP LigerTiledSwiGLUMLP LigerVocabParallelCrossEntropy liger_llama4_text_rotary_pos_emb
+liger_llama4_vision_rotary_pos_emb
+""".split()
+
+
+def test_every_name_of_liger_kernel_is_offered_or_refused() -> None:
+    pytest.importorskip("transformers")
+    assert sorted(transformers.ORDERS) == FAMILIES and sorted(MISSING) == NOT_OFFERED
+    for name in OFFERED:
+        assert callable(getattr(transformers, name)), name
+    assert {f"apply_liger_kernel_to_{family}" for family in FAMILIES} <= set(dir(transformers))
+    for name, advice in MISSING.items():
+        with pytest.raises(ImportError, match=f"{name} is not supported: .*liger_") as refusal:
+            exec(f"from {transformers.__name__} import {name}")
+        assert advice in str(refusal.value)
+        used = re.findall(r"liger_chunked\.(\w+)(?:\.(\w+))?", advice)
+        assert all(hasattr(getattr(lc, first), second or "__doc__") for first, second in used), advice
+
+
+def test_unknown_names() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(AttributeError, match="has no attribute 'LigerNothing'"):
+        transformers.LigerNothing  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'apply_liger_kernel_to_lama'.*such as .*llama"):
+        transformers.apply_liger_kernel_to_lama  # noqa: B018
+
+
+def test_family_that_transformers_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = pytest.importorskip("transformers")
+    from liger_chunked.integrations.transformers import overrides, patch
+
+    monkeypatch.setattr(overrides, "_modeling", lambda family: None)
+    monkeypatch.setattr(overrides, "_heads", dict)
+    monkeypatch.setattr(patch, "family_function", patch.family_function.__wrapped__)
+    monkeypatch.setattr("liger_chunked.integrations.transformers.family_function", patch.family_function)
+    lacks = f"the installed transformers {re.escape(hf.__version__)} has no family 'olmo3'"
+    with pytest.raises(ImportError, match=lacks):
+        transformers.apply_liger_kernel_to_olmo3  # noqa: B018
+
+
+def tiny_models_of(family: str) -> list[str]:
+    """Return the classes of a family, the vision tower of one that has no language model."""
+    if family == "pixtral":
+        return ["PixtralVisionModel"]
+    hf = pytest.importorskip("transformers")
+    from tiny_models import CAUSAL, IMAGE_TEXT
+
+    from liger_chunked.integrations.transformers import overrides
+
+    module = overrides.family_modeling(family).__name__
+    return [name for name in CAUSAL + IMAGE_TEXT if getattr(hf, name).__module__ == module]
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sampled(FAMILIES))
+def test_every_family_is_served_as_detected(family: str) -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import build
+
+    try:
+        apply = getattr(transformers, f"apply_liger_kernel_to_{family}")
+    except ImportError as lacking:
+        pytest.skip(str(lacking))
+    gated = {"swiglu", "geglu"} & set(inspect.signature(apply).parameters)
+    names = tiny_models_of(family)
+    assert names
+    for name in names:
+        model = build(name)
+        expected = lc.apply_liger_kernel(model).replaced
+        lc.revert_liger_kernel(model)
+        assert apply(model=model).replaced == expected
+        without = apply(model=model, **dict.fromkeys(gated, False)).replaced
+        assert set(without) == set(expected) - ({"swiglu", "geglu"} if gated else set())
+        lc.revert_liger_kernel(model)
+    try:
+        assert apply().replaced
+    finally:
+        lc.revert_liger_kernel(family)
+
+
+def test_relu_squared_is_refused() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(NotImplementedError, match="relu_squared=True is not supported"):
+        transformers.apply_liger_kernel_to_nemotron(True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_vl_text", "mllama_text_model"])
+def test_apply_by_model_type(model_type: str) -> None:
+    pytest.importorskip("transformers")
+    try:
+        assert transformers._apply_liger_kernel(model_type, rope=False).replaced.keys() >= {"rms_norm", "swiglu"}
+    finally:
+        lc.revert_liger_kernel(model_type)
+    model = llama()
+    assert set(transformers._apply_liger_kernel_to_instance(model, rope=False, swiglu=False).replaced) == {
+        "rms_norm", "fused_linear_cross_entropy",
+    }  # fmt: skip
 
 
 # Liger-Kernel's own kernels

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
-import zlib
 from typing import Any
 
 import pytest
@@ -20,19 +18,17 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from packaging.version import Version
+from sampling import SEED, sampled
 from tiny_models import CAUSAL, IMAGE_TEXT, VOCAB, batch, build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-import liger_chunked
 from liger_chunked import linear_token_stats
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head
 
 pytestmark = [pytest.mark.ordinary_memory, pytest.mark.filterwarnings("ignore")]
-
-SEED = os.environ.get("SWEEP_SEED", liger_chunked.__version__)
 
 _TRANSFORM = r"it runs \S+ \(\w+\) in addition to its backbone and its lm_head"
 _LOSS = "its loss, called with labels, is .* where the mean negative log-likelihood of the next tokens is"
@@ -109,12 +105,6 @@ def patched(model: PreTrainedModel) -> tuple[bool, str]:
     except ValueError as nothing:
         return False, str(nothing)
     return "fused_linear_cross_entropy" in applied.replaced, str(applied)
-
-
-def sampled(names: list[str]) -> list[Any]:
-    halves = [zlib.crc32(f"{SEED} {name}".encode()) % 2 == 0 for name in names]
-    marks: dict[bool, Any] = {True: (), False: pytest.mark.exhaustive}
-    return [pytest.param(name, marks=marks[half]) for name, half in zip(names, halves, strict=True)]
 
 
 class Logits(TorchDispatchMode):

@@ -8,9 +8,11 @@ accumulate in float32. Constructors raise ValueError for invalid options. Differ
 - `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
 - `AutoLigerKernelForCausalLM` patches only the model that it returns, of any family.
-- `apply_liger_kernel_to_<family>` has all switches on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding
-  and granite's fused cross entropy. A switch that matches nothing is an error, as is `layer_norm=True` without a
-  model.
+- `apply_liger_kernel_to_<family>` exists for all families of Liger-Kernel, and for others by keyword. It detects the
+  layers. All switches are on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross
+  entropy. A switch that matches nothing is an error, as are `layer_norm=True` without a model and `relu_squared=True`.
+- Without a model, it patches the family's own module; Liger-Kernel also patches some language models inside.
+- Names that are missing raise an ImportError that says what to use: `compat/unsupported.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 
 from liger_chunked import kernels, losses, modules
 from liger_chunked.compat.chunked_loss import check_same_vocabulary
-from liger_chunked.compat.unsupported import refuse
+from liger_chunked.compat.unsupported import MISSING, refuse
 from liger_chunked.kernels.rms_norm import Casting
 from liger_chunked.modules import LigerGEGLUMLP, LigerJSD, LigerSwiGLUMLP, LigerTVDLoss
 from liger_chunked.types import shown
@@ -43,6 +47,7 @@ __all__ = [
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
     "LigerTVDLoss",
+    "is_transformers_available",
     "liger_rotary_pos_emb",
 ]
 
@@ -322,15 +327,22 @@ _APPLY = "apply_liger_kernel_to_"
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _SWIGLU = ("rope", *_LOSSES, "rms_norm", "swiglu", "model")
 _GEGLU = ("rope", *_LOSSES, "rms_norm", "geglu", "model")
-# Argument orders other than `_SWIGLU`.
-_ORDERS: dict[str, tuple[str, ...]] = {
-    "gemma": _GEGLU,
-    "gemma2": _GEGLU,
-    "gemma3_text": _GEGLU,
-    "gemma3": ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model"),
-    "mllama": ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"),
-    "qwen2_vl": ("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"),
+# Liger-Kernel's families, by the order of arguments of their functions.
+_FAMILIES: dict[tuple[str, ...], str] = {
+    _SWIGLU: "deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 glm4 glm4v glm4v_moe gpt_oss granite "
+    "hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_vl qwen3 qwen3_5 "
+    "qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3",
+    _GEGLU: "gemma gemma2 gemma3_text gemma4_text",
+    ("rope", *_LOSSES, "layer_norm", "rms_norm", "geglu", "model"): "gemma3 gemma4 paligemma",
+    ("rope", *_LOSSES, "layer_norm", "rms_norm", "swiglu", "model"): "mllama muse_glimmer",
+    ("rope", *_LOSSES, "rms_norm", "layer_norm", "swiglu", "model"): "qwen2_vl",
+    (*_SWIGLU, "layer_norm"): "llama4",
+    (*_LOSSES, "rms_norm", "layer_norm", "model"): "internvl smolvlm",
+    (*_LOSSES, "model"): "llava",
+    ("relu_squared", *_LOSSES, "model"): "nemotron",
+    ("rope", "rms_norm", "swiglu", "model"): "pixtral",
 }
+ORDERS = {family: order for order, families in _FAMILIES.items() for family in families.split()}
 
 
 def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
@@ -338,7 +350,13 @@ def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[.
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
 
     def by_position(*args: Any, **kwargs: Any) -> Any:
-        return apply(**signature.bind(*args, **kwargs).arguments)
+        arguments = signature.bind(*args, **kwargs).arguments
+        refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
+        # Liger-Kernel has one switch for the gated MLPs of a family, whatever their activation.
+        for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
+            if arguments.get(switch) is False:
+                arguments.setdefault(other, False)
+        return apply(**arguments)
 
     by_position.__name__ = by_position.__qualname__ = apply.__name__
     by_position.__doc__ = apply.__doc__
@@ -346,10 +364,45 @@ def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[.
     return by_position
 
 
+def is_transformers_available() -> bool:
+    """Return whether transformers is installed."""
+    return find_spec("transformers") is not None
+
+
+def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Any:
+    """Patch the classes of a model type, with the keywords of `liger_chunked.apply_liger_kernel`."""
+    return import_module(_INTEGRATION).family_function(model_type)(**kwargs)
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
+    """Patch a model, as `liger_chunked.apply_liger_kernel` does."""
+    return import_module(_INTEGRATION).apply_liger_kernel(model, **kwargs)
+
+
+def _family_function(name: str) -> Callable[..., Any]:
+    family = name.removeprefix(_APPLY)
+    try:
+        apply = getattr(import_module(_INTEGRATION), name)
+    except AttributeError as unknown:
+        if family not in ORDERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {unknown}") from None
+        raise ImportError(
+            f"{name}: the installed transformers {version('transformers')} has no family {family!r}; install a version "
+            "that has it"
+        ) from None
+    return _positional(apply, ORDERS[family]) if family in ORDERS else apply
+
+
 def __getattr__(name: str) -> Any:
-    if name == "AutoLigerKernelForCausalLM":
+    if name in ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText"):
         return getattr(import_module(_INTEGRATION), name)
     if name.startswith(_APPLY):
-        family = name.removeprefix(_APPLY)
-        return _positional(getattr(import_module(_INTEGRATION), name), _ORDERS.get(family, _SWIGLU))
+        return _family_function(name)
+    if name in MISSING:  # the message of an AttributeError is lost in `from ... import`
+        raise ImportError(f"{name} is not supported: {MISSING[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    offered = [f"{_APPLY}{family}" for family in ORDERS] + ["AutoLigerKernelForCausalLM"]
+    return sorted({*globals(), *(offered if is_transformers_available() else ())})

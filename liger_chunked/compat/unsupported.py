@@ -1,10 +1,36 @@
-"""Refuses Liger-Kernel's unsupported arguments."""
+"""Refuses Liger-Kernel's unsupported names and arguments."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from liger_chunked.types import shown
+
+_IN_MODELS = "liger_chunked.apply_liger_kernel(model) serves the layers of a model without such a class"
+
+# Names of `liger_kernel.transformers` that are missing here, and what to use.
+MISSING: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "LigerBlockSparseTop2MLP", "LigerExperts", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP",
+            "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered", "LigerSwiGLUMLPForMuseGlimmer",
+        ],
+        _IN_MODELS,
+    ),
+    **dict.fromkeys(
+        [
+            "LigerDyT", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerFusedAddRMSNorm", "LigerMHC", "LigerMLP",
+            "LigerModulatedRMSNorm", "LigerMultiTokenAttention", "LigerPolyNorm", "LigerReLUSquared", "LigerSoftmax",
+            "LigerSparsemax", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
+        ],
+        "it is not in liger_chunked; import it from liger_kernel.transformers",
+    ),
+    "LigerFusedCETVDLoss": "use liger_chunked.LigerFusedLinearTVDLoss, which takes the head's weight instead of logits",
+    "LigerFusedLinearKLDivLoss": "use liger_chunked.LigerFusedLinearKLDivLoss, which has another order of arguments",
+    "LigerTiledGEGLUMLP": "use LigerGEGLUMLP, or liger_chunked.liger_geglu on tiles of your own",
+    "LigerTiledSwiGLUMLP": "use LigerSwiGLUMLP, or liger_chunked.liger_swiglu on tiles of your own",
+    "LigerVocabParallelCrossEntropy": "use liger_chunked.functional.cross_entropy_loss with vocab_shard",
+}  # fmt: skip
 
 
 def refuse(name: str, value: object, reason: str) -> None:

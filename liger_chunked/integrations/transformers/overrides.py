@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from liger_chunked.integrations.transformers import detect
 from liger_chunked.integrations.transformers.layers import (
@@ -173,7 +174,7 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
 
 def family_modeling(name: str) -> ModuleType:
     """Return the modeling module of a model type or folder of transformers, or raise a ValueError."""
-    modeling, heads = _modeling(name), _heads()
+    modeling, heads = _modeling(name) or _modeling(model_type_to_module_name(name)), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
     if modeling is None or not (causal_classes(modeling) or _has_layers(modeling)):

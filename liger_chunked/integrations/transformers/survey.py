@@ -278,8 +278,8 @@ def class_names(patterns: Sequence[str] = ()) -> list[str]:
         if not matches:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or [f"{pattern}*"]
             raise ValueError(
-                f"{pattern!r} matches no causal or image-text-to-text class of transformers {transformers.__version__}, "
-                f"expected a name or a pattern, such as {', '.join(close)}"
+                f"{pattern!r} matches no causal or image-text-to-text class of transformers "
+                f"{transformers.__version__}, expected a name or a pattern, such as {', '.join(close)}"
             )
         found |= matches
     return [name for name in names if name in found or not patterns]
