@@ -352,7 +352,7 @@ def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[.
     def by_position(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
-        # Liger-Kernel has one switch for the gated MLPs of a family, whatever their activation.
+        # Liger-Kernel has one switch for gated MLPs with any activation.
         for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
             if arguments.get(switch) is False:
                 arguments.setdefault(other, False)
