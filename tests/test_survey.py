@@ -16,7 +16,8 @@ from sampling import sampled
 from liger_chunked import cli
 from liger_chunked.integrations.transformers import survey
 
-PAGE = (Path(__file__).parent.parent / "docs" / "supported-models.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "supported-models.md").read_text()
 ROWS = {m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|.*", PAGE, re.MULTILINE)}
 VERSION = re.search(r"classes of transformers ([\d.]+):", PAGE)[1]
 
@@ -42,6 +43,7 @@ def test_page_is_complete():
     heads = [re.split(r" \| |:| \|", row.split(" | ", 2)[2])[0] for row in ROWS.values()]
     counts = f"{len(ROWS)} classes of transformers {VERSION}: {heads.count('fused')} fused heads"
     assert f"{counts}, {heads.count('not built')} not built." in PAGE
+    assert f"[{heads.count('fused')} of the {len(ROWS)} causal" in (ROOT / "README.md").read_text()
     assert PAGE.startswith(survey.page([]).partition("0 classes")[0]), "the introduction is another"
 
 
