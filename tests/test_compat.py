@@ -802,6 +802,18 @@ def test_every_family_is_served_as_detected(family: str) -> None:
         lc.revert_liger_kernel(family)
 
 
+def test_switches_for_the_language_model_inside() -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import build
+
+    model = build("LlavaForConditionalGeneration")
+    served = transformers.apply_liger_kernel_to_llava(False, True, model, rms_norm=True, swiglu=False).replaced
+    assert "rms_norm" in served and "swiglu" not in served
+    with pytest.raises(TypeError, match="unknown switches"):
+        transformers.apply_liger_kernel_to_llava(model=model, rmsnorm=True)
+    lc.revert_liger_kernel(model)
+
+
 def test_relu_squared_is_refused() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(NotImplementedError, match="relu_squared=True is not supported"):

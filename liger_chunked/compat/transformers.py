@@ -342,15 +342,20 @@ _FAMILIES: dict[tuple[str, ...], str] = {
     ("relu_squared", *_LOSSES, "model"): "nemotron",
     ("rope", "rms_norm", "swiglu", "model"): "pixtral",
 }
+_PASSED_ON = ("internvl", "llava", "nemotron", "smolvlm")  # take any switch, as for the language model inside
 ORDERS = {family: order for order, families in _FAMILIES.items() for family in families.split()}
 
 
-def _positional(apply: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in order])
+    parameters = [inspect.Parameter(name, kind, default=None) for name in ORDERS[family]]
+    if family in _PASSED_ON:
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+    signature = inspect.Signature(parameters)
 
     def by_position(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
+        arguments.update(arguments.pop("kwargs", {}))
         refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
         # Liger-Kernel has one switch for gated MLPs with any activation.
         for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
@@ -390,7 +395,7 @@ def _family_function(name: str) -> Callable[..., Any]:
             f"{name}: the installed transformers {version('transformers')} has no family {family!r}; install a version "
             "that has it"
         ) from None
-    return _positional(apply, ORDERS[family]) if family in ORDERS else apply
+    return _positional(apply, family) if family in ORDERS else apply
 
 
 def __getattr__(name: str) -> Any:
