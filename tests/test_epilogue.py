@@ -22,12 +22,12 @@ from liger_chunked import (
     eager,
     estimate_memory,
 )
-from liger_chunked.engine import epilogue, gradients, head, step
+from liger_chunked.engine import epilogue, gradients, step
 from liger_chunked.engine import plan as cut
 from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import backend, projection, target_rows
-from liger_chunked.types import Head
+from liger_chunked.types import AdaptedWeight, Head
 
 OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
 # As in test_values.py. Triton's interpreter truncates to bfloat16, which doubles the error, and doubles it again where
@@ -273,6 +273,7 @@ def served(change: dict) -> bool:
 
 REFUSED = {
     "float32": {"head": Head(torch.zeros(16, 8))},
+    "adapter": {"head": Head(AdaptedWeight(torch.zeros(16, 8).bfloat16(), torch.zeros(16, 2).bfloat16(), torch.relu))},
     "bias": {"head": Head(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
     "wide": {"head": Head(torch.zeros(16, 3080, dtype=torch.bfloat16))},
     "odd-width": {"head": Head(torch.zeros(16, 12, dtype=torch.bfloat16))},
@@ -432,7 +433,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
-    for module in (head, gradients, epilogue):
+    for module in (gradients, epilogue):
         monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
 
 
