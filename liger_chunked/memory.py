@@ -37,9 +37,9 @@ from liger_chunked.losses import (
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import (
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     MemoryEstimate,
     TokenStats,
     check_number,
@@ -150,7 +150,7 @@ def estimate_memory(
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
     tensors, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
-    head = tensors.head if lora_rank is None else Head(_adapted(tensors.weight, lora_rank), tensors.bias)
+    head = tensors.head if lora_rank is None else LossHead(_adapted(tensors.weight, lora_rank), tensors.bias)
     reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
     teacher = None
     if teacher_hidden_size is not None:
@@ -269,7 +269,7 @@ def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
     return AdaptedWeight(weight, up.requires_grad_(), lambda x: x.to(down.dtype) @ down.t())
 
 
-def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
+def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
     weight = head.weight
     of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
     trainable = [x for x in (input, *of_weight, head.bias) if x is not None and x.requires_grad]
@@ -277,7 +277,7 @@ def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
         torch.autograd.grad(loss, trainable)
 
 
-def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOptions) -> None:
+def _run_statistics(model: _Model, head: LossHead, input: Tensor, options: LogitOptions) -> None:
     plan = Plan.of_statistics(head, model.layout, model.compute_dtype, outputs=("logps",), options=options)
     stats = run_statistics(plan, head, input)
     assert stats.logps is not None
@@ -287,7 +287,7 @@ def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOpti
 def _distillation(
     loss: LigerFusedLinearDistillationBase,
     model: _Model,
-    head: Head,
+    head: LossHead,
     options: LogitOptions,
     teacher: Teacher | None,
     teacher_top_k: int | None,

@@ -28,7 +28,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import AdaptedWeight, Head, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, LogitOptions, LossHead, TokenStats
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
 
@@ -278,7 +278,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         own.reduction = "sum"
 
     def full(
-        head: Head,
+        head: LossHead,
         input: Tensor,
         layout: Layout,
         objective: Objective | LinearObjective,

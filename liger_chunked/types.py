@@ -161,10 +161,14 @@ class VocabShard:
 
 
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None.
+    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None."""
 
-    With `shard`, they are this rank's rows.
-    """
+    weight: Weight
+    bias: Tensor | None = None
+
+
+class LossHead(NamedTuple):
+    """The `Head` that a loss was called with; with `shard`, weight and bias are this rank's rows."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -196,9 +200,9 @@ class HeadTensors(NamedTuple):
     shard: VocabShard | None = None
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LossHead:
         """Without `up`."""
-        return Head(self.weight, self.bias)
+        return LossHead(self.weight, self.bias)
 
     @property
     def is_padded(self) -> bool:

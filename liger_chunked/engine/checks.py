@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.operands import check_class_ids, described, plain
-from liger_chunked.types import AdaptedWeight, Head, VocabShard, Weight
+from liger_chunked.types import AdaptedWeight, LossHead, VocabShard, Weight
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def autocasts(device: str) -> bool:
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
-def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
+def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
     """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
@@ -168,7 +168,7 @@ def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tupl
     return weight.weight, up, u
 
 
-def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
+def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
     """Check that `input @ weight.T + bias` is defined."""
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):

@@ -26,7 +26,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.step import LinearObjective, Step, run_step
-from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, accumulation_dtype
+from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
 class Divergences(NamedTuple):
@@ -68,7 +68,7 @@ class Teacher(NamedTuple):
     u: Tensor | None = None  # (..., r), of an adapter
 
     @classmethod
-    def of(cls, head: Head, input: Tensor, options: LogitOptions) -> Teacher:
+    def of(cls, head: LossHead, input: Tensor, options: LogitOptions) -> Teacher:
         weight, up, u, dtype = head.weight, None, None, compute_dtype(head, input)
         if isinstance(weight, AdaptedWeight):
             with torch.no_grad():
@@ -159,7 +159,7 @@ class DistillationPass:
 
 
 def distillation_step(
-    head: Head,
+    head: LossHead,
     dtype: torch.dtype,
     teacher: Teacher | None,
     layout: Layout,
@@ -183,7 +183,7 @@ def distillation_step(
 
 
 def distillation_loss(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     teacher: Teacher | None,
     layout: Layout,

@@ -23,7 +23,7 @@ from liger_chunked.kernels import (
     scale_rows,
 )
 from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
-from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, TokenStats
 
 # Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16
@@ -37,7 +37,7 @@ def _fits_descriptor(x: Tensor) -> bool:
 
 
 def serves(
-    head: Head,
+    head: LossHead,
     dtype: torch.dtype,
     options: LogitOptions,
     class_weight: Tensor | None,

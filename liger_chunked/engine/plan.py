@@ -29,7 +29,7 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import Head, HeadTensors, LogitOptions, VocabShard
+from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
     @classmethod
     def of_loss(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -97,7 +97,7 @@ class Plan:
     @classmethod
     def of_statistics(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -124,7 +124,7 @@ class Plan:
     @classmethod
     def of_distillation(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,

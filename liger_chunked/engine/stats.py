@@ -25,9 +25,9 @@ from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import (
     DIFFERENTIABLE,
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     TokenStats,
     VocabShard,
     Weight,
@@ -133,7 +133,7 @@ class _LinearTokenStats(torch.autograd.Function):
 
 
 def token_stats(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     layout: Layout,
     outputs: tuple[str, ...],
@@ -146,7 +146,7 @@ def token_stats(
     return run_statistics(plan, head, input)
 
 
-def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
+def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, plan.dtype)
@@ -216,7 +216,7 @@ def linear_token_stats(
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
-    head = Head(weight, bias, vocab_shard)
+    head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, weight=weight)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)

@@ -30,9 +30,9 @@ from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     TokenStats,
     accumulation_dtype,
 )
@@ -224,7 +224,7 @@ class GradientInForward(torch.autograd.Function):
         return *scaled, None, None
 
 
-def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor]]:
+def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the loss () with its gradients, and the detached values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
@@ -234,7 +234,7 @@ def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def fused_loss(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     layout: Layout,
     objective: Objective | LinearObjective,

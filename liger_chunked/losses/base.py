@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_chunked.calls import LossType
 from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fused_loss
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import LogitOptions, LossHead, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ class StatsLoss(FusedLoss):
 
     def _fuse(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         layout: Layout,
         objective: Objective | LinearObjective,

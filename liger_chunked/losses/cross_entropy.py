@@ -26,9 +26,9 @@ from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     TokenStats,
     VocabShard,
     Weight,
@@ -90,7 +90,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
     return ce_weight
 
 
-def _class_weight(ce_weight: Tensor | None, head: Head) -> Tensor | None:
+def _class_weight(ce_weight: Tensor | None, head: LossHead) -> Tensor | None:
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -232,7 +232,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         Raises:
             ValueError, TypeError: if arguments do not fit together.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if num_items is not None and self.reduction != "mean":
@@ -289,7 +289,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     def _per_token(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         target: Tensor,
         layout: Layout,
@@ -310,7 +310,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     def _reduced(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         target: Tensor,
         layout: Layout,

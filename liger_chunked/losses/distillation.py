@@ -31,9 +31,9 @@ from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     VocabShard,
     Weight,
     accumulation_dtype,
@@ -141,7 +141,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         Raises:
             ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         layout = self._layout(head, input, target, mask)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
@@ -159,7 +159,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
-    def _layout(self, head: Head, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
+    def _layout(self, head: LossHead, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -180,7 +180,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             target = target.where(mask, self.options.ignore_index)
         return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
 
-    def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
+    def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
@@ -197,7 +197,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps and "
                 f"teacher_ids, {got}"
             )
-        check_projection(Head(weight, bias, head.shard), teacher_input, "teacher_")
+        check_projection(LossHead(weight, bias, head.shard), teacher_input, "teacher_")
         if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.device != input.device:
             raise ValueError(
                 f"teacher_input must be {(*input.shape[:-1], 'H_teacher')} on {input.device}, as input "
@@ -212,7 +212,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weight, shared = weight.detach(), slice(0, vocab_size)
         if weight.shape[0] > vocab_size:
             weight = weight[shared]
-        cut = Head(weight, None if bias is None else along(bias.detach(), shared), head.shard)
+        cut = LossHead(weight, None if bias is None else along(bias.detach(), shared), head.shard)
         return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
 
     def _route_of_logits(self, shard: VocabShard | None = None) -> ClosedForm | ByAutograd:
@@ -226,7 +226,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
-    def _route_of_top_k(self, head: Head, layout: Layout, given: _Given) -> TopK:
+    def _route_of_top_k(self, head: LossHead, layout: Layout, given: _Given) -> TopK:
         if not self.of_distributions:
             raise ValueError(
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
@@ -243,7 +243,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
+def _top_k(head: LossHead, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
     """Return the checked top-k of the tokens that count, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size

@@ -18,9 +18,9 @@ from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     PolicyMetrics,
     Rollouts,
     TokenStats,
@@ -248,7 +248,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:

@@ -19,9 +19,9 @@ from liger_chunked.losses.reference_model import Reference, reference_logps, wit
 from liger_chunked.losses.settings import check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     Pairs,
     PreferenceMetrics,
     TokenStats,
@@ -201,7 +201,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -252,7 +252,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        head: Head,
+        head: LossHead,
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
@@ -287,7 +287,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         )
 
     def _ref_logps(
-        self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
+        self, head: LossHead, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
         """Return float64 (n, 2); zeros without a reference."""
         ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_chunked.engine import Layout, check_projection, token_stats
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.types import Head, Weight, accumulation_dtype
+from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
 
 class Reference(NamedTuple):
@@ -25,7 +25,7 @@ class Reference(NamedTuple):
 def reference_logps(
     reference: Reference,
     loss: StatsLoss,
-    head: Head,
+    head: LossHead,
     target: Tensor,
     layout: Layout,
     *,
@@ -54,7 +54,7 @@ def reference_logps(
         raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
-        ref_head = Head(ref_weight, ref_bias, head.shard)
+        ref_head = LossHead(ref_weight, ref_bias, head.shard)
         check_projection(ref_head, ref_input, "ref_", f"{infix}input")
         if ref_input.shape[:-1] != target.shape:
             raise ValueError(

@@ -20,9 +20,9 @@ from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     TokenStats,
     UnpairedPreferenceMetrics,
     VocabShard,
@@ -143,7 +143,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         Raises:
             ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
