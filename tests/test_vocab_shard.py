@@ -223,12 +223,16 @@ def contracts(rank: int, folder: str) -> None:
     for made, message in refusals.values():
         with pytest.raises(ValueError, match=message):
             loss(weight[own], input, target, vocab_shard=made())
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(
+        ValueError, match=r"input must be the same on all ranks .* FSDP"
+    ):  # a shard of FSDP, and its batch
+        loss(distribute_tensor(weight[:100], mesh, [Shard(0)]), input + rank, target % 100)
     with pytest.raises(ValueError, match=r"target holds 640, expected .* 0 to 639"):
         loss(weight[own], input, target + 640 - target.max(), vocab_shard=shard)
     with pytest.raises(ValueError, match=r"ce_weight must have one value for each of the 640 ids"):
         loss(weight[own], input, target, ce_weight=torch.ones(320), vocab_shard=shard)
 
-    mesh = init_device_mesh("cpu", (2,))
     whole, everywhere = distribute_tensor(weight, mesh, [Shard(0)]), distribute_tensor(target, mesh, [Shard(0)])
     assert torch.allclose(loss(whole, input, everywhere), loss(weight, input, target))
     with pytest.raises(TypeError, match="got vocab_shard too"):

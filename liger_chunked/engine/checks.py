@@ -204,28 +204,35 @@ def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name
         )
     compute_dtype(head, input, prefix, input_name)
     if head.shard is not None:
-        _check_shard(head.shard, weight.shape[0])
+        _check_shard(head.shard, weight.shape[0], input)
 
 
-def _check_shard(shard: VocabShard, rows: int) -> None:
+def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
     if not isinstance(shard, VocabShard):
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    _check_cover(shard.group, shard.start, rows, shard.vocab_size)
+    if (shard, rows) not in _CHECKED:
+        _check_ranks(shard, rows, input)
+        _CHECKED.add((shard, rows))
 
 
-@functools.lru_cache(maxsize=64)
-def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int) -> None:
-    """Raise ValueError on all ranks unless their rows follow each other and cover the vocabulary.
+_CHECKED: set[tuple[VocabShard, int]] = set()
 
-    A collective, once for each shard.
+
+def _check_ranks(shard: VocabShard, rows: int, input: Tensor) -> None:
+    """Raise ValueError on all ranks unless their rows cover the vocabulary and their hidden states are the same.
+
+    A collective, once for each shard. FSDP's shards look like those of a split vocabulary, but their tokens differ.
     """
-    parts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (start, rows, vocab_size), group=group)
-    sizes = {size for _, _, size in parts}
+    some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
+    mine = (shard.start, rows, shard.vocab_size, tuple(input.shape), some)
+    parts = [mine] * shard.ranks
+    dist.all_gather_object(parts, mine, group=shard.group)
+    sizes = {part[2] for part in parts}
     if len(sizes) > 1:
         raise ValueError(f"vocab_shard.vocab_size must be the same on all ranks, got {sorted(sizes)}")
+    (vocab_size,) = sizes
     starts_and_rows = [part[:2] for part in parts]
     covered = 0
     for rank, (first, n) in enumerate(starts_and_rows):
@@ -240,6 +247,15 @@ def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
             f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight) are "
             f"{starts_and_rows}"
         )
+    for rank, (*_, shape, values) in enumerate(parts):
+        if shape != parts[0][3] or not torch.allclose(
+            torch.tensor(values), torch.tensor(parts[0][4]), rtol=0.05, atol=0.05, equal_nan=True
+        ):
+            raise ValueError(
+                f"input must be the same on all ranks of a split vocabulary, but ranks 0 and {rank} differ: "
+                f"{parts[0][3]} and {shape}. A weight that FSDP shards is not split over the tokens' ranks: call the "
+                "loss inside the forward of the module that owns it, where the weight is whole"
+            )
 
 
 def check_target(
