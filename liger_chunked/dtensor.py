@@ -1,4 +1,4 @@
-"""Arguments that are DTensors, as `parallelize_module` makes them: each becomes this rank's plain tensor."""
+"""Convert DTensor arguments, as from `parallelize_module`, to this rank's plain tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
 
     - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`, and so is its bias.
-    - Hidden states are replicated, or sharded on the batch or the sequence over that mesh dimension: then they are
-      gathered, and their gradient is reduced and scattered.
+    - Hidden states are replicated, or sharded on batch or sequence over that mesh dimension: these are gathered, and
+      their gradient is reduced and scattered.
     - Other tensors are gathered.
 
     Raises:

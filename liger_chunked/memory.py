@@ -88,7 +88,7 @@ def estimate_memory(
     logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
+    """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
     Runs the step on meta tensors, without a GPU. Does not count permanent memory such as cuBLAS's workspace, the loss's
     tensors of one value per token, or completions for a KL (`kl_input`).
@@ -97,15 +97,15 @@ def estimate_memory(
         loss: a loss, also your own, or `linear_token_stats`.
         vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
-        valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
+        valid: tokens with a target, in the batch or in each sequence; None: all.
         dtype: of weight, bias and hidden states.
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
-        lora_rank: r of a trainable low-rank adapter in float32 on the head (`AdaptedWeight`), or None for no adapter.
-        ref_hidden_size: H of a reference model given as hidden states. None if you pass `ref_logps`.
-        teacher_hidden_size: H of a teacher given as hidden states.
-        teacher_top_k: entries per token of a teacher given as log-probabilities.
+        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`), or None.
+        ref_hidden_size: H of the reference's hidden states; None if you pass `ref_logps`.
+        teacher_hidden_size: H of the teacher's hidden states.
+        teacher_top_k: entries per token of `teacher_logps`.
         logits_budget: instead of the loss's.
         capability: the GPU's; None for this machine's, else Hopper's, (9, 0), which has the fused epilogue. Blackwell,
             (10, x), has it if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
@@ -182,7 +182,7 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# The functions that allocate each part, directly or indirectly.
+# The functions that allocate each part.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -259,7 +259,7 @@ class _Model(NamedTuple):
 
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
-    """An objective with a gradient for each of the statistics `names`."""
+    """An objective with a gradient for each statistic in `names`."""
     return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
 
 

@@ -1,4 +1,4 @@
-"""Checks for your own code, which find mistakes that training hides. Run them in a test.
+"""Checks for your tests, which find mistakes that training hides.
 
 `check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched transformers model with
 the original one. Both raise AssertionError.
@@ -71,8 +71,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    The loss and its gradients are compared with autograd over full logits through the same method, small budgets, more
-    padding, and a second call. Check the method's formula yourself. This finds a loss that
+    Compares loss and gradients with autograd over full logits through the same method, small budgets, more padding, and
+    a second call. Check the method's formula yourself. Finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,

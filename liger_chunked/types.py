@@ -27,8 +27,8 @@ class TokenStats(NamedTuple):
     - `is_top1`: `argmax == y`
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    The first four are differentiable. A field has the shape of the tokens, or is None if not requested. Floating fields
-    are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
+    The first four are differentiable. Fields have the tokens' shape, or are None if not requested. Floats are float32,
+    or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
     (`kernels/target_logit.py`).
     """
 
@@ -56,19 +56,18 @@ DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 
 @dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """The weight of a head with a low-rank adapter, such as LoRA. Every loss takes it in place of a weight (V, H).
+    """A weight (V, H) with a low-rank adapter, such as LoRA, which every loss takes as its weight.
 
-    The logits are `x @ weight.T + down(x) @ up.T + bias`, computed chunk by chunk without a second (V, H) matrix.
+    The logits are `x @ weight.T + down(x) @ up.T + bias`, without a second (V, H) matrix.
 
     Args:
         weight: (V, H), usually frozen.
-        up: (V, r). Several adapters are one: concatenate their matrices along r.
+        up: (V, r). Concatenate several adapters along r.
         down: maps hidden states (..., H) to (..., r), differentiably, with the adapter's dropout and scaling. A loss
-            calls it once for each tensor of hidden states that it gets, so one dropout mask holds for the whole loss.
+            calls it once per tensor of hidden states, with one dropout mask.
 
-    Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. `up` and `down(x)` may be in
-    float32 beside a 16-bit weight, as PEFT keeps them, and keep 16 bits of precision in a product of rank 3 r.
-    Autocast rounds them, as it does in PEFT.
+    Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
+    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them, as in PEFT.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
@@ -100,15 +99,15 @@ class AdaptedWeight:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the weight (V, H) itself needs a gradient."""
+        """Whether `weight` needs a gradient."""
         return self.weight.requires_grad
 
     def __getitem__(self, rows: slice) -> AdaptedWeight:
-        """Return some rows of the vocabulary."""
+        """Return rows of the vocabulary."""
         return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
 
     def detach(self) -> AdaptedWeight:
-        """Return `weight` and `up` without gradient. `down` is the same."""
+        """Detach `weight` and `up`, but not `down`."""
         return AdaptedWeight(self.weight.detach(), self.up.detach(), self.down)
 
     def float(self) -> AdaptedWeight:
@@ -121,18 +120,18 @@ Weight: TypeAlias = Tensor | AdaptedWeight
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of a vocabulary that this rank's head holds, under tensor parallelism.
+    """This rank's part of a vocabulary, under tensor parallelism.
 
-    `weight` and `bias` are this rank's rows; targets are ids of the whole vocabulary. All ranks of the group pass the
-    same tokens, options and other tensors, and get the same loss. dW and db are those of the rank's own rows.
+    `weight`, `bias` and their gradients are this rank's rows; targets are ids of the whole vocabulary. All ranks must
+    pass the same tokens, options and other tensors, and get the same loss.
 
     Args:
-        group: the process group over which the vocabulary is split, in rank order; None: the default group.
+        group: the process group, in rank order; None: the default group.
         start: id of this rank's first row.
-        vocab_size: size of the whole vocabulary. Rows of ids from `vocab_size` on are padding: no part of the softmax,
-            and their gradient is zero. Shards may be of different sizes, or all padding.
-        input_grad: what the gradient of the hidden states is: "all_reduce", the whole, on every rank; or "partial", the
-            rank's share, if the caller sums over the ranks.
+        vocab_size: size of the whole vocabulary. Rows from this id on are padding, outside the softmax, with a zero
+            gradient. Shards may differ in size, or be all padding.
+        input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, if the caller
+            sums over ranks.
 
     Raises:
         TypeError, ValueError: a wrong start, size or name.
@@ -188,7 +187,7 @@ class Head(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of a head, `x @ weight.T + u @ up.T + bias`: `up` (V, r) or None, with `u` (N, r) beside `x`."""
+    """The tensors of `x @ weight.T + u @ up.T + bias`, where `u` is (N, r), and `up` (V, r) or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -277,10 +276,10 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget` to bytes.
 
-    A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
+    Units, in any case: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
 
     Raises:
-        TypeError, ValueError: if it is no size, or the bytes are not whole and positive.
+        TypeError, ValueError: not a size, or not a positive whole number of bytes.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -329,7 +328,7 @@ class LogitOptions:
         logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic.
 
     Raises:
-        TypeError, ValueError: if an option is not a number, or out of range.
+        TypeError, ValueError: an option is not a number, or out of range.
     """
 
     ignore_index: int = -100
@@ -358,7 +357,7 @@ class LogitOptions:
         """Build the options from a constructor's extra keywords.
 
         Raises:
-            TypeError, ValueError: if a keyword is unknown or an option invalid.
+            TypeError, ValueError: an unknown keyword or invalid option.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
@@ -370,8 +369,8 @@ class Pairs:
     A loss may get the batch in parts; fields named `batch_...` describe all of it. Use `reshape`, not `view`: the
     memory layout depends on the part.
 
-    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: a sum over its valid tokens, or their
-      mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums
+    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over valid tokens, or the mean
+      with `average_log_prob`, weighted with `ld_alpha`; float64
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
     - `lengths` (n, 2): valid tokens, at least 1
     - `mask` (n, 2, T): True at the valid tokens

@@ -103,7 +103,7 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def _check_adapted(weight: AdaptedWeight, name: str) -> None:
-    """Check the parts of `AdaptedWeight` beside its `weight`."""
+    """Check `up` and `down`."""
     matrix, up = weight.weight, weight.up
     if not isinstance(up, Tensor) or not up.is_floating_point():
         raise TypeError(f"{name}.up must be a floating-point tensor, got {described(up)}")
@@ -121,7 +121,7 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, in the dtype of `x`. The gradient is that of the identity."""
+    """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,10 +141,9 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    `down` runs under the caller's grad mode and autocast, and k is r if adapter and products share the `dtype`. PEFT
-    keeps adapters in float32 beside a 16-bit head and multiplies them in float32. Rounded to 16 bits, they would give
-    gradients with up to 1.6 times the error. Without autocast, which rounds them in PEFT too, each is cut into a
-    rounded part and the rest, and k is 3 r:
+    `down` runs under the caller's grad mode and autocast, and k is r. But PEFT multiplies float32 adapters of a 16-bit
+    head in float32, unless autocast rounds them. Rounding would give gradients up to 1.6 times the error, so outside
+    autocast each factor is cut into a rounded part and the rest, and k is 3 r:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 
@@ -217,9 +216,9 @@ def _check_shard(shard: VocabShard, rows: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int) -> None:
-    """Raise ValueError on all ranks unless their rows follow each other and cover the vocabulary.
+    """Raise ValueError on all ranks unless their rows cover the vocabulary in rank order.
 
-    A collective, once for each shard.
+    A collective, once per shard.
     """
     parts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size(group)
     dist.all_gather_object(parts, (start, rows, vocab_size), group=group)
@@ -262,7 +261,7 @@ def check_target(
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
+    """Return `hidden[:, :-1]` and `labels[:, 1:]`: hidden states, and the token that each predicts.
 
     The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
     detects that: with unshifted labels the model learns to copy its input, and the loss becomes very small.

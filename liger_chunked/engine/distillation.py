@@ -7,7 +7,7 @@
         student logits -> gradient, in place
     dX, dW
 
-The loss is linear in divergences and log-probabilities, so its gradients are known in advance.
+The loss is linear in these values, so its gradients are known in advance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Divergences(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """The weights of the sums of divergences and log-probabilities; None drops the second sum."""
+    """Weights of the sums of divergences and log-probabilities; None drops the latter."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -192,10 +192,7 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Divergences]:
-    """Return the loss () with its gradients, and the detached values of the valid tokens.
-
-    Inputs are checked.
-    """
+    """Return the loss (), differentiable, and the valid tokens' detached values, of checked inputs."""
     step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -37,7 +37,7 @@ class Route(Protocol):
     """Computes a divergence per token from untransformed logits (n, V)."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Return the bytes in memory per student logit."""
+        """Return bytes in memory per student logit."""
         ...
 
     def measure(

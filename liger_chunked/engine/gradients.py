@@ -36,7 +36,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.sum(0)` in `dtype`.
 
-    A matrix product on a GPU, because torch's sum of float32 logits allocates more than the logits.
+    A matrix product on a GPU: torch's float32 sum allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -59,13 +59,13 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, and the same of an adapter's pair (u, up).
 
-    dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
-    element (`n_contributions`). Otherwise it is float32.
+    dW is float32, but has the weight's dtype if that is the products', not float16, and each element sums at most one
+    product (`n_contributions`).
 
     float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
     power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
 
-    A second object of this class, with the same unit, accumulates the gradients of (u, up).
+    A second object, with the same unit, accumulates the gradients of (u, up).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Every row is written except those of ignored tokens, which must be zero.
+        # Rows of ignored tokens are not written, and must be zero.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -141,7 +141,7 @@ class HeadGradients:
     ) -> Tensor | None:
         """Return memory for a chunk's dX, in the batch's dX if possible, or None.
 
-        `u`, the chunk's rows, and `up` are an adapter's, in the products' dtype.
+        The chunk's rows of `u` and `up` have the products' dtype.
         """
         if self._low_rank is not None:
             assert u is not None and up is not None
@@ -161,7 +161,7 @@ class HeadGradients:
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
         """Add a tile of a chunk to dX, dW and db.
 
-        A chunk's tiles come last first: its last slice of the vocabulary, and the last rows of each slice.
+        Tiles come in reverse order, by vocabulary slice, then rows.
         """
         rows, vocab = tile
         if dx is not None:
@@ -179,7 +179,7 @@ class HeadGradients:
             self._low_rank.add(tile, dz, *self._chunk)
 
     def _start_sum(self, dx: Tensor) -> None:
-        """Start to add the ranks' shares of dX, while dW is computed."""
+        """Sum the ranks' shares of dX while dW is computed."""
         if self._shard is not None and self._shard.input_grad == "all_reduce":
             self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
 
@@ -206,7 +206,7 @@ class HeadGradients:
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        The rows are added before the product if dW has values, so that they overlap the start of dX.
+        The rows come before the product if dW has values, to overlap the start of dX.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"

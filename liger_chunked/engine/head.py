@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
     tiles: list[Tile]
-    u: Tensor | None = None  # (n, r), what an adapter's `down` returned, in the products' dtype
+    u: Tensor | None = None  # (n, r), an adapter's `down(x)` in the products' dtype
 
 
 class Pass(Protocol):
@@ -50,7 +50,7 @@ class Pass(Protocol):
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         """Add the chunk's dX, dW and db, right after its `statistics`.
 
-        `gradients` of its values is empty if the loss ignores this chunk, or if `statistics` used them already.
+        `gradients` is empty if the loss ignores this chunk, or `statistics` used them.
         """
         ...
 
@@ -96,7 +96,7 @@ class HeadPass:
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
         first, matrix = x, weight
         if u is not None:
-            # The small term first: the buffer rounds it less than it would round x @ weight.T.
+            # The smaller term first: the buffer rounds it less.
             assert self.head.up is not None
             first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
         if self.head.bias is None:

@@ -1,6 +1,6 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A larger group is cut along the vocabulary first, to write each slice of dW
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is written
 once.
 """
 
@@ -34,13 +34,13 @@ from liger_chunked.types import Head, HeadTensors, LogitOptions, VocabShard
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Planning does not read the device or tensors' values."""
+    """How a step is cut, and what its head computes. Planning reads neither device nor values."""
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows
+    tiles: list[list[Tile]]  # per chunk; whole rows with a teacher
     dtype: torch.dtype  # of the matrix products
-    n_contributions: int  # products in the sum of each element of dW
+    n_contributions: int  # products per element of dW
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Fewer if more than a student's and a teacher's logit are in memory for each.
+    # Fewer if copies are in memory too.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
@@ -214,7 +214,7 @@ def chunk_and_tile(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> tuple[int, int]:
-    """Return the tokens of a distillation chunk, and of a tile. Only a tile's teacher logits are in memory.
+    """Return the tokens of a distillation chunk, and of its tiles of teacher logits.
 
     dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
     uses one chunk if its tile takes at most half the bytes of its logits.
@@ -313,7 +313,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is not recomputed: a short one would save little.
+        # Only the last slice is kept: a short one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))

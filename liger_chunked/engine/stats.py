@@ -50,7 +50,7 @@ def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
 
 
 def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
-    """Return the pass with the last tile's logits, and the statistics of all tokens."""
+    """Return the pass, and the statistics of all tokens."""
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
@@ -58,7 +58,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the backward's tensors. Some are the caller's, so autograd must watch them."""
+    """Return the backward's tensors. Autograd must watch the caller's."""
     layout = plan.layout
     return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
 
@@ -71,15 +71,15 @@ def _holding(
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that autograd can save: a copy, if an inference tensor."""
+    """Return a tensor that autograd can save: inference tensors are copied."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. Active hooks drop
-    it, so that a checkpoint or offloader saves memory.
+    The pass, with the last tile's logits, stays on `ctx`, unless hooks on saved tensors, such as a checkpoint's, are to
+    save memory.
     """
 
     @staticmethod
@@ -179,8 +179,8 @@ def linear_token_stats(
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products in
-    total. Otherwise they are recomputed: at most four.
+    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products.
+    Others are recomputed: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
@@ -189,7 +189,7 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
-        vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+        vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
     Returns:
         TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.

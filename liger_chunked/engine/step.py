@@ -178,8 +178,8 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the forward's gradients, so the caller may change tensors in between. Tensors are saved only for
-    error messages.
+    Backward reads only gradients, so the caller may change tensors in between. Tensors are saved only for error
+    messages.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class GradientInForward(torch.autograd.Function):
 
 
 def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss () with its gradients, and the detached values per token that are not None."""
+    """Return the loss (), differentiable, and the detached values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, step.plan.dtype)
@@ -247,8 +247,8 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
 
-    Tensors are checked. The gradient may reach the `outputs` in `differentiates`. With `whole_batch`, the objective
-    needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
+    The caller has checked tensors. `differentiates`: the `outputs` that the gradient may reach. `whole_batch`: the
+    objective needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

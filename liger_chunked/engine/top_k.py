@@ -66,13 +66,13 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # The columns' gradients come from unrounded values, and replace the sweep's.
+            # Gradients from unrounded values replace the sweep's.
             return self._write(dz, columns.index, columns.joined(g_raw))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
 
     def _read(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the logits (n, k) of ids, from the ranks that hold them."""
+        """Return the ids' logits (n, k), from the ranks that hold them."""
         if self.shard is None:
             return logits.gather(1, ids)
         found = logits.new_zeros(ids.shape)
@@ -90,7 +90,7 @@ class TopK:
         return logits
 
     def _own(self, ids: Tensor, n_columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row, position and column of the ids that this rank holds. Waits for the device."""
+        """Return row, position and column of this rank's ids. Waits for the device."""
         assert self.shard is not None
         columns = ids - self.shard.start
         rows, k = ((columns >= 0) & (columns < n_columns)).nonzero(as_tuple=True)

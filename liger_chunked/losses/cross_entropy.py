@@ -151,7 +151,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if two of smoothing, focal loss and DFT are set, or an option is out of range.
+        ValueError: two of smoothing, focal loss and DFT are set, or an option is out of range.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -227,10 +227,10 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: in the shape of `target`; multiplies all terms of a token. "mean" without `num_items`
                 divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
             ce_weight: (V,) replaces the constructor's.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together.
+            ValueError, TypeError: arguments do not fit together.
         """
         head = Head(weight, bias, vocab_shard)
         check_projection(head, input)

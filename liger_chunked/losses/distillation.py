@@ -135,11 +135,11 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
-            vocab_shard: if both models' weights and biases are this rank's part of one vocabulary that is split over
-                ranks, see `VocabShard`. A teacher's ids are those of the whole vocabulary.
+            vocab_shard: the rows of both models' weights and biases, if ranks split the vocabulary. `teacher_ids` are
+                ids of the whole vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
+            ValueError, TypeError: arguments do not fit together, or the teacher is missing.
         """
         head = Head(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -243,10 +243,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
                 With other reductions, divide the returned loss by the number of steps.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference is missing.
+            ValueError, TypeError: arguments do not fit together, or no reference.
         """
         head = Head(weight, bias, vocab_shard)
         check_projection(head, input)

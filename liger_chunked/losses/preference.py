@@ -196,10 +196,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
                 `ld_alpha` needs (2 n, T).
             nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.
+            ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
         """
         head = Head(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -138,10 +138,10 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             ref_kl_input, ref_kl_logps: their reference, like `ref_input` or `ref_logps`.
             delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) factors of the losses; the mean divides by n.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
+            ValueError, TypeError: arguments do not fit together, or a reference or reference point is missing.
         """
         head = Head(weight, bias, vocab_shard)
         check_projection(head, input)

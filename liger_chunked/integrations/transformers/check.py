@@ -75,7 +75,7 @@ def check_model(
     """Compare a model's loss, gradients and patched layers with those of the unpatched model.
 
     Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
-    float64 model may differ by float32 rounding, because the kernels compute in float32. The model stays as it is.
+    float64 model may differ by the kernels' float32 rounding. The model does not change.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.

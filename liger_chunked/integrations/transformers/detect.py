@@ -1,7 +1,7 @@
-"""Facts about a model's code: its parts, which class's code runs, and what its forward computes after the backbone.
+"""Facts about a model's code: its parts, whose code runs, and what it computes after the backbone.
 
-The config does not say how a model transforms its logits. `check_head` therefore runs the forward on a copy in which
-backbone and `lm_head` return known values and other modules with parameters raise. It takes milliseconds at any size.
+The config does not say how a model transforms its logits. So `check_head` runs a copy in which backbone and `lm_head`
+return known values, and other modules with parameters raise. It takes milliseconds at any size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, or one in a LoRA layer of PEFT, with the names of the layer's adapters in use."""
+    """A Linear inside `lm_head`, with PEFT's LoRA layer around it and the adapters in use."""
 
     linear: nn.Linear
     layer: Any = None  # peft.tuners.lora.layer.Linear
@@ -67,7 +67,7 @@ class Projection:
 
     @property
     def entered(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The modules whose hooks gather its parameters, outermost first, each with the module that computes in it."""
+        """The modules whose hooks gather parameters, outermost first, each with the module that computes."""
         if self.layer is None:
             return [(self.linear, self.linear)]
         of_adapters = [self.layer.lora_B[name] for name in self.adapters]
@@ -79,7 +79,7 @@ class Projection:
 
 
 def projections(model: PreTrainedModel) -> list[Projection]:
-    """Return the projections inside `lm_head`, which calls one of them, or raise a ValueError."""
+    """Return the projections of which `lm_head` calls one, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -133,7 +133,7 @@ def _is_lora(module: nn.Module) -> TypeGuard[Any]:
 
 
 def _adapters_in_use(layer: Any) -> tuple[str, ...]:
-    """Return the adapters that a LoRA layer adds to its Linear, or raise a ValueError. None if disabled or merged."""
+    """Return a LoRA layer's adapters in use, () if disabled or merged, or raise a ValueError."""
     if layer.disable_adapters or layer.merged:
         return ()
     names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
@@ -197,7 +197,7 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that was set on this instance, or None."""
+    """Return the forward set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
@@ -211,7 +211,7 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Walk from the outermost wrapper inwards, and return the first that no framework defines.
+    """Return the outermost wrapper that no framework defines; None if a forward of `known` comes first.
 
     None if a forward of `known` comes first.
     """
@@ -238,17 +238,16 @@ def stock_method(cls: type, name: str) -> Any:
     return getattr(method, STOCK, method)
 
 
-# Whether two functions are the same code.
+# Equal code.
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
 
 @functools.cache
 def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
-    """Return the syntax tree of a function, or a method of `cls`, without its names, and the attributes that it reads.
+    """Return a function's syntax tree without names, and the attributes that it reads as a method of `cls`.
 
-    Functions with equal trees do the same with their arguments and, in this order, with these attributes. None if there
-    is no source.
+    Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
     """
     reader = _Reader(cls)
     try:
@@ -282,7 +281,7 @@ class _Reader:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Replaces the names of one function by their order or by what they refer to."""
+    """Replaces a function's names by their order or the objects that they name."""
 
     def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
         self.reader, self.scope = reader, {**vars(builtins), **function.__globals__}
@@ -310,7 +309,7 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
 
     def referred(self, node: ast.expr) -> str | None:
-        """Describe the object that a global name, or an attribute of a module, refers to."""
+        """Describe the object of a global name or a module's attribute."""
         names = ast.unparse(node).split(".")
         if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
             return None
@@ -330,7 +329,7 @@ class _Renamed(ast.NodeTransformer):
 
 @functools.cache
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
-    """Return module and name of the functions that rotate queries and keys in the methods of a class."""
+    """Return module and name of the rotary functions in a class's methods."""
     found = set()
     for base in cls.__mro__:
         for method in filter(inspect.isfunction, vars(base).values()):
@@ -352,7 +351,7 @@ def looks_like_layer(cls: Any) -> bool:
     return read is not None and ("Mult()" in read[0] or cls.__name__.endswith("Experts"))
 
 
-# What a forward computes between its backbone and its logits.
+# Between backbone and logits.
 
 _LENGTH, _MASKED = 6, 4  # positions, and the first masked one
 _KEPT = 2  # positions that `logits_to_keep` selects
@@ -374,9 +373,9 @@ class HeadFacts:
 
     options: LogitOptions
     output: type
-    of_forward: tuple[str, ...] = ()  # what only the forward takes, which may use it for the loss
-    constants: tuple[tuple[str, Any], ...] = ()  # what the forward adds
-    dropped: tuple[str, ...] = ()  # what it does not pass on
+    of_forward: tuple[str, ...] = ()  # only the forward takes these, maybe for the loss
+    constants: tuple[tuple[str, Any], ...] = ()  # the forward adds these
+    dropped: tuple[str, ...] = ()  # it does not pass these on
     backbone_takes_labels: bool = False
 
 
@@ -454,7 +453,7 @@ class _Observed(NamedTuple):
     reached: Tensor  # the input of lm_head
     output: Any
     given: dict[str, Any]  # arguments of the forward
-    passed: dict[str, Any]  # arguments of the core: the backbone, or the part of it that the forward calls
+    passed: dict[str, Any]  # arguments of the core: the backbone, or its part that the forward calls
     expected: dict[str, Any] | None  # arguments of the core in a call of the whole backbone
 
 
@@ -680,7 +679,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
-    """Compare the arguments that the forward got with those that it passed to its backbone."""
+    """Compare the forward's arguments with those that it passed to its backbone."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
@@ -723,7 +722,7 @@ _SWITCH = "output_router_logits"
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes the load-balancing loss, or why this is unknown. The defaults: there is none."""
+    """How a forward computes the load-balancing loss, or why this is unknown. Defaults: none."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
@@ -735,7 +734,7 @@ _BALANCES: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Return how a model computes its load-balancing loss, if it has one."""
+    """Return how a model computes its load-balancing loss."""
     model_class = type(model)
     _read_balance(model_class)
     return _BALANCES[model_class]

@@ -33,7 +33,7 @@ from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
 _LOGGER = logging.getLogger(__name__)
 
-_LEFT = "_liger_left"  # attribute of a model of a patched class that its head does not serve
+_LEFT = "_liger_left"  # attribute of a model of a patched class, if its head does not qualify
 STATE = "_liger_forward"  # attribute of a model or class
 
 
@@ -73,7 +73,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. A model of a patched class runs its own forward unless the loss is `required`."""
+    """Settings of the fused loss. An unfit model of a patched class raises if `required`, else runs its own forward."""
 
     logits_budget: int | None = None
     required: bool = True
@@ -269,8 +269,8 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    The transform is measured, because some models ignore numbers in their config. `logit_scale` includes a factor
-    between backbone and `lm_head`.
+    Measured, because some models ignore numbers in their config. `logit_scale` includes a factor between backbone and
+    `lm_head`.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
@@ -392,7 +392,7 @@ def _head_of(projection: Projection) -> Head:
 
 
 def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
-    """Return what the adapters of a LoRA layer pass to its `lora_B`, scaled, side by side."""
+    """Return the scaled inputs of a LoRA layer's `lora_B`, side by side."""
     parts = []
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
@@ -414,7 +414,7 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
             if projection.layer is not None:
                 _check_lora(projection.layer)
             compute = functools.partial(_run_head_fn, projection, input, head_fn)
-            # One inside the other, so that hooks have gathered the parameters of all of them.
+            # Nested, so that hooks gather the parameters of all.
             for entered, module in reversed(projection.entered):
                 in_place = functools.partial(_in_place_of, module, compute, head_fn)
                 changes.enter_context(_replaced(module, forward_slot(module), in_place))
@@ -445,7 +445,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks that change what single parts get."""
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on inputs of single parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):

@@ -28,7 +28,7 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(input, ...)` replaces `method`. The names of its other arguments are attributes of the module.
+    """`run(input, ...)` replaces `method`; its other arguments are attributes of the module.
 
     - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, which is the first attribute
     - `refusal`: takes the attributes, and returns why `run` cannot serve them, or None
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Binding:
-    """A layer, and the names that a class gives to its attributes."""
+    """A layer, and a class's names of its attributes."""
 
     layer: Layer
     names: tuple[str, ...]

@@ -1,7 +1,6 @@
 """The table of stock code that our kernels compute, and the model families of transformers.
 
-A row names a class or function and the layer that computes the same. It serves every class and function whose source is
-the same but for its names.
+A row serves every class or function whose source differs only in names.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
-# Class, layer, and the attributes that have other names than the arguments of `Layer.run`. Frequent ones come first,
-# because a row's module is imported when no earlier row matches.
+# Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
+# is imported if no earlier row matches.
 _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
     ("llama.LlamaMLP", GLU, {}),
@@ -92,13 +91,13 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
     return Binding(layer, tuple(names.get(name, name) for name in layer.attributes))
 
 
-# Classes that are recognised by their methods, whatever their source.
+# Classes recognised by their methods, not their source.
 _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
 
 
 @functools.cache
 def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
-    """Read a method of a stock class, or a stock function; None if this version of transformers has no such code."""
+    """Read a stock class's method or a stock function; None if this transformers has no such code."""
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
@@ -107,7 +106,7 @@ def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
 
 
 def binding_of(cls: Any) -> Binding | None:
-    """Return the layer that computes what a class does, and the names of its attributes."""
+    """Return the layer that equals a class, and the class's attribute names."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
@@ -135,7 +134,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
 
 @functools.cache
 def rope_of(function: Any) -> Any:
-    """Return our function that computes what a rotary function does."""
+    """Return our equivalent of a rotary function."""
     read = detect.source_of(function)
     rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
@@ -199,6 +198,6 @@ def family_name(module: str) -> str:
 
 
 def family_of(model_class: type) -> str:
-    """Return the family whose modeling module defines a class or its first base in transformers."""
+    """Return the family that defines a class or its first base in transformers."""
     modules = [cls.__module__ for cls in model_class.__mro__]
     return family_name(next((m for m in modules if m.startswith("transformers.models.")), modules[0]))

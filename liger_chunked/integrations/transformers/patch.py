@@ -1,7 +1,7 @@
 """Patch and restore a model, or all models of a family.
 
-A patched module gets a subclass of its class. Modules of a class share that subclass, so Dynamo compiles them once, and
-a copy of a module uses its own parameters. A family's patch sets attributes of its classes.
+A patched module gets a subclass that all modules of its class share: Dynamo compiles them once, and a copy uses its own
+parameters. A family's patch sets attributes of its classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATCH = "_liger_patch"  # attribute of a patched class
 
 @dataclass(frozen=True)
 class Patch:
-    """What replaces a method: a layer, None for the forward of `head.py`."""
+    """A method's replacement: a layer, or None for the forward of `head.py`."""
 
     binding: Binding | None = None
 
@@ -480,8 +480,8 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. `rope` serves all models whose code is in the same module, until the last model patched with it
-    is reverted or deleted. Layers and heads that compute something else are left alone; the result says why.
+    `token_accuracy`. `rope` serves all models of the same modeling module, until the last one patched with it is
+    reverted or deleted. The result says which layers and heads are left alone, and why.
 
     Args:
         model: any transformers model, or a wrapper of one.
@@ -583,7 +583,7 @@ def _release(applied: Applied | None) -> None:
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
-    """Return what the kernels serve of a modeling module, on modules of default configurations."""
+    """Return what the kernels serve in a modeling module, by modules of default configurations."""
     found = _Found(heads=overrides.HEAD_SWITCHES)
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
@@ -659,13 +659,13 @@ def family_function(name: str) -> Callable[..., Applied]:
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class that `apply_liger_kernel` does not recognise.
 
-    The layer is compared with the class, now if a module can be built, and in each patched model. It serves subclasses
-    too, unless they have their own code.
+    The layer is compared with the class in each patched model, and now if a module can be built. It also serves
+    subclasses without their own code.
 
     Args:
         cls: a module class whose method takes one tensor.
         layer: one of `layers.py`, or your own.
-        **names: the class's names for the attributes that the layer reads, where they differ.
+        **names: the class's names of the layer's attributes, where they differ.
 
     Raises:
         TypeError: `cls` is no module class, or `layer` no `Layer`.

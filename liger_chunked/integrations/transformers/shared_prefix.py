@@ -1,11 +1,11 @@
-"""Computes a prefix that several sequences share once: a prompt in GRPO, DPO, ORPO, CPO, SimPO.
+"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO.
 
     batch = share_batch(model, input_ids, attention_mask)
     loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
 
 The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
-`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share, such as
-those with state or ALiBi.
+`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share (state,
+ALiBi).
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge the common prefixes of a batch if the model allows it and at least a tenth of the tokens is saved.
+    """Merge common prefixes if the model allows it and at least a tenth of the tokens is saved.
 
-    Logs the decision (INFO) once for each model.
+    Logs the decision (INFO) once per model.
     """
     inner = inner_model(model)
     reason = why_not_shared(model)

@@ -1,7 +1,6 @@
 """Masks and attention for rows that are packed as a trie.
 
-transformers passes a mask of four dimensions, or a dict of one for each type of layer, unchanged to the attention
-layers. There are two kinds:
+transformers passes a 4-D mask, or a dict of one per layer type, unchanged to the attention layers:
 
 - a dense mask, for SDPA and eager attention: on a CPU and for short rows
 - a `TrieMask`, for FlexAttention, which skips blocks without a visible token

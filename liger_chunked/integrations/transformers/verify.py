@@ -40,7 +40,7 @@ _COMPARED: dict[Any, str | None] = {}
 
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Return how the layer differs from `cls`. The comparison runs once for each class and configuration."""
+    """Return how the layer differs from `cls`, cached by class and configuration."""
     plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
     parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
     stock = stock_method(cls, binding.layer.method)
@@ -80,7 +80,7 @@ _ROTATED: dict[Any, str | None] = {}
 
 
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
-    """Return how our function differs from a rotary function, on the angles of a model's rotary embeddings."""
+    """Return how our function differs from a rotary one on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
     key = (ours, function, frozenset(modules))
     if key not in _ROTATED:
@@ -161,7 +161,7 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
-    """Build a module that the layer supports on the meta device, or raise an Incomparable or a Difference."""
+    """Build a module on the meta device that the layer supports, or raise Incomparable or Difference."""
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):

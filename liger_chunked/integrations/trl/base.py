@@ -458,7 +458,7 @@ def _chunked_heads(
 
 
 class _Unsupported(type):
-    """Stands for PEFT's `BaseTunerLayer` where TRL asks whether `lm_head` has an adapter.
+    """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 
     The answer is no, or, for adapters that our heads do not compute, a ValueError.
     """
