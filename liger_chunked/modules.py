@@ -1,4 +1,4 @@
-"""The base kernels as modules, with the parameter names of the modules that they replace."""
+"""The base kernels as modules, with the parameter names of those that they replace."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Whether no forward hook, global or on a submodule, can have kept the outputs."""
+    """Whether no forward hook, global or on a submodule, can keep the outputs."""
     if global_hooks._global_forward_hooks:
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())

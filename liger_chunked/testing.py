@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 class LossReport(NamedTuple):
-    """The result of `check_loss`.
+    """A result of `check_loss`.
 
     - `loss`: its value
     - `error`: the largest relative difference of loss and gradients from full logits
@@ -162,7 +162,7 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """Return what to change if the batch's parts change the loss."""
+    """Advise what to change if chunks change the loss."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
@@ -222,7 +222,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 class _Comparison:
-    """Describes how one result differs from another, or returns ""."""
+    """Describe how results differ, or return ""."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -338,7 +338,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the number of valid tokens, and budgets for one group and for less."""
+    """Return the valid tokens, and budgets for one group and for less."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -367,7 +367,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Pad by two positions, and change hidden states at ignored positions."""
+    """Pad by two positions; change hidden states at ignored ones."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -401,7 +401,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return a call with twelve sequences: with fewer, a loss that sorts could pass by chance."""
+    """Return a call with twelve sequences: with fewer, a sorting loss could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -25,7 +25,7 @@ def autocasts(device: str) -> bool:
 
 
 def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
+    """Return the products' dtype: autocast's, or the shared one, else raise TypeError."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -47,7 +47,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: that leaf would get no gradient."""
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`, which would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -67,7 +67,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check that a user's method `name` returned a tensor of `shape`."""
+    """Check that a user's method returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -77,7 +77,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`. `ids` is for token ids."""
+    """Advise what to pass instead of `x`. `ids`: for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -264,7 +264,7 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return `hidden[:, :-1]` and `labels[:, 1:]`: hidden states, and the token that each predicts.
 
     The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
-    detects that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+    detects that: the model then learns to copy its input, with a very small loss.
 
     Args:
         hidden: (B, T, H) last hidden states.

@@ -1,4 +1,4 @@
-"""Accumulate the gradients of hidden states, weight and bias over chunks."""
+"""Accumulate the head's gradients over chunks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Needs(NamedTuple):
 
 
 class HeadGradients:
-    """dX, dW and db of one step, and the same of an adapter's pair (u, up).
+    """dX, dW and db of one step, and du and dup of an adapter.
 
     dW is float32, but has the weight's dtype if that is the products', not float16, and each element sums at most one
     product (`n_contributions`).
 
-    float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
-    power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
+    float16 gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
+    power of two near the largest so far. dX and dW stay float32 until multiplied by the upstream gradient.
 
     A second object, with the same unit, accumulates the gradients of (u, up).
     """
@@ -80,7 +80,7 @@ class HeadGradients:
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
-        # Whether products of dX are float32. Ranks add theirs up.
+        # float32 products of dX, also to sum over ranks.
         self._wide_input = self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
@@ -98,7 +98,7 @@ class HeadGradients:
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # float64: db is small and may sum a term per token.
+            # float64: db is small and sums many terms.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._shard = head.shard
         self._sum: dist.Work | None = None  # of the chunk's dX over the ranks
@@ -113,7 +113,7 @@ class HeadGradients:
             self._low_rank._wide_input = True  # du is small, and may be float32
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
+        """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db.
 
         It never grows within a distillation chunk, whose tiles share one mean's gradient.
         """
@@ -189,14 +189,14 @@ class HeadGradients:
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Allocated late, because the GPU is idle until the first product."""
+        """Allocated late: the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Allocated late, because a teacher's logits may be free by then."""
+        """Allocated late: a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -234,7 +234,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes or, for float16, float32."""
+        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

@@ -164,7 +164,7 @@ class Plan:
         return max(map(largest, self.tiles))
 
     def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
+        """Return the pass, with its buffer. `head` has the products' dtype."""
         if not (self.by_epilogue and (grads is None or grads.accumulates)):
             return self.make_head_pass(head, grads)
         made = EpiloguePass(head, self.options, self.outputs, grads)
@@ -187,11 +187,11 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Products of
-    dW in chunks of fewer than `CHUNK_TOKENS` would be bound by reading and writing dW.
+    The automatic budget holds a step of at most `ONE_CHUNK` bytes of logits: dW needs no accumulator. Otherwise it
+    holds 2 H tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`:
+    products of fewer are bound by reading and writing dW.
 
-    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts copies and a teacher.
+    `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -216,8 +216,8 @@ def chunk_and_tile(
 ) -> tuple[int, int]:
     """Return the tokens of a distillation chunk, and of its tiles of teacher logits.
 
-    dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
-    uses one chunk if its tile takes at most half the bytes of its logits.
+    dW takes one product per chunk, so long chunks are better than long tiles. The automatic budget uses one chunk if
+    its tile takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
@@ -233,12 +233,12 @@ def chunk_and_tile(
     return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
-# Probably a mistake: a product of few rows takes about as long as one of many.
+# Probably a mistake: products of few rows take as long.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once if the budget cuts a step into many chunks."""
+    """Warn once about many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -262,13 +262,13 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of the fewest nearly equal pieces of at most `limit`."""
+    """Return the size of the fewest equal pieces of at most `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut a range into nearly equal pieces. An empty one has none."""
+    """Cut a range into nearly equal pieces, none if empty."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -276,13 +276,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups within `elements` logits, or one larger group."""
+    """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # A short last chunk's product of dW takes as long as a long one's.
+        # A short last chunk would take as long as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -300,7 +300,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow."""
     if n_rows == 0:
         return []
     if vocab_size == 0:  # a rank that holds only padding

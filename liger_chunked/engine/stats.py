@@ -1,4 +1,4 @@
-"""Differentiable statistics of a head's logits, for code that computes its own loss.
+"""Differentiable statistics of a head's logits, for your own loss.
 
 forward    project slice by slice of the vocabulary, keep a few numbers per token    one matrix product
 backward   the same slices, last first, into dX and dW; the last is in memory    two products, three over the budget
@@ -78,8 +78,7 @@ def _savable(x: Tensor | None) -> Tensor | None:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`, unless hooks on saved tensors, such as a checkpoint's, are to
-    save memory.
+    The pass, with the last tile's logits, stays on `ctx`. Active hooks on saved tensors drop it, to save memory.
     """
 
     @staticmethod
@@ -140,7 +139,7 @@ def token_stats(
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
     dtype = compute_dtype(head, input)
     plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
     return run_statistics(plan, head, input)
@@ -172,7 +171,7 @@ def linear_token_stats(
     logits_budget: int | float | str | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
-    """Return differentiable statistics of every token's logits, without storing all logits.
+    """Return differentiable statistics of tokens' logits, without all logits in memory.
 
     Equal to
 
@@ -189,13 +188,13 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
-        vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+        vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
-        TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
+        TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.
 
     Raises:
-        ValueError: shapes or devices do not match, a target is out of range, or an output or option is invalid.
+        ValueError: shapes or devices do not match, or a target, output or option is invalid.
         TypeError: dtypes do not match.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

@@ -227,7 +227,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             token_weights: in the shape of `target`; multiplies all terms of a token. "mean" without `num_items`
                 divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
             ce_weight: (V,) replaces the constructor's.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together.

@@ -135,7 +135,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
             teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
-            vocab_shard: the rows of both models' weights and biases, if ranks split the vocabulary. `teacher_ids` are
+            vocab_shard: which rows both models' weights and biases hold, if ranks split the vocabulary. `teacher_ids` are
                 ids of the whole vocabulary.
 
         Raises:

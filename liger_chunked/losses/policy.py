@@ -243,7 +243,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
                 With other reductions, divide the returned loss by the number of steps.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or no reference.

@@ -196,7 +196,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
                 `ld_alpha` needs (2 n, T).
             nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.

@@ -211,10 +211,7 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Return the outermost wrapper that no framework defines; None if a forward of `known` comes first.
-
-    None if a forward of `known` comes first.
-    """
+    """Return the outermost wrapper that no framework defines; None if a forward of `known` comes first."""
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
