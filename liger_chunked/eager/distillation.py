@@ -94,7 +94,7 @@ def distillation(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
 
-    The teacher's rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
+    Teacher rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
 
     >>> weight, input, teacher = torch.randn(11, 4), torch.randn(3, 4), torch.randn(11, 4)
     >>> loss, metrics = distillation(weight, input, weight, input)

@@ -184,7 +184,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # waits for the device
+    sizes, lows, highs = found.read()  # waits for the device: launch before it
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(

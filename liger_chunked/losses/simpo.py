@@ -29,7 +29,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards.
         gamma: TRL's `simpo_gamma`, not its ratio to beta.
-        alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
+        alpha, compute_nll_loss: add `alpha` times the chosen tokens' NLL (CPO-SimPO).
         label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.
 
