@@ -124,9 +124,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
-        top_entropy_quantile: only this share, in [0, 1], of the call's tokens, those with the highest entropy, keeps
-            cost and bonus (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more matrix product if
-            logits exceed the budget.
+        top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
+            keeps cost and bonus (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more matrix
+            product if logits exceed the budget.
         clipped: returns where ratios are clipped, for the metrics; None if never.
         **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """

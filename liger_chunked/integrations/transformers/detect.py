@@ -34,7 +34,7 @@ from liger_chunked.types import LogitOptions
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside wrappers such as DDP and PEFT, or raise a TypeError."""
+    """Return the transformers model inside wrappers (DDP, PEFT), or raise a TypeError."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
@@ -203,7 +203,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and those that it wraps."""
+    """Yield a function, then those inside."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)
@@ -227,7 +227,7 @@ def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> b
     return all(stock_method(found, name) is stock_method(cls, name) for name in ("forward", method))
 
 
-STOCK = "_liger_stock"  # attribute of our methods: those that they replace
+STOCK = "_liger_stock"  # attribute of our methods: the originals
 
 
 def stock_method(cls: type, name: str) -> Any:
@@ -265,7 +265,7 @@ class _Reader:
             raise TypeError(f"{function} is not defined by def")
         if ast.get_docstring(tree) is not None:
             del tree.body[0]
-        # Decorators may change the result, except those that name a kernel of the hub.
+        # Decorators may change the result, except those of hub kernels.
         kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
         tree.name, tree.returns, tree.decorator_list = "", None, kept
         return ast.dump(_Renamed(self, function, tree).visit(tree))
@@ -338,7 +338,7 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
 
 
 def looks_like_layer(cls: Any) -> bool:
-    """Whether a class is named like a norm, or like a gated MLP or experts and multiplies."""
+    """Whether a class is named like a norm, or like a gated MLP or experts that multiply."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
     if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
@@ -354,7 +354,7 @@ _LENGTH, _MASKED = 6, 4  # positions, and the first masked one
 _KEPT = 2  # positions that `logits_to_keep` selects
 _NUM_ITEMS = 7
 
-# Arguments that do not change the backbone's hidden states.
+# Arguments that do not change hidden states.
 _FREE = {
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
     "past_key_values", "cache_position",
@@ -467,7 +467,7 @@ class _Trial:
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
-        # A scale or softcap is usually a number of the config, or its reciprocal.
+        # Usually a number of the config, or its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
@@ -565,7 +565,7 @@ class _Core(nn.Module):
 
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
-        self.real = (real,)  # in a tuple, so that it is not a submodule
+        self.real = (real,)  # a tuple, not a submodule
         self.hidden_states = hidden_states
         self.calls: list[dict[str, Any]] = []
 
@@ -585,7 +585,7 @@ class _Head(nn.Module):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype. A product with it raises.
+        # Some forwards read its dtype. Products raise.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -611,7 +611,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks; stand-ins replace submodules that are not `inner`."""
+    """Copy a module without hooks; stand-ins replace all submodules but `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -626,7 +626,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode reveals a dropout, but a patched model would run its fused forward in it.
+    # Training mode reveals a dropout, but a patched model would run its fused forward.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -638,7 +638,7 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return the modules in `module` that contain `target`."""
+    """Return modules in `module` that contain `target`."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 
@@ -712,7 +712,7 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of experts. Its settings have many names, so we evaluate the source's own expressions.
+# Experts' load-balancing loss. Its settings have many names, so we evaluate the source's expressions.
 
 _SWITCH = "output_router_logits"
 
@@ -776,7 +776,7 @@ def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call])
 
 
 def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
-    """Compile an expression of `forward` to a function of `names`, or raise a NameError."""
+    """Compile an expression to a function of `names`, or raise a NameError."""
     local = set(forward.__code__.co_varnames) - set(names)
     if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
         raise NameError(f"it needs {', '.join(missing)}")

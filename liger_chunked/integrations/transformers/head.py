@@ -1,7 +1,7 @@
-"""The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
+"""The fused head: the model's backbone, then our code in place of `lm_head` and loss.
 
-Our code runs inside the forwards of model and `lm_head`, after the hooks of DDP, FSDP, ZeRO and `device_map`. Each call
-looks modules up again, because PEFT and FSDP may replace them after patching.
+Our code runs inside the forwards of model and `lm_head`, after hooks of DDP, FSDP, ZeRO and `device_map`. Each call
+looks modules up again: PEFT and FSDP may replace them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATE = "_liger_forward"  # attribute of a model or class
 
 @dataclass(frozen=True)
 class HeadInput:
-    """The input of a model's head, and the arguments of its loss.
+    """A head's input, and its loss's arguments.
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
@@ -85,7 +85,7 @@ class Fusion:
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """Run `stock`, the model's forward, or in its place `head_fn` or the fused loss."""
+    """Run `stock`, the model's forward, or instead `head_fn` or the fused loss."""
     if args:  # the order may differ in the backbone
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -97,7 +97,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # A subclass's forward may have called the forward of a patched class.
+            # A subclass's forward may have called a patched one.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             if _serves(model, of_class, fusion, skip_logits, kwargs):
                 return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
@@ -105,7 +105,7 @@ def forward(
 
 
 def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
-    """Check the head, and whether the loss depends on arguments that the backbone does not get."""
+    """Check the head, and whether the loss needs arguments that the backbone does not get."""
     required = fusion.required or bool(skip_logits)
     if not required and vars(model).get(_LEFT):
         return False
@@ -169,7 +169,7 @@ def _without_logits(
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """The head_fn of a patched model: the loss, and its accuracy or None."""
+    """A patched model's head_fn: loss, and accuracy or None."""
 
     logits_budget: int | None
     token_accuracy: bool
@@ -199,7 +199,7 @@ def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 class _CheckedHead:
-    """Facts about a head, with the forward and numbers that they hold for."""
+    """Facts about a head, for one forward and its numbers."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -230,7 +230,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-# Graphs break here, where facts are measured on values, and at the head, where a `head_fn` may be any code.
+# Graphs break here, where facts are measured, and at the head, where a `head_fn` may be any code.
 _REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
 
 
@@ -292,7 +292,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone as `forward` would, by default that of the class."""
+    """Run the backbone as `forward` would, by default the class's."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
@@ -341,7 +341,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 # The head.
 
-# While a thread runs its head_fn inside an lm_head, others get logits, or wait to run theirs.
+# While a thread runs its head_fn, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -401,7 +401,7 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary; each rank gets its slice of the gradient.
+    # Under tensor parallelism, each rank gets its slice of the gradient.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -456,7 +456,7 @@ def _check_lora(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's calls of `lm_head` run `head_fn`, or None for logits."""
+    """Make this thread's `lm_head` calls run `head_fn`; None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield

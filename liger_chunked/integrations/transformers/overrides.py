@@ -1,4 +1,4 @@
-"""The table of stock code that our kernels compute, and the model families of transformers.
+"""Stock code that our kernels compute, and model families of transformers.
 
 A row serves every class or function whose source differs only in names.
 """
@@ -122,7 +122,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
-            # Few rows read as many attributes, so that few modules are imported.
+            # Few rows read as many: few imports.
             if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
                 continue
             row = _read(path, name)
@@ -153,14 +153,14 @@ _MAPPINGS: tuple[Mapping[str, Any], ...] = (
 
 
 def _heads() -> dict[str, str]:
-    """Return a class with an `lm_head` of each model type."""
+    """Return a class with an `lm_head` per model type."""
     return {
         name.replace("-", "_"): cls for mapping in _MAPPINGS for name, cls in mapping.items() if isinstance(cls, str)
     }
 
 
 def causal_classes(modeling: ModuleType) -> list[Any]:
-    """Return the language models that a modeling module defines."""
+    """Return the module's language models."""
     heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
     return [
         cls
@@ -171,7 +171,7 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
 
 
 def family_modeling(name: str) -> ModuleType:
-    """Return the modeling module of a model type or folder of transformers, or raise a ValueError."""
+    """Return the modeling module of a model type or folder, or raise a ValueError."""
     modeling, heads = _modeling(name), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
@@ -181,7 +181,7 @@ def family_modeling(name: str) -> ModuleType:
 
 
 def check_family(name: str) -> None:
-    if name not in _heads():  # else its module is imported when it is patched
+    if name not in _heads():  # else imported when patched
         family_modeling(name)
 
 

@@ -54,9 +54,9 @@ def _patched_class(cls: Any, patch: Patch) -> Any:
 
 @functools.cache
 def _layer_method(binding: Binding, stock: Method) -> Method:
-    """Compile a method with the signature of `stock` that passes its input and the attributes to the layer.
+    """Compile a method like `stock` that passes input and attributes to the layer.
 
-    Each has its own code, because Dynamo limits how often it compiles one code.
+    Each has its own code, because Dynamo limits compilations per code.
     """
     owner, input = inspect.signature(stock).parameters
     reads = binding.reads.items()
@@ -71,7 +71,7 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Refer to the original class, because nothing can import this subclass.
+        # Nothing can import this subclass.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -153,7 +153,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore the attributes that other code has not replaced since."""
+        """Restore attributes that other code has not replaced since."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:
@@ -177,7 +177,7 @@ class ForwardState:
 
 
 def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Install our forward for the first reason; restore the original after the last one."""
+    """Install our forward for the first reason; restore the original after the last."""
     before = vars(owner).get(STATE)
     state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
     if state.head_fn or state.fusion is not None:
@@ -196,7 +196,7 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
 
 
 def _class_forward(stock: Method) -> Method:
-    """Return a patched class's forward, with the signature of `stock` for generate and Trainer."""
+    """Return a patched class's forward, with `stock`'s signature for generate and Trainer."""
     stock = getattr(stock, STOCK, stock)  # the family may be patched already
 
     @functools.wraps(stock)
@@ -248,9 +248,9 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model, or every model of a class, train without logits; None undoes this.
+    """Make a model or class train without logits; None undoes this.
 
-    A model of a patched class is checked in its first step.
+    Models of a patched class are checked in their first step.
     """
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
@@ -260,8 +260,8 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) 
 def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
-    `fn` gets a `Head` and a `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs
-    inside `model.forward`, under autocast and the hooks of DDP, FSDP and ZeRO.
+    `fn` gets `Head` and `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs inside
+    `model.forward`, with autocast and hooks of DDP, FSDP and ZeRO.
 
     Raises:
         TypeError: `model` contains no transformers model.
@@ -298,7 +298,7 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """Counts of replaced classes by switch, and why others were left alone; `print` shows them."""
+    """Counts of replaced classes by switch, and reasons for others; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class Applied:
             ROPES(*key).hold(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)  # a copied model needs the rope function too
+        vars(self).update(state)  # a copy needs the rope function too
         self.hold_ropes()
 
     def __str__(self) -> str:
@@ -328,7 +328,7 @@ class Applied:
 
 
 class _Rope:
-    """Replaces a rotary function of a modeling module while a holder lives."""
+    """Replaces a module's rotary function while a holder lives."""
 
     def __init__(self, module: str, name: str) -> None:
         self._owner, self._name = importlib.import_module(module), name
@@ -371,7 +371,7 @@ FAMILY_WIDE: dict[str, Applied] = {}
 
 @dataclass
 class _Found:
-    """What the kernels can serve, and why they leave other layers alone."""
+    """Layers that kernels can serve, and reasons for others."""
 
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
@@ -551,9 +551,9 @@ def _hold_ropes(found: _Found, on: list[str], applied: Applied) -> None:
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
-    """Undo `apply_liger_kernel(model)`, or, for a family's name, `apply_liger_kernel_to_<family>()`.
+    """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
 
-    A forward that was set after patching stays.
+    Forwards set after patching stay.
     """
     if isinstance(model, str):
         _revert_family(family_modeling(model))
@@ -601,7 +601,7 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
 
 
 def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
-    """Patch a family's classes, except torch's, and so all existing and future models.
+    """Patch a family's classes, except torch's, and so all its models.
 
     An unsupported activation raises when it runs. A model whose head does not qualify trains with its own forward,
     unless `fused_linear_cross_entropy=True`.
@@ -657,7 +657,7 @@ def family_function(name: str) -> Callable[..., Applied]:
 
 
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
-    """Let `layer` serve a class that `apply_liger_kernel` does not recognise.
+    """Let `layer` serve a class unknown to `apply_liger_kernel`.
 
     The layer is compared with the class in each patched model, and now if a module can be built. It also serves
     subclasses without their own code.

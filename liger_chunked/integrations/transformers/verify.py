@@ -1,6 +1,6 @@
-"""Compare each kernel with the code that it replaces, on small layers.
+"""Compare kernels with the code that they replace, on small layers.
 
-Tokens and weights are random, because a norm's initial ones and zeros would hide errors.
+Tokens and weights are random: a norm's initial ones and zeros would hide errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, stock_
 from liger_chunked.integrations.transformers.layers import Binding, Layer
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
+_MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
 _SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal a norm's eps, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
@@ -57,7 +57,7 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise a Difference unless the layer equals `cls` on a small copy of `module`."""
+    """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
     layer = binding.layer
     with _quiet():
         probe = _probe(module, cls, {1: 1})
@@ -106,7 +106,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference, if it is more than rounding."""
+    """Describe the largest difference beyond rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -124,7 +124,7 @@ _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
 
 
 def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin of a rotary embedding, if they are those of text."""
+    """Return a text model's cos and sin, or None."""
     try:
         rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
@@ -217,7 +217,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 def _small(size: int, sizes: dict[int, int]) -> int:
-    """Map a layer's dimension to a small one; twice another dimension stays twice."""
+    """Map a dimension to a small one; twice another stays twice."""
     if size not in sizes:
         if 2 * size in sizes:
             sizes[size] = sizes[2 * size] // 2
@@ -240,7 +240,7 @@ def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
+        # ZeRO-3's shape of a sharded parameter.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
@@ -275,7 +275,7 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return an input width that the original accepts, and its output."""
+    """Return an accepted input width, and the output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
     for width in dict.fromkeys(widths or [48]):
@@ -309,7 +309,7 @@ def _cast(probe: Any, dtype: torch.dtype) -> Any:
 
 
 def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare a norm's rounding in bfloat16, with float32 and bfloat16 weights."""
+    """Compare a norm's bfloat16 rounding, with weights in float32 and bfloat16."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)
