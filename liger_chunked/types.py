@@ -1,4 +1,4 @@
-"""Types of the library: inputs of losses, options, heads, metrics."""
+"""Inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` that raise if a loss reads an undeclared field."""
+    """`TokenStats` that raise for undeclared fields."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -155,7 +155,7 @@ class VocabShard:
         return torch.distributed.get_world_size(self.group)
 
     def columns(self, rows: int) -> int:
-        """Return how many of a weight's rows are no padding."""
+        """Return how many rows are no padding."""
         return max(0, min(rows, self.vocab_size - self.start))
 
 
@@ -181,7 +181,7 @@ class Head(NamedTuple):
 
     @property
     def even_shape(self) -> tuple[int, int]:
-        """(V, H) of a rank if all had equally many rows: ranks that plan by it cut the same chunks."""
+        """(V, H) as if all ranks had equally many rows, to cut the same chunks."""
         rows, hidden_size = self.weight.shape
         return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
 
@@ -226,13 +226,13 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return a tensor's shape, dtype and device; else the type."""
+    """Return a tensor's shape, dtype and device, or a type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
     try:
         shape = str(tuple(x.shape))
-    except RuntimeError:  # nested tensors and uninitialized parameters have no shape
+    except RuntimeError:  # nested tensors and uninitialized parameters
         shape = "tensor without a shape,"
     text = f"{shape} {str(x.dtype).removeprefix('torch.')} on {x.device}"
     return text if kind in ("Tensor", "Parameter", "Buffer") else f"{text}, a {kind}"
@@ -243,7 +243,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """Format a setting for a message, a long value by type and size."""
+    """Format a setting, a long value by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -257,7 +257,7 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Raise TypeError unless a value is a number, with `whole` an integer."""
+    """Raise TypeError unless a number, with `whole` an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -315,7 +315,7 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The transform of the logits, the ignored tokens, and the memory budget.
+    """The logits' transform, ignored tokens, and memory budget.
 
     The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, without a softcap `logit_scale * z /
     temperature`.
@@ -325,7 +325,7 @@ class LogitOptions:
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic.
+        logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
 
     Raises:
         TypeError, ValueError: an option is not a number, or out of range.
@@ -366,8 +366,8 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get the batch in parts; fields named `batch_...` describe all of it. Use `reshape`, not `view`: the
-    memory layout depends on the part.
+    A loss may get parts of the batch; `batch_...` fields describe all of it. Use `reshape`, not `view`: parts differ in
+    memory layout.
 
     - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over valid tokens, or the mean
       with `average_log_prob`, weighted with `ld_alpha`; float64
@@ -401,11 +401,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` labelled sequences, the input of an unpaired loss. `T` and the fields `batch_...` are as in `Pairs`.
+    """`n` labelled sequences, the input of an unpaired loss. `T` and `batch_...` as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `reference_point` (): the call's `kl` in nats, its `delta` in rewards, or zero, as the loss declares; without
+    - `reference_point` (): the call's `kl` in nats or `delta` in rewards, or zero, as the loss declares; without
       gradient
     - `batch_size`: sequences
     - `batch_counts` (2,): desirable and undesirable sequences, at least 1
@@ -440,18 +440,17 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions, the input of a policy loss. `T` and the fields `batch_...` are as in `Pairs`.
+    """`n` sampled completions, the input of a policy loss. `T` and `batch_...` as in `Pairs`.
 
-    A loss with `scope = "token"` gets any tokens, one per row: `T` is 1, and values of a sequence are repeated. Ignored
-    tokens have ratios and weights of 1, and other values of 0.
+    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ignored tokens have ratios and
+    weights of 1, else 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
-    - `old_logps` (n, T): under the policy that sampled, without gradient; `logps` if not given
+    - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
     - `ref_logps` (n, T): under the reference, without gradient; None without one
     - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler that differs from the old
-      policy
+    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler unlike the old policy
     - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
     - `batch_size`: sequences
@@ -480,7 +479,7 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of a paired loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over vocabulary and valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
@@ -507,7 +506,7 @@ class PreferenceMetrics(NamedTuple):
 class UnpairedPreferenceMetrics(NamedTuple):
     """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences.
 
-    To average over ranks, weigh each mean by its count. A mean over nothing is zero.
+    To average over ranks, weigh means by counts. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
@@ -533,11 +532,11 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over valid tokens, or over sequences for values per sequence. A mean over nothing is zero.
+    Means are over valid tokens, or sequences for values per sequence; zero over nothing.
 
     - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
-    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped from below, above, or either side,
-      which have no gradient
+    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either, without
+      gradient
     """
 
     entropy: Tensor
@@ -551,7 +550,7 @@ class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; None if not requested.
 
     - `z_loss`: the term of `lse_square_scale`, reduced like the loss
-    - `token_accuracy` (): share of valid tokens whose target is the argmax
+    - `token_accuracy` (): share of valid tokens with the target as argmax
     - `predicted_tokens`: the argmax in the target's shape, -1 at ignored tokens
     """
 
@@ -562,7 +561,7 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of student logits `z` and teacher logits `t`, with a gradient in closed form.
+    """A divergence of student logits `z` and teacher logits `t`, with closed-form gradient.
 
     With `p = softmax(z)` and `q = softmax(t)`:
 
@@ -599,10 +598,10 @@ class Divergence:
 
 
 class DistillationMetrics(NamedTuple):
-    """The terms of a distillation loss without their weights, detached.
+    """A distillation loss's unweighted terms, detached.
 
     - `soft_loss` (): the divergence
-    - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target
+    - `hard_loss` (): the targets' NLL in nats at temperature 1; zero without targets
     """
 
     soft_loss: Tensor
@@ -611,14 +610,13 @@ class DistillationMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a step holds above its inputs at its peak.
+    """A step's bytes above its inputs at the peak.
 
     - `logits`: logits or their exponentials, also the teacher's
     - `weight_grad`: gradients of weight and bias, and accumulators
     - `input_grad`: gradient of the hidden states
     - `hidden`: copies of valid tokens' hidden states
-    - `other`: numbers per token, heads cast by autocast, tensors that autograd saves, the fused epilogue's sums and
-      products
+    - `other`: numbers per token, autocast's heads, autograd's saved tensors, the fused epilogue's sums and products
     """
 
     logits: int = 0
