@@ -1,8 +1,9 @@
 """Select and order the tokens that have a target.
 
-token a position with a target; others reach no matrix product group tokens that an objective cannot split: one, a
-sequence, a pair chunk whole groups that the objective sees at once, within the budget tile rows of a chunk times a
-slice of the vocabulary: the logits in memory at once
+token    a position with a target; others reach no matrix product
+group    tokens that an objective cannot split: one, a sequence, a pair
+chunk    whole groups that the objective sees at once, within the budget
+tile     rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
 
 from __future__ import annotations
