@@ -259,7 +259,6 @@ class _Model(NamedTuple):
 
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
-    """An objective with a gradient for each statistic in `names`."""
     return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
 
 

@@ -162,7 +162,6 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """Advise what to change if chunks change the loss."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
@@ -261,7 +260,6 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the loss and its gradients."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
@@ -269,7 +267,7 @@ def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the same, by autograd over full logits."""
+    """Like `_evaluate`, by autograd over full logits."""
     given, leaves = _leaves(batch)
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _gradients(_full_distillation(loss, **given), leaves)

@@ -99,11 +99,9 @@ class AdaptedWeight:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether `weight` needs a gradient."""
         return self.weight.requires_grad
 
     def __getitem__(self, rows: slice) -> AdaptedWeight:
-        """Return rows of the vocabulary."""
         return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
 
     def detach(self) -> AdaptedWeight:

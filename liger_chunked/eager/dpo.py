@@ -95,7 +95,6 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
 
 
 def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
-    """Return AOT's logistic losses between the batch's quantiles."""
     if loss_type == "aot":
         high = [pair.chosen - pair.rejected for pair in pairs]
         low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]

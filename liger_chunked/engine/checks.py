@@ -103,7 +103,6 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def _check_adapted(weight: AdaptedWeight, name: str) -> None:
-    """Check `up` and `down`."""
     matrix, up = weight.weight, weight.up
     if not isinstance(up, Tensor) or not up.is_floating_point():
         raise TypeError(f"{name}.up must be a floating-point tensor, got {described(up)}")

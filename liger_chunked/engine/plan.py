@@ -238,7 +238,6 @@ _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once about many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return

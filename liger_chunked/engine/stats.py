@@ -45,12 +45,10 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
-    """Return the pass with its buffer."""
     return plan.make_head_pass(given.to(plan.dtype), None)
 
 
 def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
-    """Return the pass, and the statistics of all tokens."""
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))

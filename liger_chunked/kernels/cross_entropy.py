@@ -147,7 +147,8 @@ def liger_cross_entropy(
             any. "none" returns (...), 0 at ignored tokens.
         label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
-        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or `z = logit_scale * logits`.
+        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or without softcap
+            `z = logit_scale * logits`.
         inplace: let the backward overwrite `logits`, unless expanded or under torch.compile; a second backward raises.
 
     Returns:

@@ -233,8 +233,9 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
     Args:
         gate: (..., I), rows in any layout; or (..., 2 I), both halves side by side (Phi-3, GLM-4).
         up: (..., I) of the same dtype, or None for packed halves.
-        inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless leaves or in shared
-            memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read gradients.
+        inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
+            share memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read
+            gradients.
 
     Raises:
         TypeError: an argument is not floating-point, or dtypes differ.

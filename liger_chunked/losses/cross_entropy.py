@@ -144,7 +144,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         ce_weight: (V,) class weights.
         focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629; TRL's
-            `loss_type="dft"`). Neither factor changes the denominator.
+            `loss_type="dft"`). Neither this nor the focal factor changes the
+            denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
@@ -336,7 +337,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return the denominators of regularizer and cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

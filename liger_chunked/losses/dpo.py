@@ -166,7 +166,6 @@ def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _wpo_weights(pairs: Pairs) -> Tensor:
-    """Return WPO's weights (n,), without gradient."""
     stats = pairs.token_stats
     assert stats.log_sum_sq_probs is not None
     aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)

@@ -145,8 +145,8 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3), fused.
 
-    A variant combines a surrogate, a reduction and an importance level. With advantage `A`, importance ratio `r = pi /
-    pi_old` and stopped gradient `sg`, a token costs
+    A variant combines a surrogate, a reduction and an importance level. With advantage `A`, importance ratio
+    `r = pi / pi_old` and stopped gradient `sg`, a token costs
 
     | surrogate | cost | paper |
     |---|---|---|

@@ -241,7 +241,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, pass all ranks' tokens divided by the ranks. A tensor below 1 counts as 1. With other
+                gradients, pass all ranks' tokens divided by their number. A tensor below 1 counts as 1. With other
                 reductions, divide the loss by the number of steps.
             vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 

@@ -1,9 +1,15 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
-head.py a patched model's head and loss patch.py patches and restores models layers.py layers that base kernels replace
-detect.py facts about a model's code overrides.py stock code that kernels replace, and model families verify.py compares
-kernels with original code check.py compares patched and original models shared_prefix.py computes shared prompts once
-trie.py packs a batch as a trie trie_attention.py its masks and attention
+head.py            a patched model's head and loss
+patch.py           patches and restores models
+layers.py          layers that base kernels replace
+detect.py          facts about a model's code
+overrides.py       stock code that kernels replace, and model families
+verify.py          compares kernels with original code
+check.py           compares patched and original models
+shared_prefix.py   computes shared prompts once
+trie.py            packs a batch as a trie
+trie_attention.py  its masks and attention
 """
 
 from typing import Any

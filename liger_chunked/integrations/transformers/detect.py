@@ -306,7 +306,6 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
 
     def referred(self, node: ast.expr) -> str | None:
-        """Describe the object of a global name or a module's attribute."""
         names = ast.unparse(node).split(".")
         if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
             return None
@@ -474,7 +473,6 @@ class _Trial:
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -638,7 +636,6 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return modules in `module` that contain `target`."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 

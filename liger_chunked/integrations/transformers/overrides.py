@@ -134,7 +134,6 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
 
 @functools.cache
 def rope_of(function: Any) -> Any:
-    """Return our equivalent of a rotary function."""
     read = detect.source_of(function)
     rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
@@ -160,7 +159,6 @@ def _heads() -> dict[str, str]:
 
 
 def causal_classes(modeling: ModuleType) -> list[Any]:
-    """Return the module's language models."""
     heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
     return [
         cls

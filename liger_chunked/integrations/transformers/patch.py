@@ -286,7 +286,6 @@ def attach_head(model: nn.Module) -> None:
 
 
 def detach_head(model: nn.Module) -> None:
-    """Undo `attach_head`."""
     _update(inner_model(model), head_fn=False)
 
 
@@ -460,7 +459,6 @@ def _owner(module: nn.Module) -> type:
 
 
 def _head_refusal(model: PreTrainedModel) -> str | None:
-    """Return why a fused loss cannot replace head and loss."""
     balance = detect.balance_of(model)
     if balance is not None and balance.refusal is not None:
         return f"its load-balancing loss cannot be computed: {balance.refusal}"

@@ -152,7 +152,6 @@ def _reason_of_arguments(arguments: dict[str, Any]) -> str | None:
 
 
 def _reason_of_padding(model: PreTrainedModel, trie: PackedTrie, with_trailing: bool) -> str | None:
-    """Return why the padded batch has other hidden states."""
     if trie.padding == "between":
         return "there is padding between the tokens of a sequence, which counts in their positions"
     if trie.padding == "left" and not _facts(model).relative:
@@ -234,7 +233,6 @@ def _share(
 
 
 def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense: bool) -> dict[str, Any]:
-    """Return arguments for `model` or its backbone."""
     windows = _windows(model.config)
     has_windows = any(window is not None for window in windows.values())
 

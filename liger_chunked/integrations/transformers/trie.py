@@ -160,7 +160,6 @@ def _places(batch: _Array, valid: _Array | None) -> list[Any]:
 
 
 def _behind(place: Any, width: int) -> int:
-    """Return the column behind the last token."""
     if isinstance(place, slice):
         return width if place.stop is None else int(place.stop)
     return width - int(place[::-1].argmax())
@@ -180,7 +179,6 @@ def _depth_first_order(sequences: list[_Array]) -> list[int]:
 
 
 def _n_common(a: _Array, b: _Array) -> int:
-    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -233,7 +231,6 @@ class _Path:
         return slice(self.place - n, self.place)
 
     def leave(self, depth: int) -> None:
-        """Shorten the sequence to `depth` nodes."""
         while self._depth > depth:
             part = self._parts.pop()
             kept = max(part.start, part.stop - (self._depth - depth))

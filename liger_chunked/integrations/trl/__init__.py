@@ -1,7 +1,7 @@
 """TRL's trainers, without logits.
 
     Liger*Trainer                a mixin over TRL's class
-      model(..., labels=, maybe wrapped (DDP, FSDP, ZeRO, PEFT)
+      model(..., labels=,        maybe wrapped (DDP, FSDP, ZeRO, PEFT)
             fused_lm_head=True   TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
             head_fn=fn)          our call: returns `fn(head, input)`
         head_pass                both calls: backbone, then `fn` in place of lm_head and loss
@@ -38,8 +38,8 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may #
-# drop modules.
+# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may drop
+# modules.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),

@@ -545,7 +545,6 @@ class ReferenceMixin(LigerTrainerMixin):
         return {}
 
     def _log_metrics(self, step: Step) -> None:
-        """Log metrics under TRL's names."""
         raise NotImplementedError
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:

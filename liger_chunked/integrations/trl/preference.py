@@ -142,7 +142,6 @@ class ConcatenatedMixin(SharedPromptsMixin):
         return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the NLL term's target if it differs."""
         return None
 
 
