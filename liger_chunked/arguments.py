@@ -217,7 +217,7 @@ def own_options(loss: type, options: Options, known: Collection[str]) -> Options
 
 
 def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords into the constructor's, first, and the call's, or raise TypeError."""
+    """Split keywords into the constructor's, which take precedence, and the call's, or raise TypeError."""
     constructor, call = of_constructor(cls), of_call(cls)
     settings: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -241,8 +241,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
     """Whether positional arguments are the tensors of a call, of the types `data`, not the constructor's arguments.
 
-    The constructor gets them if it has a parameter for each, and those that get tensors have no default, None or a
-    tensor.
+    The constructor gets them if it has a parameter for each, and those that get tensors have no default, or default to
+    None or a tensor.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
         return False

@@ -44,7 +44,7 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; evaluate it if the positional arguments are tensors."""
+        """Build a loss; evaluate it if positional arguments are tensors."""
         if args and arguments.are_data(cls, args, (Tensor, AdaptedWeight)):
             settings, data = arguments.split(cls, kwargs)
             return cls(**settings)(*args, **data)

@@ -2,8 +2,8 @@
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with the same arguments and
-defaults. Modules and messages say `input` for `hidden`.
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with equal defaults.
+Modules and messages say `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ def cross_entropy_loss(
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
     See `LigerFusedLinearCrossEntropyLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,), `weight` (V, H).
+    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     Returns:
-        The loss: (), or the shape of `target` with `reduction="none"`; with a `return_...` flag `(loss,
-            CrossEntropyMetrics)`.
+        The loss, () or like `target` with `reduction="none"`; with a `return_...` flag `(loss, CrossEntropyMetrics)`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -429,7 +428,7 @@ def kto_loss(
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
     See `LigerFusedLinearKTOLoss` and its `forward`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
         `(loss, UnpairedPreferenceMetrics)`.
@@ -508,7 +507,7 @@ def bco_loss(
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
     See `LigerFusedLinearBCOLoss` and its `forward`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
         `(loss, UnpairedPreferenceMetrics)`.
@@ -595,7 +594,7 @@ def grpo_loss(
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
     See `LigerFusedLinearGRPOLoss` and its `forward`.
-    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).
+    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     Returns:
         `(loss, PolicyMetrics)`.

@@ -55,7 +55,7 @@ class LossReport(NamedTuple):
     """A result of `check_loss`.
 
     - `loss`: its value
-    - `error`: the largest relative difference of loss and gradients from full logits
+    - `error`: the largest relative difference from full logits
     - `budgets`: the budgets that were compared, in bytes
     - `tokens`: valid tokens
     """
@@ -82,14 +82,14 @@ def check_loss(
 
     Args:
         loss: an instance.
-        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; None: a random batch.
+        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
         seed: of the random batch.
         tolerance: the largest allowed relative difference.
 
     Raises:
-        AssertionError: if a check fails; the message says what to change.
-        TypeError: if `loss` is not an instance of a loss.
-        ValueError: if a teacher is given as log-probabilities, which have no full logits.
+        AssertionError: a check fails; the message says what to change.
+        TypeError: `loss` is no instance of a loss.
+        ValueError: a teacher given as log-probabilities has no full logits.
 
     >>> from liger_chunked import LigerFusedLinearPreferenceBase
     >>> class Centred(LigerFusedLinearPreferenceBase):

@@ -15,7 +15,7 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """What a loss needs of the logits, per token.
+    """Statistics of logits, per token.
 
     With transformed logits `z` (`LogitOptions`), `p = softmax(z)` and target `y`, in nats:
 
@@ -319,7 +319,7 @@ class LogitOptions:
     temperature`.
 
     Args:
-        ignore_index: tokens with this target contribute and cost nothing.
+        ignore_index: tokens with this target do not count, at no cost.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
@@ -580,7 +580,7 @@ class Divergence:
         """Return the divergence of `LigerFusedLinearJSDLoss`.
 
         Raises:
-            TypeError, ValueError: if beta is not a number in [0, 1].
+            TypeError, ValueError: beta is not a number in [0, 1].
         """
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:

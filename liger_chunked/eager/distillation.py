@@ -92,7 +92,7 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
+    """Return `weight_soft_loss * divergence + weight_hard_loss * nll` (temperature 1), and both terms.
 
     Teacher rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
 

@@ -141,8 +141,8 @@ def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tupl
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
     `down` runs under the caller's grad mode and autocast, and k is r. But PEFT multiplies float32 adapters of a 16-bit
-    head in float32, unless autocast rounds them. Rounding would give gradients up to 1.6 times the error, so outside
-    autocast each factor is cut into a rounded part and the rest, and k is 3 r:
+    head in float32, except under autocast. Rounding them gives up to 1.6 times the error, so outside autocast each
+    factor is cut into a rounded part and the rest, and k is 3 r:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 

@@ -192,7 +192,7 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Divergences]:
-    """Return the loss (), differentiable, and the valid tokens' detached values, of checked inputs."""
+    """Return the differentiable loss () of checked inputs, and the valid tokens' detached values."""
     step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -214,7 +214,7 @@ def chunk_and_tile(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> tuple[int, int]:
-    """Return the tokens of a distillation chunk, and of its tiles of teacher logits.
+    """Return the tokens of a distillation chunk, and of a tile of teacher logits.
 
     dW takes one product per chunk, so long chunks are better than long tiles. The automatic budget uses one chunk if
     its tile takes at most half the bytes of its logits.

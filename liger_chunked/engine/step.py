@@ -85,7 +85,7 @@ class Step:
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, the values per token, and the needed gradients."""
+        """Return the loss, values per token, and needed gradients."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
@@ -163,12 +163,12 @@ class Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return 1, cached, because autograd would launch a kernel for it."""
+    """Return 1, cached: autograd would launch a kernel."""
     return torch.ones((), dtype=dtype, device=device)
 
 
 def _graph_is_retained() -> bool:
-    """Return whether another backward may follow; True if torch cannot tell."""
+    """Whether another backward may follow; True if unknown."""
     return _keeps_graph is None or _keeps_graph()
 
 

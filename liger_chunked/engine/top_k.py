@@ -156,7 +156,7 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert gradients of columns to tokens': columns of one token get their sum."""
+        """Sum the gradients of columns that belong to the same token."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)

@@ -128,8 +128,8 @@ def liger_kl_div_with_logits(
         student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
         shift_labels: (...) labels; None uses all rows.
         reverse: return `KL(p || q)`.
-        reduction: "batchmean" divides the sum by the valid rows, "mean" also by V. "none" returns (...), 0 in ignored
-            rows.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V. "none" returns (...), 0 in
+            ignored rows.
         temperature: divides all logits; there is no factor `temperature ** 2`.
         ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.

@@ -28,7 +28,7 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     Unwraps tagging subclasses and asynchronous collectives, also in an `AdaptedWeight`.
 
     Raises:
-        TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.
+        TypeError: a nested, sparse, complex or quantized tensor, or one with `__torch_dispatch__`.
         NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
     """
     if torch.compiler.is_compiling():  # the tracer handles tensor types

@@ -198,7 +198,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Any:
         y, rstd, total = _forward(x, weight, residual, *options)
         _, ctx.offset, _ = options
-        # In a compiled graph's order: a checkpoint may run both ways.
+        # A compiled graph's order: a checkpoint may run eagerly, then compiled.
         ctx.save_for_backward(*((x, weight, rstd) if residual is None else (weight, rstd, total)))
         return y if residual is None else (y, total)
 

@@ -64,7 +64,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = F.cross_entropy(z.float() * temperature, target, reduction="sum") / n
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
-    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is the caller's.
+    The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is left to the caller.
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
@@ -136,7 +136,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             teacher_ids: their distinct ids, in the same shape.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
             vocab_shard: which rows both models' weights and biases hold, if ranks split the vocabulary.
-                `teacher_ids` are ids of the whole.
+                `teacher_ids` are ids of the whole vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or the teacher is missing.

@@ -22,7 +22,7 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
     metrics are means over tokens.
 
     Args:
-        beta: weight of the odds ratio term, the paper's lambda.
+        beta: weight of the odds ratio, the paper's lambda.
         **options: see `LogitOptions`.
 
     >>> import torch

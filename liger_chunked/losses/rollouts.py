@@ -14,7 +14,7 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() turns its error into a relative one."""
+    """Sum in float64: exp() makes its error relative."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 

@@ -17,7 +17,7 @@ _LOSS_TYPES = ("sigmoid", "hinge")
 class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
 
-    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats:
+    With `m = beta * (mean log p of chosen tokens - mean log p of rejected tokens) - gamma`, in nats:
 
     | loss_type | loss |
     |---|---|

@@ -55,7 +55,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, with PEFT's LoRA layer around it and the adapters in use."""
+    """A Linear inside `lm_head`, maybe in a LoRA layer of PEFT with `adapters` in use."""
 
     linear: nn.Linear
     layer: Any = None  # peft.tuners.lora.layer.Linear
@@ -203,7 +203,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function, then those inside."""
+    """Yield a function and those that it wraps."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)
@@ -235,7 +235,7 @@ def stock_method(cls: type, name: str) -> Any:
     return getattr(method, STOCK, method)
 
 
-# Equal code.
+# Whether functions are the same code.
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
@@ -337,7 +337,7 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
 
 
 def looks_like_layer(cls: Any) -> bool:
-    """Whether a class is named like a norm, or like a gated MLP or experts that multiply."""
+    """Whether a class has a norm's name, or multiplies and has the name of a gated MLP or experts."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
     if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
@@ -365,7 +365,7 @@ _OF_HEAD = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "i
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The logits' transform, the forward's output, and how the arguments of forward and backbone differ."""
+    """The logits' transform, the forward's output, and how forward's and backbone's arguments differ."""
 
     options: LogitOptions
     output: type

@@ -329,7 +329,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
+    """Select the last positions (int; 0: all), (K,) for all samples, (B, K), or a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:
@@ -371,7 +371,7 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
     head = _head_of(projection)
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head after a bfloat16 backbone; the loss rejects the reverse.
+        # For a float32 head on a bfloat16 backbone; the loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
@@ -477,7 +477,7 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject users' forwards and backward hooks; let forward hooks look but not edit."""
+    """Reject users' forwards and backward hooks; forward hooks may not edit."""
     own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
     own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
     own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]

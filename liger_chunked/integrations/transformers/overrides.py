@@ -122,7 +122,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
-            # Few rows read as many: few imports.
+            # Few rows read as many attributes: few imports.
             if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
                 continue
             row = _read(path, name)
@@ -142,8 +142,6 @@ def rope_of(function: Any) -> Any:
 def register(cls: type[nn.Module], binding: Binding) -> None:
     _REGISTERED[cls] = binding
 
-
-# Families.
 
 _MAPPINGS: tuple[Mapping[str, Any], ...] = (
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

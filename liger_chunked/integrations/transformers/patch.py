@@ -71,7 +71,7 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Nothing can import this subclass.
+        # Refer to the original class: nothing can import this one.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -164,12 +164,12 @@ class Patches:
                 setattr(owner, name, before)
 
 
-# The forward of `head.py` on a model or a class.
+# The forward of `head.py`.
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model or a class has our forward. A model's shallow copies share it."""
+    """Why a model or class has our forward. Shallow copies share it."""
 
     head_fn: bool = False
     fusion: Fusion | None = None
@@ -286,6 +286,7 @@ def attach_head(model: nn.Module) -> None:
 
 
 def detach_head(model: nn.Module) -> None:
+    """Undo `attach_head`."""
     _update(inner_model(model), head_fn=False)
 
 
@@ -454,7 +455,7 @@ def _found_in(model: PreTrainedModel, fused: bool) -> _Found:
 
 
 def _owner(module: nn.Module) -> type:
-    """Return the class whose forward a module has: FSDP derives other classes."""
+    """Return the class that defines the forward: FSDP derives others."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
 
@@ -482,10 +483,10 @@ def apply_liger_kernel(
     reverted or deleted. The result says which layers and heads are left alone, and why.
 
     Args:
-        model: any transformers model, or a wrapper of one.
+        model: a transformers model, maybe wrapped.
         logits_budget: as in `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
-            All that the model has are on by default, except `cross_entropy`, which excludes the last one.
+            By default, all that the model has, except `cross_entropy`, which excludes the last.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
@@ -581,7 +582,7 @@ def _release(applied: Applied | None) -> None:
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
-    """Return what the kernels serve in a modeling module, by modules of default configurations."""
+    """Return what kernels serve, by modules of default configurations."""
     found = _Found(heads=overrides.HEAD_SWITCHES)
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
@@ -661,13 +662,13 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     subclasses without their own code.
 
     Args:
-        cls: a module class whose method takes one tensor.
-        layer: one of `layers.py`, or your own.
+        cls: a module class; its method takes one tensor.
+        layer: from `layers.py`, or your own.
         **names: the class's names of the layer's attributes, where they differ.
 
     Raises:
         TypeError: `cls` is no module class, or `layer` no `Layer`.
-        ValueError: the layer reads no attribute of such a name, or the layer computes something else.
+        ValueError: the layer has no such attribute, or computes something else.
 
     >>> import torch
     >>> from liger_chunked.integrations.transformers.layers import RMS_NORM

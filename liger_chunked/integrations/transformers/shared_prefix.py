@@ -72,7 +72,7 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     Positions count tokens without padding, as in `generate`.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
+        model: a transformers model, maybe wrapped (PEFT, DDP, FSDP, DeepSpeed).
         input_ids: (B, T), padded anywhere.
         attention_mask: (B, T), 0 at padding; None if there is none.
 
@@ -94,7 +94,7 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     reason = why_not_shared(model)
     if reason is None:
         batch = _share(inner, input_ids, attention_mask)
-        # No log line: the next batch may save more.
+        # Not logged: the next batch may save more.
         return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
@@ -190,7 +190,7 @@ def _logged(model: PreTrainedModel, batch: SharedBatch) -> SharedBatch:
 def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Return the backbone's hidden states (B, T, H), zero at padding. Computes common prefixes once.
 
-    Differentiable. A model with an `lm_head` gets `attach_head(model)`, to run its wrappers too.
+    Differentiable. For a model with an `lm_head`, use `attach_head(model)`, which also runs wrappers.
 
     Raises:
         ValueError: the model cannot share prefixes; see `why_not_shared`.

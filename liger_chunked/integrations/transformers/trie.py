@@ -49,7 +49,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of tokens not computed; filler is."""
+        """The share of tokens that is not computed; filler counts as computed."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 
@@ -114,7 +114,7 @@ def pack_trie(
             if trailing[i]:
                 last, own = len(sequences[i]), path.skip(trailing[i])
                 ids[own], depths[own] = batch[i, behind[i] :], np.arange(last, last + trailing[i])
-                # Padding behind tokens does not attend to itself, as in a padded batch.
+                # Padding behind tokens does not attend to itself.
                 ends[own] = np.arange(own.start, own.stop) + (last == 0)
                 node[i, behind[i] :] = np.arange(own.start, own.stop) + r * row_length
         path.leave(0)
@@ -226,7 +226,7 @@ class _Path:
         return part
 
     def skip(self, n: int) -> slice:
-        """Return `n` places that are not part of the sequence."""
+        """Return `n` places outside the sequence."""
         self.place += n
         return slice(self.place - n, self.place)
 
@@ -240,7 +240,7 @@ class _Path:
                 self._parts.append(slice(part.start, kept))
 
     def nodes(self, base: int) -> _Array:
-        """Return the places of the sequence's nodes, plus `base`."""
+        """Return the sequence's places, plus `base`."""
         return np.concatenate([np.arange(base + part.start, base + part.stop) for part in self._parts])
 
 

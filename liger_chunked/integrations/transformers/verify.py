@@ -22,7 +22,7 @@ from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, stock_
 from liger_chunked.integrations.transformers.layers import Binding, Layer
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
-_MOST_ROUNDED = 0.02  # of a norm's bfloat16 values; another casting order changes a tenth
+_MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
 _SCALES = (1.0, 1e-3, 20.0, 1.0, 3.0)  # small tokens reveal a norm's eps, large ones a clamp
 
 _LAYERS = {name: layer for name, layer in vars(kinds).items() if isinstance(layer, Layer)}
@@ -235,7 +235,7 @@ def _attribute(value: Any, sizes: dict[int, int]) -> Any:
 
 
 def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
-    """Return a copy of `module` with small random weights."""
+    """Copy `module` with small random weights."""
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}

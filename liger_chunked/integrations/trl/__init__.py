@@ -38,8 +38,8 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may drop
-# modules.
+# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may
+# drop modules.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),

@@ -48,13 +48,13 @@ def add_chunked_lm_head(
     logits_budget: int | float | str | None = None,
     share_prefix: bool | str = False,
 ) -> None:
-    """Give `model` TRL's `add_fused_lm_head`, by `linear_token_stats`.
+    """Give `model` the head of TRL's `add_fused_lm_head`, computed by `linear_token_stats`.
 
     `model(..., labels=labels, fused_lm_head=True)` then returns TRL's `FusedCausalLMOutput`, and `model(...,
     labels=labels, head_fn=fn)` returns `fn(head, input)`. Other calls do not change.
 
     Args:
-        model: a causal language model, PEFT's base model.
+        model: a causal language model; under PEFT its base model.
         temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
         outputs: more fields of TRL's output: keys of `STATISTICS`.
@@ -207,7 +207,7 @@ def loss_step(
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
     """A `head_fn` of `loss` with the model's logits transform.
 
-    `length`: only this many of the last positions.
+    `length`: use only this many of the last positions that predict a token.
     """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
@@ -277,8 +277,8 @@ class LigerTrainerMixin(_Trainer):
             its own.
 
     Raises:
-        TypeError: wrong type of loss or budget.
-        ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
+        TypeError: wrong loss or budget type.
+        ValueError: contradicting arguments, or the config sets `use_liger_kernel`.
         RuntimeError: this TRL release's trainer would build logits.
     """
 
@@ -343,7 +343,7 @@ class LigerTrainerMixin(_Trainer):
         return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """Add and log `aux_loss`. With `accumulates`, average it over micro-batches."""
+        """Add and log `aux_loss`; `accumulates`: averaged over micro-batches."""
         if aux_loss is None:
             return value
         self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
@@ -352,7 +352,7 @@ class LigerTrainerMixin(_Trainer):
 
     def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         if self.model.training:
-            # A batch without padding has no mask.
+            # No padding, no mask.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
             tokens = torch.as_tensor(tokens, device=self.accelerator.device)
             self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size

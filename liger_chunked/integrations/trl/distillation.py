@@ -38,7 +38,7 @@ def distillation_step(
     num_items: int | Tensor | None = None,
     with_entropy: bool = False,
 ) -> DistillationStep:
-    """Apply `loss` inside the student's forward, inside the teacher's.
+    """Apply `loss` inside the student's forward, which runs inside the teacher's.
 
     Nested, because heads are complete only inside their forwards. `with_entropy` costs one more GEMM.
     """
@@ -125,7 +125,7 @@ class TeacherMixin(LigerTrainerMixin):
 class DistillationMixin(TeacherMixin):
     """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
-    `loss` is a `LigerFusedLinearDistillationBase`, also for the logged entropy's temperature. `logits_budget` covers
+    `loss` is a `LigerFusedLinearDistillationBase`, whose temperature the logged entropy uses. `logits_budget` covers
     both models; None for 1 GiB.
     """
 

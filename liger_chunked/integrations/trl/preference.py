@@ -137,7 +137,7 @@ class ConcatenatedMixin(SharedPromptsMixin):
         nll_target = self._nll_target(inputs) if loss.compute_nll_loss else None
         step = loss_step(model, loss, inputs, labels, length=labels.shape[1] - 1, nll_target=nll_target)
         prefix = "eval_" if train_eval == "eval" else ""
-        # Only these do not log this loss.
+        # Unlike other trainers, these do not log this loss.
         value = step.loss if step.aux_loss is None else step.loss + self.aux_loss_coef * step.aux_loss
         return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
 
