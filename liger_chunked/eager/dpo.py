@@ -146,7 +146,7 @@ def dpo(
     """Return the mean of `loss_type` over pairs, plus `alpha` times the chosen tokens' NLL, and detached metrics.
 
     `log pi(y|x)` is a sum over tokens, or the mean with `average_log_prob`; `log pi_ref` is 0 without a reference.
-    Empty pairs add 0, but count.
+    Empty pairs add 0, but count in the mean.
 
     Args:
         loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.

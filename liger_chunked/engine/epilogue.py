@@ -95,8 +95,8 @@ class EpiloguePass:
     `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.make_pass`
     requires a float32 dW or none: the target's part cannot be added to a rounded one.
 
-    dX and dW overlap on two streams. dX starts first, although dW is enqueued first, after small kernels; else dX,
-    whose tiles take long, would end last, alone. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See
+    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so dX starts first; else dX, whose
+    tiles take long, would end last, alone. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See
     docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:

@@ -80,7 +80,7 @@ class HeadGradients:
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
-        # float32 products of dX, also to sum over ranks.
+        # Whether dX's products are float32, as to sum over ranks.
         self._wide_input = self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)

@@ -261,7 +261,7 @@ def _warn_of_few_rows(budget: int, vocab_size: int, row: int, rows: int) -> None
 
 
 def _even(n: int, limit: int) -> int:
-    """Return the size of the fewest equal pieces of at most `limit`."""
+    """Return the size of the fewest nearly equal pieces of at most `limit`."""
     size = -(-n // -(-n // limit))
     return min(limit, -(-size // ROUND) * ROUND)
 

@@ -3,8 +3,8 @@
     p = softmax(z/T), q = softmax(t/T)            z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-TVD stores a_v - slope itself: a subtraction would cancel: `below` where p > q, `-above` where p < q. `below` is the
-mass of p where p < q, plus half where p = q; `above` the rest.
+TVD stores a_v - slope itself, because subtracting would cancel: `below` where p > q, `-above` where p < q. `below` is
+the mass of p where p < q, plus half where p = q; `above` the rest.
 
 Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """

@@ -190,7 +190,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Operations that saved gate or up raise.
+            # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)

@@ -55,7 +55,7 @@ class Kernel:
     Equal numbers and dtypes, with 16-byte aligned tensors, share a variant.
 
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
-      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension is contiguous.
+      parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
     - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
 

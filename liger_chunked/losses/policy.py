@@ -124,9 +124,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
-        top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
-            keeps cost and bonus (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more matrix
-            product if logits exceed the budget.
+        top_entropy_quantile: only this share, in [0, 1], of the call's tokens keeps cost and bonus: those with the
+            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more
+            matrix product if logits exceed the budget.
         clipped: returns where ratios are clipped, for the metrics; None if never.
         **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """
@@ -241,8 +241,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, pass all ranks' tokens divided by their number. A tensor below 1 counts as 1. With other
-                reductions, divide the loss by the number of steps.
+                gradients, pass all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With
+                other reductions, divide the loss by the number of steps.
             vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:

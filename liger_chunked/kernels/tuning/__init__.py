@@ -1,6 +1,6 @@
 """Tuned constants, one file per architecture; `TUNING[device]` is a device's table.
 
-A new architecture needs a file, picked here.
+A new architecture needs a file with its `Tuning`, picked here.
 """
 
 from __future__ import annotations
