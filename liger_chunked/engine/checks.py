@@ -25,7 +25,7 @@ def autocasts(device: str) -> bool:
 
 
 def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
+    """Return the products' dtype: autocast's, or the shared one, else raise TypeError."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -47,7 +47,7 @@ def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: s
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: that leaf would get no gradient."""
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`, which would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -67,7 +67,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check that a user's method `name` returned a tensor of `shape`."""
+    """Check that a user's method returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -77,7 +77,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`. `ids` is for token ids."""
+    """Advise what to pass instead of `x`. `ids`: for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -103,7 +103,6 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def _check_adapted(weight: AdaptedWeight, name: str) -> None:
-    """Check the parts of `AdaptedWeight` beside its `weight`."""
     matrix, up = weight.weight, weight.up
     if not isinstance(up, Tensor) or not up.is_floating_point():
         raise TypeError(f"{name}.up must be a floating-point tensor, got {described(up)}")
@@ -121,7 +120,7 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, in the dtype of `x`. The gradient is that of the identity."""
+    """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,10 +140,9 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    `down` runs under the caller's grad mode and autocast, and k is r if adapter and products share the `dtype`. PEFT
-    keeps adapters in float32 beside a 16-bit head and multiplies them in float32. Rounded to 16 bits, they would give
-    gradients with up to 1.6 times the error. Without autocast, which rounds them in PEFT too, each is cut into a
-    rounded part and the rest, and k is 3 r:
+    `down` runs under the caller's grad mode and autocast, and k is r. But PEFT multiplies float32 adapters of a 16-bit
+    head in float32, except under autocast. Rounding them gives up to 1.6 times the error, so outside autocast each
+    factor is cut into a rounded part and the rest, and k is 3 r:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 
@@ -278,10 +276,10 @@ def check_target(
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
+    """Return `hidden[:, :-1]` and `labels[:, 1:]`: hidden states, and the token that each predicts.
 
     The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
-    detects that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+    detects that: the model then learns to copy its input, with a very small loss.
 
     Args:
         hidden: (B, T, H) last hidden states.

@@ -55,7 +55,7 @@ class _Given(NamedTuple):
 
 
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
-    """A divergence from a teacher, which a subclass defines, plus the NLL of the targets; see `docs/writing-a-loss.md`.
+    """A subclass's divergence from a teacher, plus the targets' NLL; see `docs/writing-a-loss.md`.
 
     Equal, for `n` tokens that count, to
 
@@ -68,8 +68,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
-        teacher_options: `softcap`, `logit_scale` and `temperature` of the teacher, if they differ.
-        **options: see `LogitOptions`. The budget covers the logits of both models, and autograd's copies.
+        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
+        **options: see `LogitOptions`. The budget covers both models' logits, and autograd's copies.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -98,13 +98,13 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the divergence of each token, (n,), from the transformed logits (n, V) of some tokens.
+        """Return tokens' divergences (n,) from their transformed logits (n, V).
 
-        With a teacher's top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
+        With a top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
-        """Return the same divergence for the kernels, or None to use autograd."""
+        """Return the kernels' equivalent, or None for autograd."""
         return None
 
     @entry_point
@@ -128,18 +128,18 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
         Args:
             weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens
-                count in neither loss; without a target there is no hard loss.
-            teacher_weight, teacher_input, teacher_bias: the same of the teacher, with any hidden size. Rows beyond V
-                are ignored, also in its softmax.
-            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the
-                loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
+                count in neither loss; no target, no hard loss.
+            teacher_weight, teacher_input, teacher_bias: the teacher's, with any hidden size. Rows beyond V are ignored,
+                also in its softmax.
+            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
+                temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
+            teacher_ids: their distinct ids, in the same shape.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
-            vocab_shard: if both models' weights and biases are this rank's part of one vocabulary that is split over
-                ranks, see `VocabShard`. A teacher's ids are those of the whole vocabulary.
+            vocab_shard: which rows both models' weights and biases hold, if ranks split the vocabulary.
+                `teacher_ids` are ids of the whole vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
+            ValueError, TypeError: arguments do not fit together, or the teacher is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
@@ -181,7 +181,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
-        """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
+        """Return the teacher, cut to V rows, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
         given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]
@@ -244,7 +244,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
 
 def _top_k(head: LossHead, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
-    """Return the checked top-k of the tokens that count, (n_valid, k) each."""
+    """Return the valid tokens' checked top-k, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size
     if not isinstance(logps, Tensor) or not logps.is_floating_point():

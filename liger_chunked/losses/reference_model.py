@@ -14,7 +14,7 @@ from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """The caller's `ref_...` arguments; all None for no reference."""
+    """The caller's `ref_...` arguments, None without a reference."""
 
     input: Tensor | None
     weight: Weight | None
@@ -32,10 +32,10 @@ def reference_logps(
     required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
-    """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
+    """Return the reference's dense log-probabilities, detached, or None.
 
-    They are per token, zero at ignored tokens, or per sequence if `ref_logps` is. `required` is `use_ref_model`.
-    `infix` is part of the arguments' names in messages, as in `ref_{infix}input`.
+    Per token, zero at ignored tokens, or per sequence like `ref_logps`. `required` is `use_ref_model`; `infix` is for
+    messages, as in `ref_{infix}input`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -89,7 +89,7 @@ def reference_logps(
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:
-    """Return zeros in the shape of `lengths`; warn if the loss's formula has a reference."""
+    """Return zeros like `lengths`; warn if the formula has a reference."""
     if loss._expects_reference:
         warn_reference_free(loss)
     return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)

@@ -18,7 +18,7 @@ ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """The caller's completions that answer other prompts."""
+    """The caller's completions of other prompts."""
 
     kl_input: Tensor | None
     kl_target: Tensor | None
