@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_chunked import AdaptedWeight, LigerFusedLinearCrossEntropyLoss, VocabShard, linear_token_stats
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearKLDivLoss,
+    VocabShard,
+    linear_token_stats,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -198,6 +204,12 @@ def contracts(rank: int, folder: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     z = (x.detach().requires_grad_() @ weight.T).log_softmax(-1)
     torch.testing.assert_close(stats.entropy, -(z.exp() * z).sum(1))
+
+    # A second head that is padded on one rank only.
+    kl, teacher = LigerFusedLinearKLDivLoss(), weight.flip(0)
+    padded = torch.cat([teacher[own], torch.full((3 * rank, hidden), 50.0)])
+    found = kl(weight[own], input, padded, input, vocab_shard=shard)
+    torch.testing.assert_close(found, kl(weight, input, teacher, input))
 
     # An adapter: each rank has its rows of `up`, and the whole of `down`.
     wide = [x.double() for x in (weight, input, torch.randn(3, hidden), torch.randn(vocab, 3))]

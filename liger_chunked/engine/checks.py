@@ -212,7 +212,8 @@ def _check_shard(shard: VocabShard, rows: int) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    _check_cover(shard.group, shard.start, rows, shard.vocab_size)
+    # Without padding, which may differ between heads on one rank only: then no other rank would join the collective.
+    _check_cover(shard.group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -232,13 +233,13 @@ def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
         if first < vocab_size and first != covered:
             raise ValueError(
                 f"vocab_shard.start of rank {rank} is {first}, expected {covered}: the shards must follow each other "
-                f"in rank order, and each rank's (start, rows of weight) are {starts_and_rows}"
+                f"in rank order, and each rank's (start, rows of weight without padding) are {starts_and_rows}"
             )
         covered = max(covered, min(first + n, vocab_size))
     if covered < vocab_size:
         raise ValueError(
-            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight) are "
-            f"{starts_and_rows}"
+            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight "
+            f"without padding) are {starts_and_rows}"
         )
 
 
