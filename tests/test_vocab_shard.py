@@ -245,6 +245,10 @@ def contracts(rank: int, folder: str) -> None:
     assert torch.allclose(loss(whole, input, everywhere), loss(weight, input, target))
     with pytest.raises(TypeError, match="got vocab_shard too"):
         loss(whole, input, target, vocab_shard=shard)
+    with pytest.raises(TypeError, match="multiple values for argument 'input'"):
+        loss(whole, input, target, input=input)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        loss(whole, input, target, *[None] * 20)
     with pytest.raises(TypeError, match="weight must be replicated, or sharded on dim 0"):
         loss(distribute_tensor(weight, mesh, [Shard(1)]), input, target)
     with pytest.raises(TypeError, match="bias must be distributed like weight"):
