@@ -96,11 +96,15 @@ def entry_point(function: Function) -> Function:
     is_method = positional[0] == "self"
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        binds = True
         if any_dtensor(args) or any_dtensor(kwargs.values()):
-            named = localized({**dict(zip(positional, args, strict=False)), **kwargs})
-            args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
-        args = plain(positional, args)
-        if kwargs:
+            named = dict(zip(positional, args, strict=False))
+            binds = len(named) == len(args) and named.keys().isdisjoint(kwargs)
+            if binds:
+                named = localized(named | kwargs)
+                args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
+        if binds:  # else `function` raises
+            args = plain(positional, args)
             given = tuple(kwargs.values())
             served = plain(tuple(kwargs), given)
             kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))

@@ -111,7 +111,11 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
             f"{name}.down must be a function of hidden states (..., H) that returns (..., r), got "
             f"{described(weight.down)}"
         )
-    if up.ndim != 2 or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0]):
+    if (
+        up.ndim != 2
+        or not up.shape[1]
+        or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0])
+    ):
         raise ValueError(
             f"{name}.up must be (V, r), one row per row of {name}.weight {described(matrix)}, got {described(up)}"
         )
@@ -210,40 +214,41 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    if (shard, rows) not in _CHECKED:
-        _check_ranks(shard, rows, input)
-        _CHECKED.add((shard, rows))
+    # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
+    key = (shard.group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
+    if key not in _CHECKED:
+        _check_ranks(*key, input)
+        _CHECKED.add(key)
 
 
-_CHECKED: set[tuple[VocabShard, int]] = set()
+_CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int]] = set()
 
 
-def _check_ranks(shard: VocabShard, rows: int, input: Tensor) -> None:
+def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
     """Raise ValueError on all ranks unless their rows cover the vocabulary and their hidden states are the same.
 
     A collective, once for each shard. FSDP's shards look like those of a split vocabulary, but their tokens differ.
     """
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
-    mine = (shard.start, rows, shard.vocab_size, tuple(input.shape), some)
-    parts = [mine] * shard.ranks
-    dist.all_gather_object(parts, mine, group=shard.group)
+    mine = (start, rows, vocab_size, tuple(input.shape), some)
+    parts = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(parts, mine, group=group)
     sizes = {part[2] for part in parts}
     if len(sizes) > 1:
         raise ValueError(f"vocab_shard.vocab_size must be the same on all ranks, got {sorted(sizes)}")
-    (vocab_size,) = sizes
     starts_and_rows = [part[:2] for part in parts]
     covered = 0
     for rank, (first, n) in enumerate(starts_and_rows):
         if first < vocab_size and first != covered:
             raise ValueError(
                 f"vocab_shard.start of rank {rank} is {first}, expected {covered}: the shards must follow each other "
-                f"in rank order, and each rank's (start, rows of weight) are {starts_and_rows}"
+                f"in rank order, and each rank's (start, rows of weight without padding) are {starts_and_rows}"
             )
         covered = max(covered, min(first + n, vocab_size))
     if covered < vocab_size:
         raise ValueError(
-            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight) are "
-            f"{starts_and_rows}"
+            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight "
+            f"without padding) are {starts_and_rows}"
         )
     for rank, (*_, shape, values) in enumerate(parts):
         if shape != parts[0][3] or not torch.allclose(

@@ -173,7 +173,9 @@ def _sums_kernel(
     if hard_sum_exp_ptr is not None:
         tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
     if teacher_sum_exp_ptr is not None:
-        tl.store(teacher_centre_ptr + row, teacher_centre)
+        # -inf, so that it is not the centre of the whole vocabulary either.
+        empty = row_teacher_max == -float("inf")
+        tl.store(teacher_centre_ptr + row, tl.where(empty, row_teacher_max, teacher_centre))
         tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
         teacher_log_sum = tl.log(row_teacher_sum_exp)
         tl.store(teacher_log_sum_ptr + row, teacher_log_sum)

@@ -249,7 +249,7 @@ def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | N
     reader = _Reader(cls)
     try:
         return reader.read(function), tuple(reader.attributes)
-    except (OSError, TypeError, SyntaxError, RecursionError):
+    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
         return None
 
 
@@ -259,7 +259,9 @@ class _Reader:
         self.attributes: dict[str, int] = {}
 
     def read(self, function: Any) -> str:
-        function = inspect.unwrap(function)
+        *wrappers, function = unwrapped(function)
+        if any(foreign_code(wrapper) is wrapper for wrapper in wrappers):
+            raise TypeError(f"{function} is wrapped in other code")
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         if not isinstance(tree, ast.FunctionDef):
             raise TypeError(f"{function} is not defined by def")
@@ -272,9 +274,13 @@ class _Reader:
 
     def attribute(self, name: str) -> str:
         value = inspect.getattr_static(self.cls, name, None)
-        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+        if _has_text(value):
             return f"method {_Reader.read(self, value)}"
         return f"attribute {self.attributes.setdefault(name, len(self.attributes))}"
+
+
+def _has_text(value: Any) -> bool:
+    return inspect.isfunction(value) and (value.__module__ or "").partition(".")[0] != "torch"
 
 
 class _Renamed(ast.NodeTransformer):
@@ -314,7 +320,7 @@ class _Renamed(ast.NodeTransformer):
             if not isinstance(value, ModuleType) or not hasattr(value, name):
                 return None
             value = getattr(value, name)
-        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+        if _has_text(value):
             if text := source_of(getattr(value, STOCK, value)):
                 return f"function {text[0]}"
         if isinstance(value, (bool, int, float, str)):
