@@ -112,7 +112,11 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
             f"{name}.down must be a function of hidden states (..., H) that returns (..., r), got "
             f"{described(weight.down)}"
         )
-    if up.ndim != 2 or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0]):
+    if (
+        up.ndim != 2
+        or not up.shape[1]
+        or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0])
+    ):
         raise ValueError(
             f"{name}.up must be (V, r), one row per row of {name}.weight {described(matrix)}, got {described(up)}"
         )
@@ -212,7 +216,7 @@ def _check_shard(shard: VocabShard, rows: int) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    # Without padding, which may differ between heads on one rank only: then no other rank would join the collective.
+    # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
     _check_cover(shard.group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
 
 
