@@ -215,7 +215,8 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
     # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
-    key = (shard.group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
+    group = dist.group.WORLD if shard.group is None else shard.group
+    key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
     if key not in _CHECKED:
         _check_ranks(*key, input)
         _CHECKED.add(key)
