@@ -141,7 +141,7 @@ _OF_TRANSFORMERS = (
     "register_layer",
     "revert_liger_kernel",
 )
-# `from liger_chunked import *` resolves every name in `__all__`, which fails for these without transformers.
+# `from liger_chunked import *` resolves `__all__`, which fails for these without transformers.
 if find_spec("transformers") is not None:
     __all__ += list(_OF_TRANSFORMERS)
 

@@ -1,6 +1,6 @@
-"""Error messages for unknown arguments: they suggest the right name or place.
+"""Errors for unknown arguments that suggest the right name or place.
 
-Signatures are read only when a name was refused, or when a class is called with tensors.
+Signatures are read only after an error, or when a class is called with tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Options = TypeVar("Options", bound=Mapping[str, Any])
 
 
 class _Here(NamedTuple):
-    """Our names for an argument of another library; the error suggests the first that a loss has."""
+    """Our names for another library's argument; errors suggest the first that a loss has."""
 
     names: tuple[str, ...] = ()
     remark: str = ""
@@ -119,7 +119,7 @@ _CALLED: Mapping[str, _Here] = {
 
 
 class Arguments(NamedTuple):
-    """Names of keywords, and whether a subclass's `**kwargs` accepts others."""
+    """Keywords, and whether a subclass's `**kwargs` accepts others."""
 
     names: tuple[str, ...]
     takes_any: bool = False
@@ -144,7 +144,7 @@ def _keywords(cls: type, method: str) -> Arguments:
 
 
 def _read_keywords(cls: type, method: str) -> Arguments:
-    """Collect keywords along the bases of `cls` while each passes its `**kwargs` on."""
+    """Collect keywords along bases while each passes its `**kwargs` on."""
     names: list[str] = []
     takes_any = False
     for function, parameters in _definitions(cls, method):
@@ -209,7 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`; raise TypeError if one is not in `known`, because a base may have more."""
+    """Return `options`; raise TypeError if one is not in `known`: a base may have more."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -241,8 +241,8 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
     """Whether positional arguments are the tensors of a call, of the types `data`, not the constructor's arguments.
 
-    The constructor gets them if it has a parameter for each, and if each parameter that gets a tensor has no default,
-    or the default None or a tensor.
+    The constructor gets them if it has a parameter for each, and those that get tensors have no default, or default to
+    None or a tensor.
     """
     if not (isinstance(args[0], nn.Module) or any(isinstance(x, data) for x in args)):
         return False

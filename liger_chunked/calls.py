@@ -1,4 +1,4 @@
-"""Entry points: losses called with settings or with tensors, outside compiled graphs.
+"""Entry points, outside compiled graphs.
 
 loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
 value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def failed_to_bind(error: TypeError) -> bool:
-    """Return whether a function rejected its arguments. Valid only where its call's error is caught."""
+    """Whether a function rejected its arguments. Valid only in the call's `except`."""
     assert error.__traceback__ is not None
     return error.__traceback__.tb_next is None
 
@@ -44,7 +44,7 @@ class LossType(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T: ...
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build a loss; evaluate it if the positional arguments are tensors."""
+        """Build a loss; evaluate it if positional arguments are tensors."""
         if args and arguments.are_data(cls, args, (Tensor, AdaptedWeight)):
             settings, data = arguments.split(cls, kwargs)
             return cls(**settings)(*args, **data)
@@ -63,7 +63,7 @@ class LossType(ABCMeta):
 
 
 class _Eager:
-    """Holds untraced entry points as attributes, because Dynamo cannot take a function from a constant."""
+    """Holds untraced entry points as attributes: Dynamo cannot take functions from constants."""
 
 
 _EAGER = _Eager()
@@ -88,7 +88,7 @@ def entry_point(function: Function) -> Function:
     """Make a function, or the `forward` of a loss, an entry point of the library.
 
     It gets plain tensors, its `TypeError` for an unknown argument suggests a name, and torch.compile breaks the graph
-    there, because a loss waits for the device and may run any Python code.
+    there: a loss waits for the device and runs any Python code.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()
@@ -96,11 +96,15 @@ def entry_point(function: Function) -> Function:
     is_method = positional[0] == "self"
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        binds = True
         if any_dtensor(args) or any_dtensor(kwargs.values()):
-            named = localized({**dict(zip(positional, args, strict=False)), **kwargs})
-            args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
-        args = plain(positional, args)
-        if kwargs:
+            named = dict(zip(positional, args, strict=False))
+            binds = len(named) == len(args) and named.keys().isdisjoint(kwargs)
+            if binds:
+                named = localized(named | kwargs)
+                args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
+        if binds:  # else `function` raises
+            args = plain(positional, args)
             given = tuple(kwargs.values())
             served = plain(tuple(kwargs), given)
             kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))
@@ -137,7 +141,7 @@ def _kept(cls: Any, settings: tuple[tuple[str, Any], ...]) -> nn.Module:
 
 
 def once(cls: type[nn.Module], **settings: Any) -> nn.Module:
-    """Return a loss from a cache, unless a setting is callable: the cache would keep its closure alive."""
+    """Return a cached loss, unless a setting is callable: the cache would keep its closure."""
     key = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in settings.items())
     return _kept(cast(Hashable, cls), key) if all(_may_be_kept(x) for _, x in key) else cls(**settings)
 

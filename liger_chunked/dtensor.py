@@ -1,4 +1,4 @@
-"""Arguments that are DTensors, as `parallelize_module` makes them: each becomes this rank's plain tensor."""
+"""Convert DTensor arguments, as from `parallelize_module`, to this rank's plain tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
 
     - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`, and so is its bias.
-    - Hidden states are replicated, or sharded on the batch or the sequence over that mesh dimension: then they are
-      gathered, and their gradient is reduced and scattered.
+    - Hidden states are replicated, or sharded on batch or sequence over that mesh dimension: these are gathered, and
+      their gradient is reduced and scattered.
     - Other tensors are gathered.
 
     Raises:
@@ -69,7 +69,7 @@ def _placed(x: Any) -> str:
 
 
 def _sharded_dim(name: str, x: Any) -> int | None:
-    """Return the mesh dimension over which rows are sharded; None for a replicated tensor."""
+    """Return the mesh dimension that shards the rows; None for a replicated tensor."""
     from torch.distributed.tensor import Replicate, Shard
 
     split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]
@@ -84,7 +84,7 @@ def _sharded_dim(name: str, x: Any) -> int | None:
 
 
 def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
-    """Return group, start and size of a vocabulary that a DTensor shards, or None."""
+    """Return group, start and size of a sharded vocabulary, or None."""
     dim = _sharded_dim("weight", weight)
     if dim is None:
         return None
@@ -95,7 +95,7 @@ def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
 
 
 def _replicated(name: str, x: Any, dim: int | None) -> tuple[Tensor, bool]:
-    """Return all hidden states as a plain tensor, and whether they were sharded."""
+    """Return plain hidden states, and whether they were sharded."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]

@@ -2,8 +2,8 @@
 
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
-is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with the same arguments and
-defaults. Modules and messages say `input` for `hidden`.
+is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with equal defaults.
+Modules and messages say `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,11 @@ def cross_entropy_loss(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
-    Formulas and arguments: `LigerFusedLinearCrossEntropyLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,), `weight` (V, H).
+    See `LigerFusedLinearCrossEntropyLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     Returns:
-        The loss: (), or the shape of `target` with `reduction="none"`; with a `return_...` flag `(loss,
-            CrossEntropyMetrics)`.
+        The loss, () or like `target` with `reduction="none"`; with a `return_...` flag `(loss, CrossEntropyMetrics)`.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -149,8 +148,8 @@ def dpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    Formulas and arguments: `LigerFusedLinearDPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
+    See `LigerFusedLinearDPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -220,8 +219,8 @@ def orpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    Formulas and arguments: `LigerFusedLinearORPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
+    See `LigerFusedLinearORPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -283,8 +282,8 @@ def cpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    Formulas and arguments: `LigerFusedLinearCPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
+    See `LigerFusedLinearCPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -352,8 +351,8 @@ def simpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
-    Formulas and arguments: `LigerFusedLinearSimPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences; `weight` is (V, H).
+    See `LigerFusedLinearSimPOLoss` and its `forward`.
+    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -428,8 +427,8 @@ def kto_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    Formulas and arguments: `LigerFusedLinearKTOLoss` and its `forward`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+    See `LigerFusedLinearKTOLoss` and its `forward`.
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
         `(loss, UnpairedPreferenceMetrics)`.
@@ -507,8 +506,8 @@ def bco_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    Formulas and arguments: `LigerFusedLinearBCOLoss` and its `forward`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool, `weight` (V, H).
+    See `LigerFusedLinearBCOLoss` and its `forward`.
+    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
         `(loss, UnpairedPreferenceMetrics)`.
@@ -594,8 +593,8 @@ def grpo_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
-    Formulas and arguments: `LigerFusedLinearGRPOLoss` and its `forward`.
-    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T), `weight` (V, H).
+    See `LigerFusedLinearGRPOLoss` and its `forward`.
+    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     Returns:
         `(loss, PolicyMetrics)`.
@@ -678,8 +677,8 @@ def kl_div_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
-    Formulas and arguments: `LigerFusedLinearKLDivLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
+    See `LigerFusedLinearKLDivLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -747,8 +746,8 @@ def jsd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
-    Formulas and arguments: `LigerFusedLinearJSDLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
+    See `LigerFusedLinearJSDLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -814,8 +813,8 @@ def tvd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
-    Formulas and arguments: `LigerFusedLinearTVDLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
+    See `LigerFusedLinearTVDLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -880,8 +879,8 @@ def cosine_similarity_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
-    Formulas and arguments: `LigerFusedLinearCosineSimilarityLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` the same with any hidden size, `weight` (V, H).
+    See `LigerFusedLinearCosineSimilarityLoss` and its `forward`.
+    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
 
     Returns:
         `(loss, DistillationMetrics)`.

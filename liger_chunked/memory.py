@@ -37,9 +37,9 @@ from liger_chunked.losses import (
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import (
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     MemoryEstimate,
     TokenStats,
     check_number,
@@ -49,7 +49,7 @@ from liger_chunked.types import (
 Loss = nn.Module | Callable[..., Any]
 
 _PREFERENCE = (LigerFusedLinearPreferenceBase, LigerFusedLinearUnpairedPreferenceBase)
-# Most pieces of a step; each takes milliseconds.
+# Most pieces; each takes milliseconds.
 _MOST_PIECES = 1 << 16
 # Assumed without a GPU.
 _HOPPER = (9, 0)
@@ -57,7 +57,7 @@ _HOPPER = (9, 0)
 
 @contextmanager
 def _ordinary_autograd() -> Iterator[None]:
-    """Leave the caller's modes: no_grad, inference, anomaly detection, hooks on saved tensors, fake tensors."""
+    """Leave no_grad, inference, anomaly detection, hooks on saved tensors, and fake tensors."""
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
@@ -88,31 +88,31 @@ def estimate_memory(
     logits_budget: int | float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the peak GPU memory that one forward and backward of `loss` holds above its inputs, gradients included.
+    """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
-    Runs the step on meta tensors, without a GPU. Does not count permanent memory such as cuBLAS's workspace, the loss's
-    tensors of one value per token, or completions for a KL (`kl_input`).
+    Runs the step on meta tensors, without a GPU. Does not count permanent memory (cuBLAS's workspace), the loss's
+    values per token, or completions for a KL (`kl_input`).
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
         vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
-        valid: tokens that have a target, in the batch or in each of its B sequences. None: all.
+        valid: tokens with a target, in the batch or in each sequence; None: all.
         dtype: of weight, bias and hidden states.
         autocast: dtype of `torch.autocast`, if on.
         bias: whether the heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
-        lora_rank: r of a trainable low-rank adapter in float32 on the head (`AdaptedWeight`), or None for no adapter.
-        ref_hidden_size: H of a reference model given as hidden states. None if you pass `ref_logps`.
-        teacher_hidden_size: H of a teacher given as hidden states.
-        teacher_top_k: entries per token of a teacher given as log-probabilities.
-        logits_budget: instead of the loss's.
+        lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`), or None.
+        ref_hidden_size: H of the reference's hidden states; None if you pass `ref_logps`.
+        teacher_hidden_size: H of the teacher's hidden states.
+        teacher_top_k: entries per token of `teacher_logps`.
+        logits_budget: replaces the loss's.
         capability: the GPU's; None for this machine's, else Hopper's, (9, 0), which has the fused epilogue. Blackwell,
             (10, x), has it if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
 
     Raises:
         TypeError: a wrong type of loss, dtype, size or shape.
-        ValueError: sizes that make no batch, a reference or teacher that is missing or not taken, or too many pieces.
+        ValueError: no valid batch, a reference or teacher that is missing or not taken, or too many pieces.
 
     >>> from liger_chunked import LigerFusedLinearDPOLoss
     >>> batch = {"vocab_size": 128256, "hidden_size": 4096, "shape": (8, 2048), "valid": 8192}
@@ -150,7 +150,7 @@ def estimate_memory(
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
     tensors, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
-    head = tensors.head if lora_rank is None else Head(_adapted(tensors.weight, lora_rank), tensors.bias)
+    head = tensors.head if lora_rank is None else LossHead(_adapted(tensors.weight, lora_rank), tensors.bias)
     reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
     teacher = None
     if teacher_hidden_size is not None:
@@ -182,7 +182,7 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# The functions that allocate each part, directly or indirectly.
+# The functions that allocate each part.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -196,7 +196,7 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 class _Bytes(TorchDispatchMode):
-    """Counts the bytes of tensors created under it, by part; `most` is the estimate at their peak."""
+    """Counts bytes of new tensors, by part; `most` is the estimate at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,6 @@ class _Model(NamedTuple):
 
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:
-    """An objective with a gradient for each of the statistics `names`."""
     return functools.reduce(torch.add, (getattr(stats, name).sum() for name in names))
 
 
@@ -269,7 +268,7 @@ def _adapted(weight: Tensor, rank: int) -> AdaptedWeight:
     return AdaptedWeight(weight, up.requires_grad_(), lambda x: x.to(down.dtype) @ down.t())
 
 
-def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
+def _differentiate(loss: Tensor, head: LossHead, input: Tensor) -> None:
     weight = head.weight
     of_weight = (weight.weight, weight.up) if isinstance(weight, AdaptedWeight) else (weight,)
     trainable = [x for x in (input, *of_weight, head.bias) if x is not None and x.requires_grad]
@@ -277,7 +276,7 @@ def _differentiate(loss: Tensor, head: Head, input: Tensor) -> None:
         torch.autograd.grad(loss, trainable)
 
 
-def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOptions) -> None:
+def _run_statistics(model: _Model, head: LossHead, input: Tensor, options: LogitOptions) -> None:
     plan = Plan.of_statistics(head, model.layout, model.compute_dtype, outputs=("logps",), options=options)
     stats = run_statistics(plan, head, input)
     assert stats.logps is not None
@@ -287,7 +286,7 @@ def _run_statistics(model: _Model, head: Head, input: Tensor, options: LogitOpti
 def _distillation(
     loss: LigerFusedLinearDistillationBase,
     model: _Model,
-    head: Head,
+    head: LossHead,
     options: LogitOptions,
     teacher: Teacher | None,
     teacher_top_k: int | None,
@@ -394,7 +393,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
 
 
 def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return the valid tokens of each sequence, with one count spread evenly."""
+    """Return each sequence's valid tokens, with one count spread evenly."""
     if valid is None:
         return [length] * n_sequences
     if isinstance(valid, int):

@@ -1,4 +1,4 @@
-"""The base kernels as modules, with the parameter names of the modules that they replace."""
+"""The base kernels as modules, with the parameter names of those that they replace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LigerRMSNorm(nn.Module):
     Args:
         hidden_size: size of the last dimension.
         eps: added to the mean square.
-        offset: added to the weight, which is initialised to `1 - offset`; Gemma uses 1.
+        offset: added to the weight, initially `1 - offset`; Gemma uses 1.
         casting: "llama", "gemma" or "olmo2".
     """
 
@@ -77,7 +77,7 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Whether no forward hook, global or on a submodule, can have kept the outputs."""
+    """Whether no forward hook, global or on a submodule, can keep the outputs."""
     if global_hooks._global_forward_hooks:
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())
@@ -115,7 +115,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         intermediate_size: overrides the configuration's.
 
     Raises:
-        ValueError: if the activation is not silu.
+        ValueError: the activation is not silu.
     """
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
@@ -133,7 +133,7 @@ class LigerGEGLUMLP(_GatedMLP):
         config: has `hidden_size`, `intermediate_size`, `hidden_act` or `hidden_activation`, and optionally `mlp_bias`.
 
     Raises:
-        ValueError: if the activation is not a gelu.
+        ValueError: the activation is not a gelu.
     """
 
     def __init__(self, config: Any) -> None:

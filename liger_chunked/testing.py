@@ -1,4 +1,4 @@
-"""Checks for your own code, which find mistakes that training hides. Run them in a test.
+"""Checks for your tests, which find mistakes that training hides.
 
 `check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched transformers model with
 the original one. Both raise AssertionError.
@@ -28,7 +28,7 @@ from liger_chunked.losses import (
     LigerFusedLinearPreferenceBase,
     LigerFusedLinearUnpairedPreferenceBase,
 )
-from liger_chunked.types import AdaptedWeight, Head, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, LogitOptions, LossHead, TokenStats
 
 __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transformers on first use
 
@@ -52,10 +52,10 @@ def __getattr__(name: str) -> Any:
 
 
 class LossReport(NamedTuple):
-    """The result of `check_loss`.
+    """A result of `check_loss`.
 
     - `loss`: its value
-    - `error`: the largest relative difference of loss and gradients from full logits
+    - `error`: the largest relative difference from full logits
     - `budgets`: the budgets that were compared, in bytes
     - `tokens`: valid tokens
     """
@@ -71,8 +71,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    The loss and its gradients are compared with autograd over full logits through the same method, small budgets, more
-    padding, and a second call. Check the method's formula yourself. This finds a loss that
+    Compares loss and gradients with autograd over full logits through the same method, small budgets, more padding, and
+    a second call. Check the method's formula yourself. Finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,
@@ -82,14 +82,14 @@ def check_loss(
 
     Args:
         loss: an instance.
-        batch: the arguments of `loss(...)` by name, with at least 3 pairs or sequences; None: a random batch.
+        batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
         seed: of the random batch.
         tolerance: the largest allowed relative difference.
 
     Raises:
-        AssertionError: if a check fails; the message says what to change.
-        TypeError: if `loss` is not an instance of a loss.
-        ValueError: if a teacher is given as log-probabilities, which have no full logits.
+        AssertionError: a check fails; the message says what to change.
+        TypeError: `loss` is no instance of a loss.
+        ValueError: a teacher given as log-probabilities has no full logits.
 
     >>> from liger_chunked import LigerFusedLinearPreferenceBase
     >>> class Centred(LigerFusedLinearPreferenceBase):
@@ -162,7 +162,6 @@ def _method_of(loss: Any) -> str | None:
 
 
 def _advice(loss: nn.Module) -> str:
-    """Return what to change if the batch's parts change the loss."""
     if isinstance(loss, LigerFusedLinearPreferenceBase) and loss.scope == "pair":
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
@@ -222,7 +221,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 class _Comparison:
-    """Describes how one result differs from another, or returns ""."""
+    """Describe how results differ, or return ""."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -261,7 +260,6 @@ def _gradients(value: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the loss and its gradients."""
     given, leaves = _leaves(batch)
     result = loss(**given)
     value = result[0] if isinstance(result, tuple) else result
@@ -269,7 +267,7 @@ def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the same, by autograd over full logits."""
+    """Like `_evaluate`, by autograd over full logits."""
     given, leaves = _leaves(batch)
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _gradients(_full_distillation(loss, **given), leaves)
@@ -278,7 +276,7 @@ def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
         own.reduction = "sum"
 
     def full(
-        head: Head,
+        head: LossHead,
         input: Tensor,
         layout: Layout,
         objective: Objective | LinearObjective,
@@ -338,7 +336,7 @@ def _full_distillation(
 
 
 def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Return the number of valid tokens, and budgets for one group and for less."""
+    """Return the valid tokens, and budgets for one group and for less."""
     options: Any = loss.options
     target, vocab_size = batch.get("target"), batch["weight"].shape[0]
     valid = (
@@ -367,7 +365,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Pad by two positions, and change hidden states at ignored positions."""
+    """Pad by two positions; change hidden states at ignored ones."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -401,7 +399,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return a call with twelve sequences: with fewer, a loss that sorts could pass by chance."""
+    """Return a call with twelve sequences: with fewer, a sorting loss could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Types of the library: inputs of losses, options, heads, metrics."""
+"""Inputs of losses, options, heads, metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_chunked.arguments import own_options
 
 
 class TokenStats(NamedTuple):
-    """What a loss needs of the logits, per token.
+    """Statistics of logits, per token.
 
     With transformed logits `z` (`LogitOptions`), `p = softmax(z)` and target `y`, in nats:
 
@@ -27,8 +27,8 @@ class TokenStats(NamedTuple):
     - `is_top1`: `argmax == y`
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    The first four are differentiable. A field has the shape of the tokens, or is None if not requested. Floating fields
-    are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
+    The first four are differentiable. Fields have the tokens' shape, or are None if not requested. Floats are float32,
+    or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
     (`kernels/target_logit.py`).
     """
 
@@ -42,7 +42,7 @@ class TokenStats(NamedTuple):
 
 
 class DeclaredStats(TokenStats):
-    """`TokenStats` that raise if a loss reads an undeclared field."""
+    """`TokenStats` that raise for undeclared fields."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -56,19 +56,18 @@ DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 
 @dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """The weight of a head with a low-rank adapter, such as LoRA. Every loss takes it in place of a weight (V, H).
+    """A weight (V, H) with a low-rank adapter, such as LoRA, which every loss takes as its weight.
 
-    The logits are `x @ weight.T + down(x) @ up.T + bias`, computed chunk by chunk without a second (V, H) matrix.
+    The logits are `x @ weight.T + down(x) @ up.T + bias`, without a second (V, H) matrix.
 
     Args:
         weight: (V, H), usually frozen.
-        up: (V, r). Several adapters are one: concatenate their matrices along r.
+        up: (V, r). Concatenate several adapters along r.
         down: maps hidden states (..., H) to (..., r), differentiably, with the adapter's dropout and scaling. A loss
-            calls it once for each tensor of hidden states that it gets, so one dropout mask holds for the whole loss.
+            calls it once per tensor of hidden states, with one dropout mask.
 
-    Gradients reach `weight`, `up` and, by ordinary autograd, the parameters of `down`. `up` and `down(x)` may be in
-    float32 beside a 16-bit weight, as PEFT keeps them, and keep 16 bits of precision in a product of rank 3 r.
-    Autocast rounds them, as it does in PEFT.
+    Gradients reach `weight`, `up` and the parameters of `down`. With a 16-bit weight, `up` and `down(x)` may be
+    float32, as in PEFT: a product of rank 3 r keeps 16 bits of precision. Autocast rounds them, as in PEFT.
 
     >>> lora_A, lora_B = torch.randn(2, 4), torch.zeros(11, 2)
     >>> weight = AdaptedWeight(torch.randn(11, 4), up=lora_B, down=lambda x: 0.5 * (x @ lora_A.T))
@@ -100,15 +99,13 @@ class AdaptedWeight:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the weight (V, H) itself needs a gradient."""
         return self.weight.requires_grad
 
     def __getitem__(self, rows: slice) -> AdaptedWeight:
-        """Return some rows of the vocabulary."""
         return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
 
     def detach(self) -> AdaptedWeight:
-        """Return `weight` and `up` without gradient. `down` is the same."""
+        """Detach `weight` and `up`, but not `down`."""
         return AdaptedWeight(self.weight.detach(), self.up.detach(), self.down)
 
     def float(self) -> AdaptedWeight:
@@ -121,18 +118,18 @@ Weight: TypeAlias = Tensor | AdaptedWeight
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of a vocabulary that this rank's head holds, under tensor parallelism.
+    """This rank's part of a vocabulary, under tensor parallelism.
 
-    `weight` and `bias` are this rank's rows; targets are ids of the whole vocabulary. All ranks of the group pass the
-    same tokens, options and other tensors, and get the same loss. dW and db are those of the rank's own rows.
+    `weight`, `bias` and their gradients are this rank's rows; targets are ids of the whole vocabulary. All ranks must
+    pass the same tokens, options and other tensors, and get the same loss.
 
     Args:
-        group: the process group over which the vocabulary is split, in rank order; None: the default group.
+        group: the process group, in rank order; None: the default group.
         start: id of this rank's first row.
-        vocab_size: size of the whole vocabulary. Rows of ids from `vocab_size` on are padding: no part of the softmax,
-            and their gradient is zero. Shards may be of different sizes, or all padding.
-        input_grad: what the gradient of the hidden states is: "all_reduce", the whole, on every rank; or "partial", the
-            rank's share, if the caller sums over the ranks.
+        vocab_size: size of the whole vocabulary. Rows from this id on are padding, outside the softmax, with a zero
+            gradient. Shards may differ in size, or be all padding.
+        input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, if the caller
+            sums over ranks.
 
     Raises:
         TypeError, ValueError: a wrong start, size or name.
@@ -156,15 +153,19 @@ class VocabShard:
         return torch.distributed.get_world_size(self.group)
 
     def columns(self, rows: int) -> int:
-        """Return how many of a weight's rows are no padding."""
+        """Return how many rows are no padding."""
         return max(0, min(rows, self.vocab_size - self.start))
 
 
 class Head(NamedTuple):
-    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None.
+    """An output projection, `x @ weight.T + bias`: `weight` (V, H) or adapted, `bias` (V,) or None."""
 
-    With `shard`, they are this rank's rows.
-    """
+    weight: Weight
+    bias: Tensor | None = None
+
+
+class LossHead(NamedTuple):
+    """The `Head` that a loss was called with; with `shard`, weight and bias are this rank's rows."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -182,13 +183,13 @@ class Head(NamedTuple):
 
     @property
     def even_shape(self) -> tuple[int, int]:
-        """(V, H) of a rank if all had equally many rows: ranks that plan by it cut the same chunks."""
+        """(V, H) as if all ranks had equally many rows, to cut the same chunks."""
         rows, hidden_size = self.weight.shape
         return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of a head, `x @ weight.T + u @ up.T + bias`: `up` (V, r) or None, with `u` (N, r) beside `x`."""
+    """The tensors of `x @ weight.T + u @ up.T + bias`, where `u` is (N, r), and `up` (V, r) or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -196,9 +197,9 @@ class HeadTensors(NamedTuple):
     shard: VocabShard | None = None
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LossHead:
         """Without `up`."""
-        return Head(self.weight, self.bias)
+        return LossHead(self.weight, self.bias)
 
     @property
     def is_padded(self) -> bool:
@@ -227,13 +228,13 @@ class LogitOptionsDict(TypedDict, total=False):
 
 
 def described(x: Any) -> str:
-    """Return a tensor's shape, dtype and device; else the type."""
+    """Return a tensor's shape, dtype and device, or a type."""
     kind = type(x).__name__
     if not isinstance(x, Tensor):
         return kind
     try:
         shape = str(tuple(x.shape))
-    except RuntimeError:  # nested tensors and uninitialized parameters have no shape
+    except RuntimeError:  # nested tensors and uninitialized parameters
         shape = "tensor without a shape,"
     text = f"{shape} {str(x.dtype).removeprefix('torch.')} on {x.device}"
     return text if kind in ("Tensor", "Parameter", "Buffer") else f"{text}, a {kind}"
@@ -244,7 +245,7 @@ _LONGEST_TEXT = 80  # characters of a string in a message
 
 
 def shown(value: Any) -> str:
-    """Format a setting for a message, a long value by type and size."""
+    """Format a setting, a long value by type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"a tensor {described(value)}"
@@ -258,7 +259,7 @@ def shown(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
-    """Raise TypeError unless a value is a number, with `whole` an integer."""
+    """Raise TypeError unless a number, with `whole` an integer."""
     kind = numbers.Integral if whole else numbers.Real
     if not (isinstance(value, kind) or (optional and value is None)):
         expected = ("an int" if whole else "a number") + (" or None" if optional else "")
@@ -277,10 +278,10 @@ _UNITS = {"b": 1} | {
 def budget_bytes(budget: int | float | str | None) -> int | None:
     """Convert a `logits_budget` to bytes.
 
-    A string may have a unit in any case: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
+    Units, in any case: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
 
     Raises:
-        TypeError, ValueError: if it is no size, or the bytes are not whole and positive.
+        TypeError, ValueError: not a size, or not a positive whole number of bytes.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -316,20 +317,20 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The transform of the logits, the ignored tokens, and the memory budget.
+    """The logits' transform, ignored tokens, and memory budget.
 
     The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, without a softcap `logit_scale * z /
     temperature`.
 
     Args:
-        ignore_index: tokens with this target contribute and cost nothing.
+        ignore_index: tokens with this target do not count, at no cost.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
         temperature: divisor, applied last.
-        logits_budget: most bytes of logits in memory at once, see `budget_bytes`; None: automatic.
+        logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
 
     Raises:
-        TypeError, ValueError: if an option is not a number, or out of range.
+        TypeError, ValueError: an option is not a number, or out of range.
     """
 
     ignore_index: int = -100
@@ -358,7 +359,7 @@ class LogitOptions:
         """Build the options from a constructor's extra keywords.
 
         Raises:
-            TypeError, ValueError: if a keyword is unknown or an option invalid.
+            TypeError, ValueError: an unknown keyword or invalid option.
         """
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
@@ -367,11 +368,11 @@ class LogitOptions:
 class Pairs:
     """`n` preference pairs, the input of a paired loss. Axis 1 is (chosen, rejected); `T` is the padded length.
 
-    A loss may get the batch in parts; fields named `batch_...` describe all of it. Use `reshape`, not `view`: the
-    memory layout depends on the part.
+    A loss may get parts of the batch; `batch_...` fields describe all of it. Use `reshape`, not `view`: parts differ in
+    memory layout.
 
-    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: a sum over its valid tokens, or their
-      mean with `average_log_prob`, weighted with `ld_alpha`; float64, for small differences of large sums
+    - `logps` (n, 2): log-probability of each sequence under the policy, in nats: the sum over valid tokens, or the mean
+      with `average_log_prob`, weighted with `ld_alpha`; float64
     - `ref_logps` (n, 2): the same under the reference, without gradient; zeros without one
     - `lengths` (n, 2): valid tokens, at least 1
     - `mask` (n, 2, T): True at the valid tokens
@@ -402,11 +403,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Examples:
-    """`n` labelled sequences, the input of an unpaired loss. `T` and the fields `batch_...` are as in `Pairs`.
+    """`n` labelled sequences, the input of an unpaired loss. `T` and `batch_...` as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
     - `desirable` (n,): True for a sequence to learn, False for one to unlearn
-    - `reference_point` (): the call's `kl` in nats, its `delta` in rewards, or zero, as the loss declares; without
+    - `reference_point` (): the call's `kl` in nats or `delta` in rewards, or zero, as the loss declares; without
       gradient
     - `batch_size`: sequences
     - `batch_counts` (2,): desirable and undesirable sequences, at least 1
@@ -441,18 +442,17 @@ class Examples:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`n` sampled completions, the input of a policy loss. `T` and the fields `batch_...` are as in `Pairs`.
+    """`n` sampled completions, the input of a policy loss. `T` and `batch_...` as in `Pairs`.
 
-    A loss with `scope = "token"` gets any tokens, one per row: `T` is 1, and values of a sequence are repeated. Ignored
-    tokens have ratios and weights of 1, and other values of 0.
+    With `scope = "token"`, rows are tokens: `T` is 1, and values per sequence repeat. Ignored tokens have ratios and
+    weights of 1, else 0.
 
     - `logps` (n, T): log-probabilities under the policy, in nats
-    - `old_logps` (n, T): under the policy that sampled, without gradient; `logps` if not given
+    - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
     - `ref_logps` (n, T): under the reference, without gradient; None without one
     - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
-    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler that differs from the old
-      policy
+    - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler unlike the old policy
     - `entropy` (n, T): of the policy, in nats
     - `mask` (n, T), `lengths` (n, 1): as in `Pairs`
     - `batch_size`: sequences
@@ -481,7 +481,7 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of a paired loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over the vocabulary and the valid tokens
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over vocabulary and valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
@@ -508,7 +508,7 @@ class PreferenceMetrics(NamedTuple):
 class UnpairedPreferenceMetrics(NamedTuple):
     """Metrics of an unpaired loss, detached; "chosen" are the desirable sequences.
 
-    To average over ranks, weigh each mean by its count. A mean over nothing is zero.
+    To average over ranks, weigh means by counts. A mean over nothing is zero.
 
     - `chosen_logps`, `rejected_logps` (): mean of `Examples.logps`, in nats
     - `chosen_logits_mean`, `rejected_logits_mean` (): as in `PreferenceMetrics`
@@ -534,11 +534,11 @@ class UnpairedPreferenceMetrics(NamedTuple):
 class PolicyMetrics(NamedTuple):
     """Metrics of a policy loss, detached; None if not computed.
 
-    Means are over valid tokens, or over sequences for values per sequence. A mean over nothing is zero.
+    Means are over valid tokens, or sequences for values per sequence; zero over nothing.
 
     - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
-    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped from below, above, or either side,
-      which have no gradient
+    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either, without
+      gradient
     """
 
     entropy: Tensor
@@ -552,7 +552,7 @@ class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; None if not requested.
 
     - `z_loss`: the term of `lse_square_scale`, reduced like the loss
-    - `token_accuracy` (): share of valid tokens whose target is the argmax
+    - `token_accuracy` (): share of valid tokens with the target as argmax
     - `predicted_tokens`: the argmax in the target's shape, -1 at ignored tokens
     """
 
@@ -563,7 +563,7 @@ class CrossEntropyMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of student logits `z` and teacher logits `t`, with a gradient in closed form.
+    """A divergence of student logits `z` and teacher logits `t`, with closed-form gradient.
 
     With `p = softmax(z)` and `q = softmax(t)`:
 
@@ -584,7 +584,7 @@ class Divergence:
         """Return the divergence of `LigerFusedLinearJSDLoss`.
 
         Raises:
-            TypeError, ValueError: if beta is not a number in [0, 1].
+            TypeError, ValueError: beta is not a number in [0, 1].
         """
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
@@ -600,10 +600,10 @@ class Divergence:
 
 
 class DistillationMetrics(NamedTuple):
-    """The terms of a distillation loss without their weights, detached.
+    """A distillation loss's unweighted terms, detached.
 
     - `soft_loss` (): the divergence
-    - `hard_loss` (): negative log-likelihood of the targets, in nats at temperature 1; zero without a target
+    - `hard_loss` (): the targets' NLL in nats at temperature 1; zero without targets
     """
 
     soft_loss: Tensor
@@ -612,14 +612,13 @@ class DistillationMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a step holds above its inputs at its peak.
+    """A step's bytes above its inputs at the peak.
 
     - `logits`: logits or their exponentials, also the teacher's
     - `weight_grad`: gradients of weight and bias, and accumulators
     - `input_grad`: gradient of the hidden states
     - `hidden`: copies of valid tokens' hidden states
-    - `other`: numbers per token, heads cast by autocast, tensors that autograd saves, the fused epilogue's sums and
-      products
+    - `other`: numbers per token, autocast's heads, autograd's saved tensors, the fused epilogue's sums and products
     """
 
     logits: int = 0

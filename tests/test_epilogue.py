@@ -22,12 +22,12 @@ from liger_chunked import (
     eager,
     estimate_memory,
 )
-from liger_chunked.engine import epilogue, gradients, head, step
+from liger_chunked.engine import epilogue, gradients, step
 from liger_chunked.engine import plan as cut
 from liger_chunked.engine.batch import lay_out_every
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.kernels import backend, projection, target_rows
-from liger_chunked.types import Head
+from liger_chunked.types import AdaptedWeight, LossHead
 
 OUTPUTS = ("logps", "lse", "entropy", "mean_logits")
 # As in test_values.py. Triton's interpreter truncates to bfloat16, which doubles the error, and doubles it again where
@@ -260,7 +260,7 @@ def test_a_gradient_must_be_declared(device, passes):
 
 def served(change: dict) -> bool:
     arguments = {
-        "head": Head(torch.zeros(16, 8, dtype=torch.bfloat16)),
+        "head": LossHead(torch.zeros(16, 8, dtype=torch.bfloat16)),
         "options": LogitOptions(temperature=0.7),
         "class_weight": None,
         "outputs": OUTPUTS,
@@ -272,12 +272,15 @@ def served(change: dict) -> bool:
 
 
 REFUSED = {
-    "float32": {"head": Head(torch.zeros(16, 8))},
-    "bias": {"head": Head(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
-    "wide": {"head": Head(torch.zeros(16, 3080, dtype=torch.bfloat16))},
-    "odd-width": {"head": Head(torch.zeros(16, 12, dtype=torch.bfloat16))},
-    "transposed": {"head": Head(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
-    "unaligned": {"head": Head(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},
+    "float32": {"head": LossHead(torch.zeros(16, 8))},
+    "adapter": {
+        "head": LossHead(AdaptedWeight(torch.zeros(16, 8).bfloat16(), torch.zeros(16, 2).bfloat16(), torch.relu))
+    },
+    "bias": {"head": LossHead(torch.zeros(16, 8, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16))},
+    "wide": {"head": LossHead(torch.zeros(16, 3080, dtype=torch.bfloat16))},
+    "odd-width": {"head": LossHead(torch.zeros(16, 12, dtype=torch.bfloat16))},
+    "transposed": {"head": LossHead(torch.zeros(8, 16, dtype=torch.bfloat16).t())},
+    "unaligned": {"head": LossHead(torch.zeros(16 * 8 + 1, dtype=torch.bfloat16)[1:].view(16, 8))},
     "softcap": {"options": LogitOptions(softcap=30.0)},
     "constant-logits": {"options": LogitOptions(logit_scale=0.0)},
     "class-weight": {"class_weight": torch.ones(16)},
@@ -290,13 +293,13 @@ REFUSED = {
 def test_serves_what_a_cast_aligns():
     """Autocast makes an aligned copy of a float32 weight, at any offset in a flat parameter."""
     weight = torch.zeros(16 * 8 + 1)[1:].view(16, 8)
-    assert served({"head": Head(weight), "dtype": torch.bfloat16})
-    assert not served({"head": Head(weight.t()), "dtype": torch.bfloat16})
+    assert served({"head": LossHead(weight), "dtype": torch.bfloat16})
+    assert not served({"head": LossHead(weight.t()), "dtype": torch.bfloat16})
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_serves_not(change):
-    assert served({}) and served({"head": Head(torch.zeros(16, 3072, dtype=torch.bfloat16))})
+    assert served({}) and served({"head": LossHead(torch.zeros(16, 3072, dtype=torch.bfloat16))})
     assert not served(change)
 
 
@@ -347,7 +350,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
     monkeypatch.setattr(epilogue, "SMALLEST", SMALLEST)
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = cut.Plan.of_loss(
-        Head(weight if transposed else weight.contiguous()),
+        LossHead(weight if transposed else weight.contiguous()),
         lay_out_every(8192),
         torch.bfloat16,
         outputs=("logps",),
@@ -432,7 +435,7 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (projection, target_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NotLaunched())
-    for module in (head, gradients, epilogue):
+    for module in (gradients, epilogue):
         monkeypatch.setattr(module, "accumulate", lambda *args, **kwargs: None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import time
@@ -223,6 +224,51 @@ def test_a_class_that_somebody_patched(monkeypatch):
     monkeypatch.setattr(cls, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x))))
     assert "swiglu" not in apply_liger_kernel(model).replaced
     revert_liger_kernel(model)
+
+
+def test_a_class_that_somebody_wrapped(monkeypatch):
+    """A wrapper may count, checkpoint or change results in training, and a kernel would not call it."""
+    cls, calls = modeling("llama").LlamaMLP, []
+    stock = cls.forward
+
+    @functools.wraps(stock)
+    def forward(self, x):
+        calls.append(x)
+        return stock(self, x)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    model = BY_ID["llama"].build()
+    assert "swiglu" not in apply_liger_kernel(model).replaced
+    step(model, labelled(BY_ID["llama"]))
+    assert calls
+    revert_liger_kernel(model)
+
+
+class TwoStatements(nn.Module):
+    one = 1; forward = lambda self, x: x * self.one  # fmt: skip  # noqa: E702, E731
+
+
+def test_code_that_cannot_be_read():
+    def of_empty_cell():
+        class Unbound(nn.Module):
+            def forward(self, x):
+                return x * unbound
+
+        if not Unbound:
+            unbound = 1
+        return Unbound
+
+    class Executed(nn.Module):
+        def forward(self, x):
+            return x * helper(x)
+
+    for cls in (of_empty_cell(), TwoStatements, Executed):
+        assert overrides.binding_of(cls) is None, cls
+
+
+exec("def helper(x):\n    return x", helpers := {})
+helper = helpers["helper"]
+helper.__module__ = None
 
 
 def test_a_class_of_ones_own_with_stock_code():

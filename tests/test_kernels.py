@@ -26,6 +26,7 @@ from liger_chunked.kernels import (
     survey_top_k,
 )
 from liger_chunked.kernels.backend import INTERPRETED
+from liger_chunked.kernels.divergence_sums import merge_sums, sums
 
 pytestmark = pytest.mark.triton
 
@@ -258,6 +259,27 @@ def test_columns_of_minus_infinity(dead, cuts, device, path):
     alone = exact_gradient(logits[:, alive], torch.searchsorted(torch.tensor(alive, device=device), target),
                            LogitOptions(), upstream)  # fmt: skip
     torch.testing.assert_close(gradient[:, alive].double(), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixture"])
+def test_both_models_have_a_slice_of_minus_infinity(kind, device):
+    """Its centre, if not -inf, would be far above that of the other slice."""
+    options, generator = LogitOptions(), torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 90, generator=generator) - 200
+    logits[..., :40] = -math.inf
+    student, teacher = logits
+    slices = (slice(0, 40), slice(40, 90))
+
+    def of(cut):
+        z, t = (x[:, cut].contiguous().to(device) for x in (student, teacher))
+        return sums(z, t, None, kind, options, options)
+
+    whole, merged = of(slice(0, 90)), merge_sums([of(cut) for cut in slices], kind, 1.0, 1.0)
+    torch.testing.assert_close(merged.centre + merged.log_sum, whole.centre + whole.log_sum)
+    of_teacher = (x.teacher_centre + x.teacher_log_sum for x in (merged, whole))
+    torch.testing.assert_close(*of_teacher)
+    if kind != "mixture":
+        torch.testing.assert_close(merged.divergence, whole.divergence, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e-4], ids=str)

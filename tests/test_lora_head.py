@@ -696,6 +696,7 @@ REFUSED = {
         r"weight\.up must be \(V, r\).*weight \(11, 4\).*\(10, 2\)",
     ),
     "up-transposed": ({"up": torch.ones(2, 11)}, ValueError, r"weight\.up must be \(V, r\).*got \(2, 11\)"),
+    "up-empty": ({"up": torch.ones(11, 0)}, ValueError, r"weight\.up must be \(V, r\).*got \(11, 0\)"),
     "up-1d": ({"up": torch.ones(11)}, ValueError, r"weight\.up must be \(V, r\)"),
     "up-device": (
         {"up": torch.ones(11, 2, device="meta")},

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_chunked import LigerFusedLinearDPOLoss, LogitOptions, linear_token_stats
 from liger_chunked.kernels import backend, logits_stats, target_logit, unround_logps_
 from liger_chunked.kernels.transform import transform
-from liger_chunked.types import Head
+from liger_chunked.types import LossHead
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 OPTIONS = {
@@ -22,25 +22,25 @@ OPTIONS = {
 }
 
 
-def head_of(vocab: int, hidden: int, dtype: torch.dtype, device: str, bias: bool = False, seed: int = 0) -> Head:
+def head_of(vocab: int, hidden: int, dtype: torch.dtype, device: str, bias: bool = False, seed: int = 0) -> LossHead:
     generator = torch.Generator().manual_seed(seed)
     weight = hidden**-0.5 * torch.randn(vocab, hidden, generator=generator)
     b = torch.randn(vocab, generator=generator).to(device, dtype) if bias else None
-    return Head(weight.to(device, dtype), b)
+    return LossHead(weight.to(device, dtype), b)
 
 
 def states(n: int, hidden: int, dtype: torch.dtype, device: str, seed: int = 1) -> Tensor:
     return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def exact_logps(x: Tensor, head: Head, target: Tensor, options: LogitOptions) -> Tensor:
+def exact_logps(x: Tensor, head: LossHead, target: Tensor, options: LogitOptions) -> Tensor:
     z = x.double() @ head.weight.double().t()
     z = z if head.bias is None else z + head.bias.double()
     z = transform(z, options.logit_scale, options.softcap, options.temperature)
     return z.log_softmax(-1).gather(1, target[:, None])[:, 0]
 
 
-def rounded(x: Tensor, head: Head, target: Tensor, options: LogitOptions):
+def rounded(x: Tensor, head: LossHead, target: Tensor, options: LogitOptions):
     """Return logits in the dtype of `x`, their statistics, and the target's log-probability."""
     z = x @ head.weight.t() if head.bias is None else torch.addmm(head.bias, x, head.weight.t())
     stats = logits_stats(z, target, options, ("logps",))
@@ -99,7 +99,7 @@ def test_left_to_others(logp, device):
     # The statistics imply a target logit of 0.
     logps = torch.full((2,), logp, device=device)
     maximum, sum_exp = torch.full_like(logps, -logp), torch.ones_like(logps)
-    others = unround_logps_(logps, x, Head(weight), target, maximum, sum_exp, LogitOptions())
+    others = unround_logps_(logps, x, LossHead(weight), target, maximum, sum_exp, LogitOptions())
     p = torch.full((2,), logp, device=device).double()
     odds = p - torch.log(-torch.expm1(p)) + torch.tensor([1.0, -1.0], device=device)
     exact = torch.nn.functional.logsigmoid(odds)
@@ -144,7 +144,7 @@ def test_layouts(device):
     options = LogitOptions()
     _, stats, logps = rounded(x, head, target, options)
 
-    def moved(x: Tensor, head: Head, rows: slice = slice(None)) -> Tensor:
+    def moved(x: Tensor, head: LossHead, rows: slice = slice(None)) -> Tensor:
         result = logps[rows].clone()
         unround_logps_(result, x[rows], head, target[rows], stats.max[rows], stats.sum_exp[rows], options)
         return result
@@ -152,12 +152,12 @@ def test_layouts(device):
     expected = moved(x, head)
     assert not torch.equal(expected, logps)
     wide = torch.cat([x, x], 1)[:, :32]
-    transposed = Head(head.weight.t().contiguous().t(), head.bias)
+    transposed = LossHead(head.weight.t().contiguous().t(), head.bias)
     assert torch.equal(moved(wide, head), expected)
     torch.testing.assert_close(moved(x, transposed), expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(moved(x.t().contiguous().t(), head), expected, rtol=0, atol=2e-6)
     gaps = torch.stack([head.bias, head.bias + 1], 1)[:, 0]
-    assert torch.equal(moved(x, Head(head.weight, gaps)), expected)
+    assert torch.equal(moved(x, LossHead(head.weight, gaps)), expected)
     assert moved(x, head, slice(0, 0)).shape == (0,)
 
 

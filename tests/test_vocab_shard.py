@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_chunked import AdaptedWeight, LigerFusedLinearCrossEntropyLoss, VocabShard, linear_token_stats
+from liger_chunked import (
+    AdaptedWeight,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearKLDivLoss,
+    VocabShard,
+    linear_token_stats,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -199,6 +205,12 @@ def contracts(rank: int, folder: str) -> None:
     z = (x.detach().requires_grad_() @ weight.T).log_softmax(-1)
     torch.testing.assert_close(stats.entropy, -(z.exp() * z).sum(1))
 
+    # A second head that is padded on one rank only.
+    kl, teacher = LigerFusedLinearKLDivLoss(), weight.flip(0)
+    padded = torch.cat([teacher[own], torch.full((3 * rank, hidden), 50.0)])
+    found = kl(weight[own], input, padded, input, vocab_shard=shard)
+    torch.testing.assert_close(found, kl(weight, input, teacher, input))
+
     # An adapter: each rank has its rows of `up`, and the whole of `down`.
     wide = [x.double() for x in (weight, input, torch.randn(3, hidden), torch.randn(vocab, 3))]
     for x in wide[2:]:
@@ -223,16 +235,24 @@ def contracts(rank: int, folder: str) -> None:
     for made, message in refusals.values():
         with pytest.raises(ValueError, match=message):
             loss(weight[own], input, target, vocab_shard=made())
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(
+        ValueError, match=r"input must be the same on all ranks .* FSDP"
+    ):  # a shard of FSDP, and its batch
+        loss(distribute_tensor(weight[:100], mesh, [Shard(0)]), input + rank, target % 100)
     with pytest.raises(ValueError, match=r"target holds 640, expected .* 0 to 639"):
         loss(weight[own], input, target + 640 - target.max(), vocab_shard=shard)
     with pytest.raises(ValueError, match=r"ce_weight must have one value for each of the 640 ids"):
         loss(weight[own], input, target, ce_weight=torch.ones(320), vocab_shard=shard)
 
-    mesh = init_device_mesh("cpu", (2,))
     whole, everywhere = distribute_tensor(weight, mesh, [Shard(0)]), distribute_tensor(target, mesh, [Shard(0)])
     assert torch.allclose(loss(whole, input, everywhere), loss(weight, input, target))
     with pytest.raises(TypeError, match="got vocab_shard too"):
         loss(whole, input, target, vocab_shard=shard)
+    with pytest.raises(TypeError, match="multiple values for argument 'input'"):
+        loss(whole, input, target, input=input)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        loss(whole, input, target, *[None] * 20)
     with pytest.raises(TypeError, match="weight must be replicated, or sharded on dim 0"):
         loss(distribute_tensor(weight, mesh, [Shard(1)]), input, target)
     with pytest.raises(TypeError, match="bias must be distributed like weight"):

@@ -1,4 +1,4 @@
-"""The oracles: every loss on full logits, from its formula, in plain torch.
+"""Oracles: every loss on full logits, in plain torch.
 
 Arguments are named as in the fused losses.
 """

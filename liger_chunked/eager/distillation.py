@@ -92,9 +92,9 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `weight_soft_loss * divergence + weight_hard_loss * nll`, with the NLL at temperature 1, and both terms.
+    """Return `weight_soft_loss * divergence + weight_hard_loss * nll` (temperature 1), and both terms.
 
-    The teacher's rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
+    Teacher rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
 
     >>> weight, input, teacher = torch.randn(11, 4), torch.randn(3, 4), torch.randn(11, 4)
     >>> loss, metrics = distillation(weight, input, weight, input)

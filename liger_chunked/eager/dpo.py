@@ -95,7 +95,6 @@ def _pair_loss(loss_type: str, pair: _Pair, beta: float, epsilon: float, tau: fl
 
 
 def _quantile_losses(loss_type: str, pairs: list[_Pair], beta: float, epsilon: float) -> list[Tensor]:
-    """Return AOT's logistic losses between the batch's quantiles."""
     if loss_type == "aot":
         high = [pair.chosen - pair.rejected for pair in pairs]
         low = [pair.ref_chosen - pair.ref_rejected for pair in pairs]
@@ -146,8 +145,8 @@ def dpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of `loss_type` over pairs, plus `alpha` times the chosen tokens' NLL, and detached metrics.
 
-    `log pi(y|x)` is the sum over tokens, or the mean with `average_log_prob`; `log pi_ref` is 0 without a reference.
-    A pair without tokens adds 0, but counts in the mean.
+    `log pi(y|x)` is a sum over tokens, or the mean with `average_log_prob`; `log pi_ref` is 0 without a reference.
+    Empty pairs add 0, but count in the mean.
 
     Args:
         loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.

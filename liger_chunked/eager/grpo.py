@@ -35,7 +35,6 @@ def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, del
 
 
 def _gamma_weight(log_w: float, k: float, rate: float) -> float:
-    """Return VESPO's `phi(w)` with TRL's clamps."""
     log_w = min(max(log_w, math.log(1e-8)), 20.0)
     w = math.exp(log_w)
     return math.exp(k * log_w + rate * (1 - w))

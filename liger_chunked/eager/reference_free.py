@@ -23,7 +23,7 @@ def _sequences(
     ignore_index: int,
     transform: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, 2), whether pairs have tokens (n,), and the NLL."""
+    """Return log-probabilities (n, 2), nonempty pairs (n,), and the NLL."""
     n = target.shape[0] // 2
     in_sequence = target != ignore_index
     in_nll = in_sequence if nll_target is None else nll_target != ignore_index

@@ -20,8 +20,8 @@ def logits(
 ) -> Tensor:
     """Return all logits (..., V): `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
 
-    Without a softcap there is no tanh. Shapes: weight (V, H), input (..., H), bias (V,). The product is in the inputs'
-    dtype, the rest in float32 or float64.
+    Without a softcap, no tanh. weight (V, H), input (..., H), bias (V,). The product is in the inputs' dtype, the rest
+    in float32 or float64.
     """
     z = F.linear(input, weight, bias)
     z = z if z.dtype == torch.float64 else z.float()
@@ -53,7 +53,7 @@ def token_stats(
         is_top1           argmax_v z_v = y
         log_sum_sq_probs  log sum_v p_v**2
 
-    They have the shape of `target`, and are 0 at `ignore_index` (argmax: -1).
+    Shaped like `target`, 0 at `ignore_index` (argmax: -1).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> stats = token_stats(weight, input, torch.tensor([[1, 2, 3], [4, 5, -100]]), outputs=("logps", "argmax"))

@@ -1,9 +1,9 @@
-"""Select the tokens of a batch that have a target, and order them.
+"""Select and order the tokens that have a target.
 
-token    a position that has a target; the others never reach a matrix product
-group    the tokens that an objective cannot split: one, a sequence, a pair
-chunk    the whole groups that the objective sees at once, within the budget
-tile     some rows of a chunk times a slice of the vocabulary: the logits in memory at once
+token    a position with a target; others reach no matrix product
+group    tokens that an objective cannot split: one, a sequence, a pair
+chunk    whole groups that the objective sees at once, within the budget
+tile     rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` if `part` covers it: making a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
@@ -42,12 +42,12 @@ class Tile(NamedTuple):
 
 
 def row_blocks(tiles: list[Tile]) -> int:
-    """Return how often a chunk adds to each element of dW: once per block of rows."""
+    """Return how often a chunk adds to dW: once per block of rows."""
     return sum(tile.vocab.start == 0 for tile in tiles)
 
 
 def largest(tiles: list[Tile]) -> int:
-    """Return the number of logits in the largest tile, the first."""
+    """Return the logits of the largest tile, the first."""
     if not tiles:
         return 0
     rows, vocab = tiles[0]
@@ -59,8 +59,8 @@ class Layout:
     """The position of each token.
 
     The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are
-    computed in the order of the input. The two sequences of a stacked pair lie far apart in it, so a step of
-    several chunks reorders the tokens with `by_group`.
+    computed in input order. A stacked pair's sequences lie far apart, so a step of several chunks reorders tokens with
+    `by_group`.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class Layout:
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values (len,) to the dense layout, with zeros elsewhere. Deterministic, like `compact`."""
+        """Move a chunk's values (len,) to the dense layout, zero elsewhere. Deterministic, like `compact`."""
         if self.group_lengths is None:
             return values
         n_groups, slots = chunk.groups.stop - chunk.groups.start, self._slots_in(chunk)
@@ -153,7 +153,7 @@ class Layout:
         return self.scatter_stats({name: f for name, f in values._asdict().items() if f is not None})
 
     def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
-        """Move statistics to the dense layout, with argmax -1 and zeros elsewhere."""
+        """Move statistics to the dense layout, argmax -1 and zeros elsewhere."""
         return TokenStats(**{k: self.scatter(v, fill=-1 if k == "argmax" else 0) for k, v in values.items()})
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -170,9 +170,9 @@ class Layout:
 
 
 def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
-    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError if a target is out of range.
+    """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError for targets out of range.
 
-    Pairs are stacked: all chosen sequences first. The host waits for the device once, to count the tokens.
+    Pairs are stacked: all chosen sequences first. Waits for the device once.
     """
     target = target.contiguous()
     flat = target.view(-1)
@@ -185,7 +185,7 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         in_rows = summary[0, :, 0] if summary.shape[2] == 1 else summary[0].sum(-1)
         lengths = in_rows.view(per_group, -1).t()
         side_lengths = lengths.sum(0) if group == "pair" else None
-    sizes, lows, highs = found.read()  # waits for the device: launches come before it
+    sizes, lows, highs = found.read()  # waits for the device: launch before it
     counts, low, high = [sum(row) for row in sizes], min(map(min, lows), default=0), max(map(max, highs), default=0)
     if low < 0 or high >= vocab_size:
         raise ValueError(

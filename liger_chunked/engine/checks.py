@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.operands import check_class_ids, described, plain
-from liger_chunked.types import AdaptedWeight, Head, VocabShard, Weight
+from liger_chunked.types import AdaptedWeight, LossHead, VocabShard, Weight
 
 
 @functools.cache
@@ -24,8 +24,8 @@ def autocasts(device: str) -> bool:
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
-def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, or the shared one. Raise TypeError without either."""
+def compute_dtype(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> torch.dtype:
+    """Return the products' dtype: autocast's, or the shared one, else raise TypeError."""
     device, dtype = input.device.type, input.dtype
     autocast = autocasts(device)
     if not autocast and head.weight.dtype == dtype and (head.bias is None or head.bias.dtype == dtype):
@@ -47,7 +47,7 @@ def compute_dtype(head: Head, input: Tensor, prefix: str = "", input_name: str =
 
 
 def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
-    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`: that leaf would get no gradient."""
+    """Raise ValueError if `value` depends on a trainable leaf beyond `ends`, which would get no gradient."""
     ends = list(ends)
     seen = {x.grad_fn for x in ends}
     left = [value.grad_fn]
@@ -67,7 +67,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check that a user's method `name` returned a tensor of `shape`."""
+    """Check that a user's method returned a tensor of `shape`."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -77,7 +77,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Return advice on what to pass instead of `x`. `ids` is for token ids."""
+    """Advise what to pass instead of `x`. `ids`: for token ids."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -103,7 +103,6 @@ def hint_for(x: Any, name: str, ids: bool = False) -> str:
 
 
 def _check_adapted(weight: AdaptedWeight, name: str) -> None:
-    """Check the parts of `AdaptedWeight` beside its `weight`."""
     matrix, up = weight.weight, weight.up
     if not isinstance(up, Tensor) or not up.is_floating_point():
         raise TypeError(f"{name}.up must be a floating-point tensor, got {described(up)}")
@@ -112,7 +111,11 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
             f"{name}.down must be a function of hidden states (..., H) that returns (..., r), got "
             f"{described(weight.down)}"
         )
-    if up.ndim != 2 or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0]):
+    if (
+        up.ndim != 2
+        or not up.shape[1]
+        or (isinstance(matrix, Tensor) and matrix.ndim == 2 and up.shape[0] != matrix.shape[0])
+    ):
         raise ValueError(
             f"{name}.up must be (V, r), one row per row of {name}.weight {described(matrix)}, got {described(up)}"
         )
@@ -121,7 +124,7 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, in the dtype of `x`. The gradient is that of the identity."""
+    """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,10 +144,9 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    `down` runs under the caller's grad mode and autocast, and k is r if adapter and products share the `dtype`. PEFT
-    keeps adapters in float32 beside a 16-bit head and multiplies them in float32. Rounded to 16 bits, they would give
-    gradients with up to 1.6 times the error. Without autocast, which rounds them in PEFT too, each is cut into a
-    rounded part and the rest, and k is 3 r:
+    `down` runs under the caller's grad mode and autocast, and k is r. But PEFT multiplies float32 adapters of a 16-bit
+    head in float32, except under autocast. Rounding them gives up to 1.6 times the error, so outside autocast each
+    factor is cut into a rounded part and the rest, and k is 3 r:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 
@@ -168,7 +170,7 @@ def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tupl
     return weight.weight, up, u
 
 
-def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
+def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:
     """Check that `input @ weight.T + bias` is defined."""
     weight, bias, own = head.weight, head.bias, "weight"
     if isinstance(weight, AdaptedWeight):
@@ -204,26 +206,35 @@ def check_projection(head: Head, input: Tensor, prefix: str = "", input_name: st
         )
     compute_dtype(head, input, prefix, input_name)
     if head.shard is not None:
-        _check_shard(head.shard, weight.shape[0])
+        _check_shard(head.shard, weight.shape[0], input)
 
 
-def _check_shard(shard: VocabShard, rows: int) -> None:
+def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
     if not isinstance(shard, VocabShard):
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    _check_cover(shard.group, shard.start, rows, shard.vocab_size)
+    # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
+    group = dist.group.WORLD if shard.group is None else shard.group
+    key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
+    if key not in _CHECKED:
+        _check_ranks(*key, input)
+        _CHECKED.add(key)
 
 
-@functools.lru_cache(maxsize=64)
-def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int) -> None:
-    """Raise ValueError on all ranks unless their rows follow each other and cover the vocabulary.
+_CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int]] = set()
 
-    A collective, once for each shard.
+
+def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
+    """Raise ValueError on all ranks unless their rows cover the vocabulary and their hidden states are the same.
+
+    A collective, once for each shard. FSDP's shards look like those of a split vocabulary, but their tokens differ.
     """
-    parts: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (start, rows, vocab_size), group=group)
-    sizes = {size for _, _, size in parts}
+    some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
+    mine = (start, rows, vocab_size, tuple(input.shape), some)
+    parts = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(parts, mine, group=group)
+    sizes = {part[2] for part in parts}
     if len(sizes) > 1:
         raise ValueError(f"vocab_shard.vocab_size must be the same on all ranks, got {sorted(sizes)}")
     starts_and_rows = [part[:2] for part in parts]
@@ -232,14 +243,23 @@ def _check_cover(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
         if first < vocab_size and first != covered:
             raise ValueError(
                 f"vocab_shard.start of rank {rank} is {first}, expected {covered}: the shards must follow each other "
-                f"in rank order, and each rank's (start, rows of weight) are {starts_and_rows}"
+                f"in rank order, and each rank's (start, rows of weight without padding) are {starts_and_rows}"
             )
         covered = max(covered, min(first + n, vocab_size))
     if covered < vocab_size:
         raise ValueError(
-            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight) are "
-            f"{starts_and_rows}"
+            f"the shards cover {covered} rows of a vocabulary of {vocab_size}: each rank's (start, rows of weight "
+            f"without padding) are {starts_and_rows}"
         )
+    for rank, (*_, shape, values) in enumerate(parts):
+        if shape != parts[0][3] or not torch.allclose(
+            torch.tensor(values), torch.tensor(parts[0][4]), rtol=0.05, atol=0.05, equal_nan=True
+        ):
+            raise ValueError(
+                f"input must be the same on all ranks of a split vocabulary, but ranks 0 and {rank} differ: "
+                f"{parts[0][3]} and {shape}. A weight that FSDP shards is not split over the tokens' ranks: call the "
+                "loss inside the forward of the module that owns it, where the weight is whole"
+            )
 
 
 def check_target(
@@ -262,10 +282,10 @@ def check_target(
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `hidden[:, :-1]` and `labels[:, 1:]`: the hidden states, and the token that each of them predicts.
+    """Return `hidden[:, :-1]` and `labels[:, 1:]`: hidden states, and the token that each predicts.
 
     The losses expect that `input[t]` predicts `target[t]`, but a tokenizer's `labels` are one position off. No loss
-    detects that: with unshifted labels the model learns to copy its input, and the loss becomes very small.
+    detects that: the model then learns to copy its input, with a very small loss.
 
     Args:
         hidden: (B, T, H) last hidden states.

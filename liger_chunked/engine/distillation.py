@@ -7,7 +7,7 @@
         student logits -> gradient, in place
     dX, dW
 
-The loss is linear in divergences and log-probabilities, so its gradients are known in advance.
+The loss is linear in these values, so its gradients are known in advance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.step import LinearObjective, Step, run_step
-from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, accumulation_dtype
+from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
 class Divergences(NamedTuple):
@@ -38,7 +38,7 @@ class Divergences(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """The weights of the sums of divergences and log-probabilities; None drops the second sum."""
+    """Weights of the sums of divergences and log-probabilities; None drops the latter."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -51,7 +51,7 @@ class LossWeights(LinearObjective):
         return loss + self.logps * values.logps.sum(dtype=torch.float64)
 
     def gradients(self, values: Divergences) -> dict[str, Tensor]:
-        return {}  # applied in `DistillationPass.statistics`, while the teacher's logits are in memory
+        return {}  # see `DistillationPass.statistics`, which has the teacher's logits
 
     def of_tokens(self, n: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         given = {"divergence": self.divergence, "logps": self.logps}
@@ -68,7 +68,7 @@ class Teacher(NamedTuple):
     u: Tensor | None = None  # (..., r), of an adapter
 
     @classmethod
-    def of(cls, head: Head, input: Tensor, options: LogitOptions) -> Teacher:
+    def of(cls, head: LossHead, input: Tensor, options: LogitOptions) -> Teacher:
         weight, up, u, dtype = head.weight, None, None, compute_dtype(head, input)
         if isinstance(weight, AdaptedWeight):
             with torch.no_grad():
@@ -78,7 +78,7 @@ class Teacher(NamedTuple):
 
 @dataclass
 class DistillationPass:
-    """A `Pass` of student and teacher. `teacher` is None if `route` has the teacher's log-probabilities."""
+    """A `Pass` of student and teacher. `teacher` is None if `route` has its log-probabilities."""
 
     plan: Plan
     weights: LossWeights
@@ -96,7 +96,7 @@ class DistillationPass:
         self._student.reserve(self.plan.largest_chunk * self._student.vocab_size)
 
     def statistics(self, tokens: Tokens) -> Divergences:
-        """Return the divergences. With `grads`, overwrite the logits with their gradient."""
+        """Return divergences. With `grads`, overwrite logits with their gradient."""
         logits = self._student.project_all(tokens.x, tokens.u)
         start = tokens.rows.start
         found = [
@@ -104,7 +104,7 @@ class DistillationPass:
             for rows, _ in tokens.tiles or [Tile(slice(0, 0), slice(0, 0))]
         ]
         if tokens.rows.stop == self.plan.layout.n_valid:
-            self._teacher = None  # so that dW can use its memory
+            self._teacher = None  # dW can use its memory
         self._gradient = logits
         if len(found) == 1:
             return found[0]
@@ -148,7 +148,7 @@ class DistillationPass:
         if self.teacher is None:
             return None
         if self._teacher is None:
-            # After the student's first product, until which the GPU is idle.
+            # After the student's first product: the GPU is idle until then.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.most_rows * self._teacher.vocab_size)
         layout, dtype, u = self.plan.layout, self.teacher.dtype, self.teacher.u
@@ -159,7 +159,7 @@ class DistillationPass:
 
 
 def distillation_step(
-    head: Head,
+    head: LossHead,
     dtype: torch.dtype,
     teacher: Teacher | None,
     layout: Layout,
@@ -183,7 +183,7 @@ def distillation_step(
 
 
 def distillation_loss(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     teacher: Teacher | None,
     layout: Layout,
@@ -192,10 +192,7 @@ def distillation_loss(
     options: LogitOptions,
     has_target: bool,
 ) -> tuple[Tensor, Divergences]:
-    """Return the loss () with its gradients, and the detached values of the valid tokens.
-
-    Inputs are checked.
-    """
+    """Return the differentiable loss () of checked inputs, and the valid tokens' detached values."""
     step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

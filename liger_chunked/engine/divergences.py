@@ -26,7 +26,7 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(NamedTuple):
-    """A block's results. `backward(g_divergence, g_logps)` overwrites the student's logits with their gradient."""
+    """A block's results. `backward(g_divergence, g_logps)` overwrites student logits with their gradient."""
 
     divergence: Tensor
     logps: Tensor | None
@@ -37,7 +37,7 @@ class Route(Protocol):
     """Computes a divergence per token from untransformed logits (n, V)."""
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
-        """Return the bytes in memory per student logit."""
+        """Return bytes in memory per student logit."""
         ...
 
     def measure(
@@ -94,7 +94,7 @@ class ByAutograd:
 
     def bytes_per_logit(self, student: torch.dtype, teacher: torch.dtype | None) -> int:
         assert teacher is not None
-        # Two copies, two transforms, two gradients, and two tensors that the function saves.
+        # Copies, transforms, gradients, and saved tensors, two each.
         return student.itemsize + teacher.itemsize + 8 * accumulation_dtype(student).itemsize
 
     def measure(

@@ -1,4 +1,4 @@
-"""Run a chunk with the fused epilogue, without logits, for losses whose gradient reaches only logps and lse."""
+"""Run a chunk with the fused epilogue, for losses whose gradient reaches only logps and lse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_chunked.kernels import (
     scale_rows,
 )
 from liger_chunked.kernels.tuning.hopper import FEWEST_TOKENS, LARGE, PRODUCT, SMALLEST, WIDEST, WIDEST_CUT
-from liger_chunked.types import AdaptedWeight, Head, HeadTensors, LogitOptions, TokenStats
+from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, TokenStats
 
 # Tensor descriptors need rows aligned to 16 bytes.
 _DESCRIPTOR_BYTES = 16
@@ -37,7 +37,7 @@ def _fits_descriptor(x: Tensor) -> bool:
 
 
 def serves(
-    head: Head,
+    head: LossHead,
     dtype: torch.dtype,
     options: LogitOptions,
     class_weight: Tensor | None,
@@ -45,11 +45,11 @@ def serves(
     differentiates: tuple[str, ...],
     chunks: list[list[Tile]],
 ) -> bool:
-    """Return whether `EpiloguePass` can replace `HeadPass`, and is faster."""
+    """Whether `EpiloguePass` can replace `HeadPass`, and is faster."""
     if isinstance(head.weight, AdaptedWeight) or head.shard is not None:
         return False
     hidden_size = head.weight.shape[1]
-    # If the dtype differs, the cast makes an aligned copy.
+    # A cast makes an aligned copy.
     fits = _fits_descriptor(head.weight) if head.weight.dtype == dtype else head.weight.is_contiguous()
     return (
         dtype == torch.bfloat16
@@ -68,10 +68,10 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether several chunks with the fused epilogue need less memory than one without, in about the same time.
+    """Return whether chunks with the fused epilogue need less memory than one without, in about the same time.
 
-    One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n tokens hold 2 n V of exponentials and
-    4 V H of float32 dW: less if n + H < N. Each chunk also reads and writes dW. See docs/tuning.md.
+    One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n hold 2 n V of exponentials and 4 V H
+    of float32 dW: less if n + H < N. Each also reads and writes dW (docs/tuning.md).
     """
     return (
         len(chunks) > 1
@@ -90,14 +90,14 @@ class EpiloguePass:
 
         dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
-    `kernels/projection.py` and `kernels/target_rows.py` derive the formulas.
+    See `kernels/projection.py` and `kernels/target_rows.py`.
 
-    `serves` requires bfloat16, because E is rounded to 8 bits. The gradient must be a multiple of E. `Plan.make_pass`
-    requires a float32 dW or none, because the target's part cannot be added to a rounded dW.
+    `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.make_pass`
+    requires a float32 dW or none: the target's part cannot be added to a rounded one.
 
-    dX and dW overlap on two streams. dW is enqueued first, but small kernels precede its product, so dX starts first.
-    Otherwise dX would end last, alone, because its tiles take long. No estimate counts cuBLAS's workspace per stream,
-    32 MiB on Hopper. See docs/tuning.md.
+    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so dX starts first; else dX, whose
+    tiles take long, would end last, alone. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See
+    docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 

@@ -1,4 +1,4 @@
-"""Accumulate the gradients of hidden states, weight and bias over chunks."""
+"""Accumulate the head's gradients over chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.sum(0)` in `dtype`.
 
-    A matrix product on a GPU, because torch's sum of float32 logits allocates more than the logits.
+    A matrix product on a GPU: torch's float32 sum allocates more than the logits.
     """
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
@@ -57,15 +57,15 @@ class Needs(NamedTuple):
 
 
 class HeadGradients:
-    """dX, dW and db of one step, and the same of an adapter's pair (u, up).
+    """dX, dW and db of one step, and du and dup of an adapter.
 
-    dW has the weight's dtype if that is the products' dtype, not float16, and at most one product is added to each
-    element (`n_contributions`). Otherwise it is float32.
+    dW is float32, but has the weight's dtype if that is the products', not float16, and each element sums at most one
+    product (`n_contributions`).
 
-    float16 gradients of a mean over many tokens would underflow, so the statistics' gradients are divided by `unit`, a
-    power of two near the largest gradient so far. dX and dW stay float32 until the upstream gradient multiplies them.
+    float16 gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
+    power of two near the largest so far. dX and dW stay float32 until multiplied by the upstream gradient.
 
-    A second object of this class, with the same unit, accumulates the gradients of (u, up).
+    A second object, with the same unit, accumulates the gradients of (u, up).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HeadGradients:
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
-        # Whether products of dX are float32. Ranks add theirs up.
+        # Whether dX's products are float32, as to sum over ranks.
         self._wide_input = self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
@@ -90,7 +90,7 @@ class HeadGradients:
         self._given_weight = head.weight if needs.weight else None
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
-        # Every row is written except those of ignored tokens, which must be zero.
+        # Rows of ignored tokens are not written, and must be zero.
         self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
@@ -98,7 +98,7 @@ class HeadGradients:
         self._bias: Tensor | None = None
         if needs.bias:
             assert head.bias is not None
-            # float64: db is small and may sum a term per token.
+            # float64: db is small and sums many terms.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._shard = head.shard
         self._sum: dist.Work | None = None  # of the chunk's dX over the ranks
@@ -113,7 +113,7 @@ class HeadGradients:
             self._low_rank._wide_input = True  # du is small, and may be float32
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide a chunk's gradients by `unit`. If the unit must grow, rescale dX, dW and db.
+        """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db.
 
         It never grows within a distillation chunk, whose tiles share one mean's gradient.
         """
@@ -141,7 +141,7 @@ class HeadGradients:
     ) -> Tensor | None:
         """Return memory for a chunk's dX, in the batch's dX if possible, or None.
 
-        `u`, the chunk's rows, and `up` are an adapter's, in the products' dtype.
+        The chunk's rows of `u` and `up` have the products' dtype.
         """
         if self._low_rank is not None:
             assert u is not None and up is not None
@@ -161,7 +161,7 @@ class HeadGradients:
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
         """Add a tile of a chunk to dX, dW and db.
 
-        A chunk's tiles come last first: its last slice of the vocabulary, and the last rows of each slice.
+        Tiles come in reverse order, by vocabulary slice, then rows.
         """
         rows, vocab = tile
         if dx is not None:
@@ -179,7 +179,7 @@ class HeadGradients:
             self._low_rank.add(tile, dz, *self._chunk)
 
     def _start_sum(self, dx: Tensor) -> None:
-        """Start to add the ranks' shares of dX, while dW is computed."""
+        """Sum the ranks' shares of dX while dW is computed."""
         if self._shard is not None and self._shard.input_grad == "all_reduce":
             self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
 
@@ -189,14 +189,14 @@ class HeadGradients:
         return self._given_weight is None or self._weight_dtype == self._wide
 
     def _input_gradient(self) -> Tensor | None:
-        """Allocated late, because the GPU is idle until the first product."""
+        """Allocated late: the GPU is idle until the first product."""
         if self._input is None and (given := self._given_input) is not None:
             dtype = self._wide if self._half else given.dtype
             self._input = self._create_input(given.shape, dtype=dtype, device=given.device)
         return self._input
 
     def _weight_gradient(self) -> Tensor | None:
-        """Allocated late, because a teacher's logits may be free by then."""
+        """Allocated late: a teacher's logits may be free by then."""
         if self._weight is None and (given := self._given_weight) is not None:
             self._weight = self._create_weight(given.shape, dtype=self._weight_dtype, device=given.device)
         return self._weight
@@ -206,7 +206,7 @@ class HeadGradients:
     ) -> None:
         """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
 
-        The rows are added before the product if dW has values, so that they overlap the start of dX.
+        The rows come before the product if dW has values, to overlap the start of dX.
         """
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
@@ -234,7 +234,7 @@ class HeadGradients:
             self._input[chunk_rows] = dx
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes or, for float16, float32."""
+        """Return and drop dX, dW, db, du and dup, in the parameters' dtypes, or float32 for float16."""
         grads: list[Tensor | None] = [self._input_gradient(), self._weight_gradient(), self._bias]
         self._input = self._weight = self._bias = self._given_input = self._given_weight = None
         for i, (grad, dtype) in enumerate(zip(grads, self._dtypes, strict=True)):

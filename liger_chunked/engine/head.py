@@ -1,4 +1,4 @@
-"""Run a chunk of tokens through the head.
+"""Run a chunk through the head.
 
 statistics   for each tile: project, reduce to PartialStats, merge                one matrix product
 backward     for each tile, last first: project again unless in memory,
@@ -34,14 +34,11 @@ class Tokens(NamedTuple):
     target: Tensor  # (n,) int64
     rows: slice  # in the layout
     tiles: list[Tile]
-    u: Tensor | None = None  # (n, r), what an adapter's `down` returned, in the products' dtype
+    u: Tensor | None = None  # (n, r), an adapter's `down(x)` in the products' dtype
 
 
 class Pass(Protocol):
-    """Runs the head of one step, chunk by chunk; `step.py` drives it.
-
-    See `HeadPass`, `EpiloguePass` and `DistillationPass`.
-    """
+    """Runs the head of one step, chunk by chunk; `step.py` drives it."""
 
     def statistics(self, tokens: Tokens) -> Any:
         """Return a NamedTuple of values (n,) of the chunk's tokens."""
@@ -50,7 +47,7 @@ class Pass(Protocol):
     def backward(self, tokens: Tokens, gradients: dict[str, Tensor]) -> None:
         """Add the chunk's dX, dW and db, right after its `statistics`.
 
-        `gradients` of its values is empty if the loss ignores this chunk, or if `statistics` used them already.
+        `gradients` is empty if the loss ignores this chunk, or `statistics` used them.
         """
         ...
 
@@ -90,13 +87,13 @@ class HeadPass:
         self._buffer = self._held = None
 
     def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
-        """Return a tile's logits (rows, columns) in the buffer, before the logit transform."""
+        """Return a tile's untransformed logits (rows, columns) in the buffer."""
         assert self._buffer is not None
         x, weight = along(x, tile.rows), along(self.head.weight, tile.vocab)
         logits = along(self._buffer, slice(0, x.shape[0] * weight.shape[0])).view(x.shape[0], weight.shape[0])
         first, matrix = x, weight
         if u is not None:
-            # The small term first: the buffer rounds it less than it would round x @ weight.T.
+            # The smaller term first: the buffer rounds it less.
             assert self.head.up is not None
             first, matrix = along(u, tile.rows), along(self.head.up, tile.vocab)
         if self.head.bias is None:
@@ -123,7 +120,7 @@ class HeadPass:
         return stats
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        """Correct `logps` for rounding. Return the factor of its gradient."""
+        """Correct `logps` for rounding; return the factor of its gradient."""
         x, target, _, _, u = tokens
         return unround_logps_(logps, x, self.head, target, partial.max, partial.sum_exp, self.options, u)
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 
 def _any_hooks() -> bool:
-    """Return whether disabling hooks raises, because some are active."""
+    """Whether disabling hooks raises because some are active."""
     try:
         with disable_saved_tensors_hooks(""):
             return False
@@ -33,7 +33,7 @@ _top_hooks = _probed()
 
 
 def hooks_active() -> bool:
-    """Return whether hooks of the caller, such as a checkpoint's, see saved tensors."""
+    """Whether the caller's hooks, such as a checkpoint's, see saved tensors."""
     if _top_hooks is None:
         return _any_hooks()
     hooks = _top_hooks(False)
@@ -58,5 +58,5 @@ _NOTHING_TO_HIDE = nullcontext()
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Save tensors as if there were no hooks. Autograd calls only the innermost pair: ours, which checks versions."""
+    """Save tensors without outer hooks. Autograd calls only the innermost pair: ours, which checks versions."""
     return saved_tensors_hooks(_pack, _unpack) if hooks_active() else _NOTHING_TO_HIDE

@@ -1,6 +1,6 @@
 """Cut a batch to the logits budget: into chunks of whole groups, and each chunk into tiles.
 
-A chunk within the budget is one tile. A larger group is cut along the vocabulary first, to write each slice of dW
+A chunk within the budget is one tile. A larger group is cut along the vocabulary first: each slice of dW is written
 once.
 """
 
@@ -29,18 +29,18 @@ from liger_chunked.kernels.tuning.generic import (
     TEACHER_TOKENS,
     TEACHER_VOCAB,
 )
-from liger_chunked.types import Head, HeadTensors, LogitOptions, VocabShard
+from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Planning does not read the device or tensors' values."""
+    """How a step is cut, and what its head computes. Planning reads neither device nor values."""
 
     layout: Layout
     chunks: list[Chunk]
-    tiles: list[list[Tile]]  # of each chunk; with a teacher, whole rows
+    tiles: list[list[Tile]]  # per chunk; whole rows with a teacher
     dtype: torch.dtype  # of the matrix products
-    n_contributions: int  # products in the sum of each element of dW
+    n_contributions: int  # products per element of dW
     options: LogitOptions
     outputs: tuple[str, ...] = ()
     differentiates: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Plan:
     @classmethod
     def of_loss(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -97,7 +97,7 @@ class Plan:
     @classmethod
     def of_statistics(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -124,7 +124,7 @@ class Plan:
     @classmethod
     def of_distillation(
         cls,
-        head: Head,
+        head: LossHead,
         layout: Layout,
         dtype: torch.dtype,
         *,
@@ -164,7 +164,7 @@ class Plan:
         return max(map(largest, self.tiles))
 
     def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass that computes `outputs`, with its buffer. `head` has the products' dtype."""
+        """Return the pass, with its buffer. `head` has the products' dtype."""
         if not (self.by_epilogue and (grads is None or grads.accumulates)):
             return self.make_head_pass(head, grads)
         made = EpiloguePass(head, self.options, self.outputs, grads)
@@ -187,11 +187,11 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds all logits of a step of at most `ONE_CHUNK` bytes, so that dW needs no accumulator.
-    Otherwise it holds 2 H tokens: their bfloat16 logits are as large as the float32 accumulator (V, H). Products of
-    dW in chunks of fewer than `CHUNK_TOKENS` would be bound by reading and writing dW.
+    The automatic budget holds a step of at most `ONE_CHUNK` bytes of logits: dW needs no accumulator. Otherwise it
+    holds 2 H tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`:
+    products of fewer are bound by reading and writing dW.
 
-    `n_valid` is 0 for a step that cannot be one chunk. `bytes_per_logit` counts copies and a teacher.
+    `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.
     """
     vocab_size, hidden_size = head_shape
     bytes_per_logit = max(bytes_per_logit, dtype.itemsize)
@@ -199,7 +199,7 @@ def budget_elements(
         assert isinstance(options.logits_budget, int)
         return max(1, options.logits_budget // bytes_per_logit)
     accumulator = 2 * hidden_size * dtype.itemsize // bytes_per_logit
-    # Fewer if more than a student's and a teacher's logit are in memory for each.
+    # Fewer if copies are in memory too.
     tokens = max(accumulator, CHUNK_TOKENS * 2 * dtype.itemsize // max(bytes_per_logit, 2 * dtype.itemsize))
     if n_valid * vocab_size * bytes_per_logit <= ONE_CHUNK:
         tokens = max(tokens, n_valid)
@@ -214,10 +214,10 @@ def chunk_and_tile(
     bytes_per_logit: int,
     wants_weight: bool,
 ) -> tuple[int, int]:
-    """Return the tokens of a distillation chunk, and of a tile. Only a tile's teacher logits are in memory.
+    """Return the tokens of a distillation chunk, and of a tile of teacher logits.
 
-    dW takes one product per chunk, so memory is better spent on long chunks than on long tiles. The automatic budget
-    uses one chunk if its tile takes at most half the bytes of its logits.
+    dW takes one product per chunk, so long chunks are better than long tiles. The automatic budget uses one chunk if
+    its tile takes at most half the bytes of its logits.
     """
     vocab_size, logit = head_shape[0], dtype.itemsize
     tokens = max(1, budget_elements(options, head_shape, dtype, n_valid, bytes_per_logit) // vocab_size)
@@ -233,12 +233,11 @@ def chunk_and_tile(
     return (tokens * bytes_per_logit - tile * beside) // logit, tile
 
 
-# Probably a mistake: a product of few rows takes about as long as one of many.
+# Probably a mistake: products of few rows take as long.
 _FEW_ROWS, _LARGE_VOCAB, _MANY_CHUNKS = 16, 8192, 16
 
 
 def warn_of_few_rows(options: LogitOptions, vocab_size: int, bytes_per_logit: int, n_valid: int) -> None:
-    """Warn once if the budget cuts a step into many chunks."""
     budget = options.logits_budget
     if budget is None or vocab_size < _LARGE_VOCAB:
         return
@@ -268,7 +267,7 @@ def _even(n: int, limit: int) -> int:
 
 
 def pieces(start: int, stop: int, limit: int) -> list[slice]:
-    """Cut a range into nearly equal pieces. An empty one has none."""
+    """Cut a range into nearly equal pieces, none if empty."""
     if start == stop:
         return []
     size = _even(stop - start, limit)
@@ -276,13 +275,13 @@ def pieces(start: int, stop: int, limit: int) -> list[slice]:
 
 
 def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = False) -> list[Chunk]:
-    """Cut the batch into chunks of whole groups within `elements` logits, or one larger group."""
+    """Cut the batch into chunks of whole groups within `elements` logits, or of one larger group."""
     limit = max(1, elements // vocab_size)
     n_valid = layout.n_valid
     if layout.group_lengths is None:
         if whole_batch or n_valid <= limit:
             return [Chunk(slice(0, n_valid), slice(0, n_valid))]
-        # A short last chunk's product of dW takes as long as a long one's.
+        # A short last chunk would take as long as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
     n_groups = len(layout.group_lengths)
@@ -300,7 +299,7 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
 
 
 def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
-    """Cut a chunk into tiles within `elements` logits: along the vocabulary, and along rows if slices get narrow."""
+    """Cut a chunk into tiles within `elements` logits: along the vocabulary, then rows if slices get narrow."""
     if n_rows == 0:
         return []
     if vocab_size == 0:  # a rank that holds only padding
@@ -313,7 +312,7 @@ def tiles(n_rows: int, vocab_size: int, elements: int) -> list[Tile]:
         columns = min(MIN_TILE_COLUMNS, vocab_size, elements)
         rows = min(n_rows, max(1, elements // columns))
     else:
-        # Only the last slice is not recomputed: a short one would save little.
+        # Only the last slice is kept: a short one would save little.
         columns = _even(vocab_size, columns // ROUND * ROUND or columns)
     return [
         Tile(slice(r, min(r + rows, n_rows)), slice(v, min(v + columns, vocab_size)))

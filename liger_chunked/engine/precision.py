@@ -1,4 +1,4 @@
-"""Make a step's matrix products accumulate in float32, even if the process allows less."""
+"""Accumulate a step's matrix products in float32, even if the process allows less."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from liger_chunked.engine.checks import autocasts
 class Refused:
     """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
 
-    It belongs to the process, and steps run on several threads (`nn.DataParallel`, autograd's backward). The first step
-    to enter switches it off, and the last to leave restores it. Change it only between steps.
+    It belongs to the process, and steps run on several threads (`nn.DataParallel`, backward). The first step switches
+    it off; the last restores it. Change it only between steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,8 +41,7 @@ class Refused:
                 setattr(torch.backends.cuda.matmul, self.name, True)
 
 
-# cuBLAS may add parts of a long sum in the product's dtype, and accumulate float16 in float16. TF32 remains the user's
-# choice.
+# cuBLAS may add parts of a long sum in the product's dtype, and accumulate in float16. TF32 is the user's choice.
 _OF_DTYPE = {
     torch.bfloat16: (Refused("allow_bf16_reduced_precision_reduction"),),
     torch.float16: (Refused("allow_fp16_reduced_precision_reduction"), Refused("allow_fp16_accumulation")),
@@ -51,13 +50,13 @@ _OF_DTYPE = {
 
 @functools.cache
 def refused(dtypes: tuple[torch.dtype, ...]) -> tuple[Refused, ...]:
-    """Return the settings that products of these dtypes switch off."""
+    """Return the settings to switch off for these dtypes."""
     return tuple(permission for dtype in dict.fromkeys(dtypes) for permission in _OF_DTYPE.get(dtype, ()))
 
 
 @contextmanager
 def gemms(device: torch.device, *dtypes: torch.dtype) -> Iterator[None]:
-    """Run a block on `device`, without autocast, with products in `dtypes` that accumulate in float32."""
+    """Run a block on `device`, without autocast; products in `dtypes` accumulate in float32."""
     autocast = autocasts(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     entered: list[Refused] = []

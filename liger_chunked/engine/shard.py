@@ -1,11 +1,11 @@
 """A head whose vocabulary is split over ranks (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
-Each rank computes the logits of its own rows, as if they were a tile of the vocabulary.
+Each rank computes its rows' logits, like a tile of the vocabulary.
 
     statistics   the ranks' sums of a chunk are gathered and merged, in rank order: all ranks hold the same bits
     backward     dX is the sum over ranks, reduced while dW is computed; dW and db belong to the rank
 
-The ranks hold the same tokens and cut the same chunks, so their collectives match.
+All ranks cut the same tokens into the same chunks, so their collectives match.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def gather(values: Values, shard: VocabShard) -> list[Values]:
-    """Return the ranks' NamedTuples of tensors (n,), in rank order, by one collective."""
+    """Gather the ranks' NamedTuples of tensors (n,), in rank order, by one collective."""
     fields = {name: f for name, f in values._asdict().items() if f is not None}
     floats = next(f.dtype for f in fields.values() if f.is_floating_point())
     packed = torch.stack([f if f.dtype == floats else _as_bits(f, floats) for f in fields.values()])
@@ -54,7 +54,7 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_one_rank(x: Tensor, shard: VocabShard) -> Tensor:
-    """Return the values of the only rank where they are not zero, in place."""
+    """Replace values, in place, by those of the only rank where they are not zero."""
     if x.numel():
         dist.all_reduce(x, group=shard.group)
     return x
@@ -62,7 +62,7 @@ def of_one_rank(x: Tensor, shard: VocabShard) -> Tensor:
 
 @dataclass
 class ShardedPass(HeadPass):
-    """`HeadPass` on one rank's rows of the vocabulary. The statistics are those of the whole."""
+    """`HeadPass` on a rank's rows, with statistics of the whole vocabulary."""
 
     @property
     def _shard(self) -> VocabShard:
@@ -82,7 +82,7 @@ class ShardedPass(HeadPass):
         return partial, finish(partial, tokens.target, self.vocab_size, self.outputs)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
-        """Correct `logps` on the rank that holds the target's row, and send the result to all."""
+        """Correct `logps` on the rank with the target's row; send the result to all."""
         columns = self.head.weight.shape[0]
         both = logps.new_zeros(2, logps.shape[0])
         if columns:

@@ -21,12 +21,12 @@ import torch
 
 @functools.cache
 def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    # High priority: a free multiprocessor takes this stream's blocks first.
+    # Free multiprocessors take these blocks first.
     return torch.cuda.Stream(device, priority=-1)
 
 
 class SideStream:
-    """A side stream, joined when the block ends. Does nothing without a GPU."""
+    """A side stream, joined at the block's end. Does nothing without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None
@@ -39,7 +39,7 @@ class SideStream:
         self.join()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context whose work waits for work enqueued so far."""
+        """Return a context that waits for work enqueued so far."""
         if self._other is None:
             return nullcontext()
         self._forked = True

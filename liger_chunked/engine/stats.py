@@ -1,4 +1,4 @@
-"""Differentiable statistics of a head's logits, for code that computes its own loss.
+"""Differentiable statistics of a head's logits, for your own loss.
 
 forward    project slice by slice of the vocabulary, keep a few numbers per token    one matrix product
 backward   the same slices, last first, into dX and dW; the last is in memory    two products, three over the budget
@@ -25,9 +25,9 @@ from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import (
     DIFFERENTIABLE,
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     TokenStats,
     VocabShard,
     Weight,
@@ -45,12 +45,10 @@ def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
-    """Return the pass with its buffer."""
     return plan.make_head_pass(given.to(plan.dtype), None)
 
 
 def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None) -> tuple[HeadPass, TokenStats]:
-    """Return the pass with the last tile's logits, and the statistics of all tokens."""
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
@@ -58,7 +56,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the backward's tensors. Some are the caller's, so autograd must watch them."""
+    """Return the backward's tensors. Autograd must watch the caller's."""
     layout = plan.layout
     return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
 
@@ -71,15 +69,14 @@ def _holding(
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
-    """Return a tensor that autograd can save: a copy, if an inference tensor."""
+    """Return a tensor that autograd can save: inference tensors are copied."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`, which hooks on saved tensors cannot see. Active hooks drop
-    it, so that a checkpoint or offloader saves memory.
+    The pass, with the last tile's logits, stays on `ctx`. Active hooks on saved tensors drop it, to save memory.
     """
 
     @staticmethod
@@ -133,20 +130,20 @@ class _LinearTokenStats(torch.autograd.Function):
 
 
 def token_stats(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     layout: Layout,
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
 ) -> TokenStats:
-    """`linear_token_stats` of checked inputs, in the dense layout, with weights (V,) of `mean_logits`."""
+    """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
     dtype = compute_dtype(head, input)
     plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
     return run_statistics(plan, head, input)
 
 
-def run_statistics(plan: Plan, head: Head, input: Tensor) -> TokenStats:
+def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, plan.dtype)
@@ -172,15 +169,15 @@ def linear_token_stats(
     logits_budget: int | float | str | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
-    """Return differentiable statistics of every token's logits, without storing all logits.
+    """Return differentiable statistics of tokens' logits, without all logits in memory.
 
     Equal to
 
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products in
-    total. Otherwise they are recomputed: at most four.
+    and so on for the other `TokenStats`. Logits within `logits_budget` stay for the backward: three matrix products.
+    Others are recomputed: at most four.
 
     Args:
         weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
@@ -189,13 +186,13 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
-        vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+        vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
-        TokenStats of the shape of `target`. Ignored tokens have 0, an argmax of -1, and no gradient.
+        TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.
 
     Raises:
-        ValueError: shapes or devices do not match, a target is out of range, or an output or option is invalid.
+        ValueError: shapes or devices do not match, or a target, output or option is invalid.
         TypeError: dtypes do not match.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
@@ -216,7 +213,7 @@ def linear_token_stats(
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
-    head = Head(weight, bias, vocab_shard)
+    head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
     check_target(target, input, weight=weight)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)

@@ -5,7 +5,7 @@
         loss, g = autograd on the objective       on a few numbers per token; a linear objective needs none
         logits -> gradient in place, dX, dW       while the logits are in memory
 
-Backward multiplies by the upstream gradient: in place, or on a copy if the graph is retained.
+Backward multiplies by the upstream gradient, on a copy if the graph is retained.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
     AdaptedWeight,
-    Head,
     HeadTensors,
     LogitOptions,
+    LossHead,
     TokenStats,
     accumulation_dtype,
 )
 
 
 class Objective(Protocol):
-    """A sum over groups: maps the statistics of some groups to their share of the loss, a scalar.
+    """Maps the statistics of some groups to their share of the loss, a scalar.
 
     `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T), zero at ignored tokens.
     `x[index]` are these groups of a tensor `x` of all groups.
@@ -49,14 +49,14 @@ class Objective(Protocol):
 
 
 class LinearObjective:
-    """A loss that is linear in the values: its gradients need no autograd."""
+    """A loss linear in the values: gradients need no autograd."""
 
     def loss(self, values: Any) -> Tensor:
         """Return the loss () of the whole batch in float64."""
         raise NotImplementedError
 
     def gradients(self, values: Any) -> dict[str, Tensor]:
-        """Return the gradients with respect to a chunk's values."""
+        """Return the gradients of a chunk's values."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class Step:
     def run(
         self, input: Tensor, head: HeadTensors, u: Tensor | None, needs: Needs
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Return the loss, the values per token, and the needed gradients."""
+        """Return the loss, values per token, and needed gradients."""
         plan, layout, objective = self.plan, self.plan.layout, self.objective
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
@@ -96,7 +96,7 @@ class Step:
         parts: list[Any] = []
         loss: Tensor | None = None
         has_gradient = isinstance(objective, LinearObjective)
-        assert not has_gradient or layout.group_lengths is None  # its values stay in the order of the tokens
+        assert not has_gradient or layout.group_lengths is None  # values stay in token order
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
                 x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
@@ -114,7 +114,7 @@ class Step:
                 if grads is not None and x.shape[0]:
                     head_pass.backward(tokens, gradients)
                 if share is not None:
-                    # The host checks while the device computes the products.
+                    # Check while the device computes.
                     check_graph("the loss", share, [f for f in values if f is not None])
                     # Add in float64, before rounding.
                     loss = share.detach().double() if loss is None else loss + share.detach()
@@ -133,7 +133,7 @@ class Step:
     def _differentiate(
         self, stats: TokenStats, chunk: Chunk, with_gradient: bool
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
-        """Return a chunk's dense statistics, its share of the loss, and the share's gradients."""
+        """Return a chunk's dense statistics, share of the loss, and gradients."""
         layout, objective = self.plan.layout, cast(Objective, self.objective)
         dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
@@ -143,7 +143,7 @@ class Step:
             loss = objective(dense, layout.index(chunk))
         gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
-            # Switching to autograd's thread takes longer than these kernels.
+            # A switch to autograd's thread takes longer.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(
                     loss, list(leaves.values()), _one(loss.dtype, loss.device), allow_unused=True
@@ -163,12 +163,12 @@ class Step:
 
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return 1, cached, because autograd would launch a kernel for it."""
+    """Return 1, cached: autograd would launch a kernel."""
     return torch.ones((), dtype=dtype, device=device)
 
 
 def _graph_is_retained() -> bool:
-    """Return whether another backward may follow; True if torch cannot tell."""
+    """Whether another backward may follow; True if unknown."""
     return _keeps_graph is None or _keeps_graph()
 
 
@@ -178,8 +178,8 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only the forward's gradients, so the caller may change tensors in between. Tensors are saved only for
-    error messages.
+    Backward reads only gradients, so the caller may change tensors in between. Tensors are saved only for error
+    messages.
     """
 
     @staticmethod
@@ -224,8 +224,8 @@ class GradientInForward(torch.autograd.Function):
         return *scaled, None, None
 
 
-def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss () with its gradients, and the detached values per token that are not None."""
+def run_step(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss (), differentiable, and the detached values per token that are not None."""
     weight, up, u = head.weight, None, None
     if isinstance(weight, AdaptedWeight):
         weight, up, u = apply_down(weight, input, step.plan.dtype)
@@ -234,7 +234,7 @@ def run_step(step: Step, head: Head, input: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def fused_loss(
-    head: Head,
+    head: LossHead,
     input: Tensor,
     layout: Layout,
     objective: Objective | LinearObjective,
@@ -245,10 +245,10 @@ def fused_loss(
     whole_batch: bool = False,
     class_weight: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
-    """Return a loss () of token statistics with its gradients, and the batch's detached dense statistics.
+    """Return a loss () of token statistics, differentiable, and the detached dense statistics.
 
-    Tensors are checked. The gradient may reach the `outputs` in `differentiates`. With `whole_batch`, the objective
-    needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
+    The caller has checked tensors. `differentiates`: the `outputs` that the gradient may reach. `whole_batch`: the
+    objective needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
     """
     unknown = [name for name in outputs if name not in TokenStats._fields]
     if unknown:

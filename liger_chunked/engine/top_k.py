@@ -28,8 +28,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. The rest is
-    autograd on k + 2 numbers per token.
+    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. Autograd
+    does the rest, on k + 2 numbers per token.
     """
 
     function: DivergenceFunction
@@ -66,13 +66,13 @@ class TopK:
                 outputs[logps] = g_logps
             g_raw, g_log_sum, *g_hard = vector_jacobian(outputs, leaves)
             dz = tail_grad_(student, stats, g_log_sum, g_hard[0] if g_hard else None, self.options)
-            # The columns' gradients come from unrounded values, and replace the sweep's.
+            # Gradients from unrounded values replace the sweep's.
             return self._write(dz, columns.index, columns.joined(g_raw))
 
         return Measured(divergence.detach(), None if logps is None else logps.detach(), backward)
 
     def _read(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Return the logits (n, k) of ids, from the ranks that hold them."""
+        """Return the ids' logits (n, k), from the ranks that hold them."""
         if self.shard is None:
             return logits.gather(1, ids)
         found = logits.new_zeros(ids.shape)
@@ -90,7 +90,7 @@ class TopK:
         return logits
 
     def _own(self, ids: Tensor, n_columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row, position and column of the ids that this rank holds. Waits for the device."""
+        """Return row, position and column of this rank's ids. Waits for the device."""
         assert self.shard is not None
         columns = ids - self.shard.start
         rows, k = ((columns >= 0) & (columns < n_columns)).nonzero(as_tuple=True)
@@ -99,9 +99,9 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns outside the tail: the teacher's k tokens, then the target, if any.
+    """The columns outside the tail: the teacher's k, then any target.
 
-    Where an entry is missing, its column repeats the row's first present token. The target's column may repeat any.
+    Missing entries repeat the row's first present token. The target may repeat any.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -121,7 +121,7 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits before the temperature, and the tail's logsumexp at the temperature and at 1.
+        """Return the columns' logits before the temperature, and the tail's logsumexp at it and at 1.
 
         All are relative to the row's largest logit.
         """
@@ -143,8 +143,8 @@ class _Columns:
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
         """Return log-probabilities (n, k + 1) of the teacher's bins.
 
-        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`, because the divergence from an
-        empty tail is infinite.
+        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`: an empty one would give
+        infinity.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf
@@ -156,7 +156,7 @@ class _Columns:
         return z[:, -1] - self.bins(z, tail).logsumexp(1)
 
     def joined(self, gradient: Tensor) -> Tensor:
-        """Convert gradients of columns to those of tokens. A token in several columns: each gets the sum."""
+        """Sum the gradients of columns that belong to the same token."""
         k = self.present.shape[1]
         entries = gradient[:, :k]
         position = torch.arange(k, device=gradient.device)

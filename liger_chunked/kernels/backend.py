@@ -26,13 +26,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_ROWS = 65_535  # limit of a grid's y and z
 
-# Hopper and data-centre Blackwell (not measured) have TMA and 227 KiB of shared memory.
+# Hopper and data-centre Blackwell (unmeasured) have TMA and 227 KiB of shared memory.
 _CAN_HAVE_WIDE_TILES = (9, 10)
 WIDE_TILES_VARIABLE = "LIGER_CHUNKED_WIDE_TILES"
 
 
 def wide_tiles_setting(text: str | None) -> tuple[int, ...]:
-    """Return major compute capabilities that run `project_exp`; raise ValueError for unknown ones.
+    """Return major compute capabilities for `project_exp`; raise ValueError for unknown ones.
 
     >>> wide_tiles_setting("9,10")
     (9, 10)
@@ -53,7 +53,7 @@ WIDE_TILES = wide_tiles_setting(os.environ.get(WIDE_TILES_VARIABLE))
 
 PTX = tl is not None and tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
-# Largest distance of a maximum from its centre: sums of squared exponentials fit in float32.
+# Largest distance of maximum and centre: sums of squared exponentials fit in float32.
 REACH = 30.0 if tl is None else tl.constexpr(30.0)
 
 
@@ -86,7 +86,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    It returns an empty tensor for None. Eager code skips its dispatch, slower than a small kernel.
+    It returns an empty tensor for None. Eager code skips its slow dispatch.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -112,7 +112,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` (..., D), copied unless its rows are contiguous, and the rows' stride."""
+    """Return `x` (..., D), copied unless rows are contiguous, and their stride."""
     if x.is_contiguous():
         return x, x.shape[-1]
     if x.stride(-1) != 1:
@@ -136,7 +136,7 @@ def has_own_memory(x: Tensor) -> bool:
 
 
 def may_overwrite(x: Tensor) -> bool:
-    # A compiled operator may not change its inputs.
+    # Compiled operators may not change inputs.
     return not torch.compiler.is_compiling() and has_own_memory(x)
 
 
@@ -197,11 +197,11 @@ class _Unpacked:
 
 
 class _Once(torch.autograd.Function):
-    """`apply(n, *gradients, *sources)` connects gradients to sources, without a derivative."""
+    """`apply(n, *gradients, *sources)` connects gradients to sources without a derivative."""
 
     @staticmethod
     def forward(ctx: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.data for g in tensors[:n])  # autograd lets callers change these in place, unlike views
+        return tuple(g.data for g in tensors[:n])  # callers may change these in place, unlike views
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

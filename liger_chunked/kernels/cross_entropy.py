@@ -134,23 +134,22 @@ def liger_cross_entropy(
 ) -> Tensor:
     """Return `F.cross_entropy` in nats, in float32 without a float32 copy of the logits.
 
-    A token with target `y`, transformed logits `z`, `lse = logsumexp(z)` and `s = label_smoothing` has the loss
+    With target `y`, transformed logits `z`, `lse = logsumexp(z)` and `s = label_smoothing`, a token's loss is
 
         (1 - s) w_y (lse - z_y) + s/V sum_v w_v (lse - z_v) + lse_square_scale lse**2
 
     Args:
-        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad the labels instead.
-        target: (...) class indices. Invalid ones raise on a CPU, and make the loss infinite on a GPU.
+        logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad labels instead.
+        target: (...) class indices. Invalid ones raise on CPU, and give an infinite loss on GPU.
         weight: (V,) class weights `w`; None for ones.
         ignore_index: target of ignored tokens.
-        reduction: "mean" divides the cross entropy by the sum of `w_y`, and the last term by the number of valid
-            tokens; 0 without any. "none" returns (...), 0 at ignored tokens.
+        reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term by the valid tokens; 0 without
+            any. "none" returns (...), 0 at ignored tokens.
         label_smoothing: `s`, in [0, 1].
         lse_square_scale: weight of the last term (z-loss).
-        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or without a softcap
+        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or without softcap
             `z = logit_scale * logits`.
-        inplace: let the backward overwrite `logits`, except expanded ones or under torch.compile; a second backward
-            raises.
+        inplace: let the backward overwrite `logits`, unless expanded or under torch.compile; a second backward raises.
 
     Returns:
         float32, or float64 for float64 logits.

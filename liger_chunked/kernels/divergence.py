@@ -4,7 +4,7 @@
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
 TVD stores a_v - slope itself, because subtracting would cancel: `below` where p > q, `-above` where p < q. `below` is
-the mass of p where p < q, plus half where p = q; `above` is the rest.
+the mass of p where p < q, plus half where p = q; `above` the rest.
 
 Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """
@@ -42,7 +42,7 @@ _TWO_SWEEPS = ("mixture", "tvd")
 
 
 class Gather(Protocol):
-    """Collects a NamedTuple of values (N,) from all ranks of a split vocabulary, in rank order."""
+    """Collects all ranks' NamedTuples of values (N,), in rank order."""
 
     def __call__(self, values: Values, /) -> list[Values]: ...
 
@@ -92,8 +92,8 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """Return `log(p/m)` and `log(q/m)`, `m = (1 - beta) p + beta q`; exactly 0 where p = q.
 
-    CENTRAL, for 16-bit logits and beta far from 0 and 1, errs by `2**-22 max(1, |log(q/p)|)`. The other path factors
-    out the larger part of m, the teacher's if `log(q/p) > even`.
+    CENTRAL, for 16-bit logits and beta far from 0 and 1, errs by `2**-22 max(1, |log(q/p)|)`. Otherwise, factors out
+    the larger part of m, the teacher's if `log(q/p) > even`.
     """
     # LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
@@ -372,7 +372,7 @@ def divergence_stats(
     Args:
         student, teacher: (N, V) logits before the transform, rows contiguous.
         target: (N,) int64 for `logps`, or None.
-        gather: if the columns are this rank's part of the vocabulary. The target is then a column, or out of range.
+        gather: for a split vocabulary; targets are then columns, or out of range.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options, gather)
@@ -388,6 +388,6 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> DivergenceStats:
-    """Return normalisers without holes, inputs of -inf; `hard` as in `sums`, `gather` as in `divergence_stats`."""
+    """Return normalisers without inputs of -inf; `hard` as in `sums`, `gather` as in `divergence_stats`."""
     hard = hard and options.temperature != 1.0
     return _normalised(_sums(logits, None, None, "tail", options, options, hard, gather))

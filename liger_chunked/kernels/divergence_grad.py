@@ -1,8 +1,8 @@
-"""Gradients of divergences and the target's log-probability by the student's logits.
+"""Gradients of divergences and target log-probabilities by student logits.
 
     dL/dz_v = g_divergence dD/dz_v + g_logps (1[v = y] - p1_v)        p1 = softmax(z), at T = 1
 
-and back through the student's transform. Bytes: both tiles read, the student's written.
+then back through the transform. Bytes: both tiles read, the student's written.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def divergence_grad_(
 ) -> Tensor:
     """Write the student's gradient to `out` or `student`; return it.
 
-    `stats` is from `divergence_stats`; `g_divergence` and `g_logps` are (N,) upstream gradients of any stride.
+    `stats` is from `divergence_stats`; `g_divergence` and `g_logps` are (N,), of any stride.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out

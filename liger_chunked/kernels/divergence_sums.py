@@ -89,7 +89,7 @@ def _add_block(
             t = t * teacher_inv_temperature
         teacher_e = exp(t, PRECISE)
         teacher_sum_exp += teacher_e
-        # Centred, because large logits would cancel. 0 * -inf would be NaN.
+        # Centred: large logits would cancel. 0 * -inf would be NaN.
         if KIND == "forward_kl":
             moment += tl.where(teacher_e == 0.0, 0.0, teacher_e * (t - z))
         if KIND == "reverse_kl":
@@ -173,7 +173,9 @@ def _sums_kernel(
     if hard_sum_exp_ptr is not None:
         tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
     if teacher_sum_exp_ptr is not None:
-        tl.store(teacher_centre_ptr + row, teacher_centre)
+        # -inf, so that it is not the centre of the whole vocabulary either.
+        empty = row_teacher_max == -float("inf")
+        tl.store(teacher_centre_ptr + row, tl.where(empty, row_teacher_max, teacher_centre))
         tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
         teacher_log_sum = tl.log(row_teacher_sum_exp)
         tl.store(teacher_log_sum_ptr + row, teacher_log_sum)
@@ -313,7 +315,7 @@ def _sums_torch(
 
 
 def columns_of(target: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
-    """Return a column (N, 1) for each target, and which targets are columns of the tile."""
+    """Return columns (N, 1) of targets, and which are in the tile."""
     return target.clamp(0, n_cols - 1)[:, None], (target >= 0) & (target < n_cols)
 
 
@@ -328,7 +330,7 @@ def sums(
     """Return the sums of rows; arguments as in `divergence_stats`.
 
     Args:
-        kind: "forward_kl" and "reverse_kl" add that divergence; "tail" excludes -inf.
+        kind: "forward_kl" and "reverse_kl" add a divergence; "tail" excludes -inf.
         hard: add `hard_sum_exp`.
     """
     if student.shape[1] == 0:
@@ -356,7 +358,7 @@ def _of_no_columns(student: Tensor, has_teacher: bool, has_target: bool, kind: s
 def merge_sums(parts: list[Sums], kind: str, temperature: float, teacher_temperature: float) -> Sums:
     """Join the sums of slices of the vocabulary.
 
-    With the slices' shares P_r of p and Q_r of q, and their divergences K_r within a slice,
+    With slices' shares P_r of p and Q_r of q, and divergences K_r within,
 
         KL(q || p) = sum_r Q_r (K_r + log(Q_r / P_r))
     """
@@ -379,7 +381,7 @@ def merge_sums(parts: list[Sums], kind: str, temperature: float, teacher_tempera
 
 
 def _joint(centres: Any, sums: Any, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest centre, the sum relative to it, and the log of each slice's share (slices, N)."""
+    """Return the largest centre, the sum relative to it, and log shares (slices, N)."""
     stacked = torch.stack(centres)
     centre = stacked.amax(0)
     scaled = torch.stack(sums) * torch.exp((stacked - torch.where(centre == -torch.inf, 0.0, centre)) / temperature)

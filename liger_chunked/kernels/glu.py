@@ -190,7 +190,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
-            # Makes other operations that saved gate or up raise.
+            # Makes operations that saved gate or up raise.
             torch.autograd.graph.increment_version([x for x in (gate, up) if x is not None])
             places = gate.detach(), None if up is None else up.detach()
             dgate, dup = _backward_into(places, dy, gate, up, ctx.kind)
@@ -234,7 +234,7 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
         gate: (..., I), rows in any layout; or (..., 2 I), both halves side by side (Phi-3, GLM-4).
         up: (..., I) of the same dtype, or None for packed halves.
         inplace: let a backward that does not retain its graph overwrite `gate` and `up`, unless they are leaves or
-            share memory. Other operations that saved them raise; under saved-tensor hooks (checkpoints), they read
+            share memory. Other operations that saved them raise, or under saved-tensor hooks (checkpoints) read
             gradients.
 
     Raises:

@@ -21,7 +21,7 @@ try:
 except ImportError:
     hooks = driver = None
 
-# Looking for a GPU would initialize CUDA on import.
+# A query would initialize CUDA on import.
 _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
@@ -52,15 +52,15 @@ class Kernel:
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    Launches of 16-byte aligned tensors with equal numbers and dtypes share a variant.
+    Equal numbers and dtypes, with 16-byte aligned tensors, share a variant.
 
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
     - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
 
-    Cached launches use Triton's private interface, which a kernel's second equal launch checks. If the check fails, or
-    a launch hook, compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
+    Cached launches use Triton's private interface, checked at a kernel's second equal launch. If that fails, or a
+    launch or compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False

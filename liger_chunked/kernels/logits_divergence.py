@@ -128,9 +128,9 @@ def liger_kl_div_with_logits(
         student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
         shift_labels: (...) labels; None uses all rows.
         reverse: return `KL(p || q)`.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by that times V. "none" returns
-            (...), 0 in ignored rows.
-        temperature: divides all logits; the result is not multiplied by `temperature ** 2`.
+        reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V. "none" returns (...), 0 in
+            ignored rows.
+        temperature: divides all logits; there is no factor `temperature ** 2`.
         ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
@@ -139,7 +139,7 @@ def liger_kl_div_with_logits(
 
     Raises:
         TypeError: an input is not floating-point.
-        ValueError: shapes or devices differ, an option is invalid, or the teacher requires a gradient.
+        ValueError: shapes or devices differ, an option is invalid, or the teacher needs a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
     >>> expected = torch.nn.functional.kl_div(

@@ -1,7 +1,7 @@
 """Reduce logits to statistics. Bytes: the tile read once.
 
-`logits_stats` reduces a tile, `merge` joins neighbours, and `finish` returns `TokenStats`. `row_stats` does all of it
-in one launch.
+`logits_stats` reduces a tile, `merge` joins neighbours, `finish` returns `TokenStats`. `row_stats` does all in one
+launch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The centre is the first block's maximum: a running one takes a reduction per block. A row too far above it is
+    # The centre is the first block's maximum: a running one takes a reduction per block. Rows too far above it are
     # swept again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
@@ -126,7 +126,7 @@ def _logits_stats_kernel(
 
     distance = tl.where(row_max == -float("inf"), 0.0, row_max - centre)
     if PRECISE:
-        # float64, because the error of a row's factor does not average out.
+        # float64: the error of a row's factor does not average out.
         rescale = tl.exp(-distance.to(tl.float64))
     else:
         rescale = exp(-distance, False)
@@ -257,7 +257,7 @@ def logits_stats(
     vocab_start: int = 0,
     class_weight: Tensor | None = None,
 ) -> PartialStats:
-    """Return a tile's statistics that `outputs`, fields of `TokenStats`, need.
+    """Return a tile's statistics for `outputs`, fields of `TokenStats`.
 
     Args:
         logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; rows contiguous.

@@ -1,6 +1,6 @@
 """Tiles of a norm's rows, and sums of its weight gradients.
 
-Each backward program writes the float32 sum of its rows; one launch adds these.
+Backward programs write float32 sums of their rows; one launch adds these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check and unwrap operands of kernels, fast because each launch does it."""
+"""Check and unwrap operands, fast because each launch does it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COMPLEX = ("complex32", "complex64", "complex128")
 _QUANTIZED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _NOT_REAL = frozenset(getattr(torch, name) for name in _COMPLEX + _QUANTIZED if hasattr(torch, name))
-# Public queries are slow. Without these, autograd raises its own errors.
+# Public queries are slow; without these, autograd raises.
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
@@ -25,10 +25,10 @@ _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Si
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with tensors as plain dense `torch.Tensor`.
 
-    Unwraps subclasses that only tag a tensor, and asynchronous collectives. Also in an `AdaptedWeight`.
+    Unwraps tagging subclasses and asynchronous collectives, also in an `AdaptedWeight`.
 
     Raises:
-        TypeError: a nested, sparse, complex or quantized tensor, or a subclass with a `__torch_dispatch__`.
+        TypeError: a nested, sparse, complex or quantized tensor, or one with `__torch_dispatch__`.
         NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
     """
     if torch.compiler.is_compiling():  # the tracer handles tensor types

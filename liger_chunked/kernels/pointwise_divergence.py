@@ -1,4 +1,4 @@
-"""Divergences of (log-)probabilities: row sums of `f(x, t)`, with formulas in `_terms_torch`.
+"""Divergences of (log-)probabilities: row sums of `f(x, t)`, see `_terms_torch`.
 
 Bytes: forward 2, backward 3 times the input.
 """

@@ -4,8 +4,8 @@
     E[n, v] = exp(z[n, v] - c[n]),  E[n, y[n]] = 0        bfloat16
     rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
-`rest` excludes the target, so that `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or
-the row's maximum if that is 44 nats higher. A `c` far from the maximum gives the entropy errors of up to 5e-6.
+`rest` excludes the target: `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or the row's
+maximum if 44 nats higher. Far from the maximum, entropies err by up to 5e-6.
 
 FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
@@ -26,7 +26,7 @@ from liger_chunked.types import TokenStats
 
 LOG2_E = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 LOG_2 = 0.6931471805599453 if tl is None else tl.constexpr(0.6931471805599453)
-# Largest sum: its products with weights, and gradients over it, fit in float32.
+# Largest sum: products with weights, and gradients over it, fit in float32.
 LARGEST_SUM = 2.0**64 if tl is None else tl.constexpr(2.0**64)
 
 
@@ -73,7 +73,7 @@ def _write_halves(
     acc, exp_desc, first_row, first_col, target, centre, n_cols, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write half a tile at a time, to leave shared memory for loads."""
+    """Write half tiles, to leave shared memory for loads."""
     half: tl.constexpr = COLS // 2
     left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
     cols = first_col + tl.arange(0, half)
@@ -151,7 +151,7 @@ def _rescue_kernel(
     sum_exp_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, RAISE: tl.constexpr,
 ):  # fmt: skip
-    # RAISE lost rows' centres to their maxima, or write their blocks again.
+    # RAISE lost rows' centres to maxima, or write their blocks again.
     row_block = tl.program_id(0)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     lost = _out_of_reach(sum_exp_ptr, rows, n_rows)

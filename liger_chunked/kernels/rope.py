@@ -1,6 +1,6 @@
 """Rotary position embedding in one launch, computed in float32 and rounded once.
 
-Results and gradients have the memory layout of q. Bytes: q and k read and written once; autograd copies an overwritten
+Results and gradients have q's memory layout. Bytes: q and k read and written once; autograd copies an overwritten
 view's gradient.
 """
 
@@ -186,7 +186,7 @@ class _RotaryPosEmb(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """Marks a tensor as overwritten before its rotation, because autograd may raise.
+    """Marks a tensor as overwritten before rotation: autograd may raise.
 
     An overwritten view must be the only output.
     """
@@ -294,8 +294,8 @@ def liger_rotary_pos_emb(
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads, 1 or 2.
         interleaved: whether pairs are neighbouring columns (GLM-4).
-        inplace: overwrite `q` and `k`, which must not share elements. A checkpointed region must not overwrite its
-            inputs: its recompute would rotate them again.
+        inplace: overwrite `q` and `k`, which must not share elements. Not for a checkpointed region's inputs: the
+            recompute would rotate them again.
 
     Raises:
         TypeError: an argument is not floating-point.

@@ -147,8 +147,8 @@ def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
     """Check a top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
 
     Returns:
-        (5,) int64: `~min(0, ids)`, the highest id, and whether any row repeats an id, has a positive or NaN entry, or
-        is empty.
+        (5,) int64: `~min(0, ids)`, the highest id, and whether a row repeats an id, has a positive or NaN entry, or is
+        empty.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

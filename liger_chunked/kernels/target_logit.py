@@ -4,7 +4,7 @@
     log(p'/(1 - p')) = log(p/(1 - p)) + z - z[y]          p: from the rounded logits, p': corrected
     d log p'/dz_v = (1 - p')/(1 - p) d log p/dz_v
 
-Only the target's rounding errors add up over a sequence (docs/tuning.md). Bytes: 4 N H.
+Only the target's rounding errors add up (docs/tuning.md). Bytes: 4 N H.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liger_chunked.kernels.transform import load_block, transform, transform_arg
 from liger_chunked.kernels.tuning import TUNING
 from liger_chunked.types import HeadTensors, LogitOptions, accumulation_dtype
 
-# Largest correction: larger errors are correlated in a row, and cancel (docs/tuning.md).
+# Largest correction: larger errors correlate in a row, and cancel (docs/tuning.md).
 _FARTHEST = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Add the target's terms to the head's gradients: `E` of `project_exp` is 0 at the target `y`.
+"""Add the target's terms to gradients: `E` of `project_exp` is 0 at target `y`.
 
 Upstream gradients are of `logps` and `lse` only.
 

@@ -1,4 +1,4 @@
-"""Losses on an `lm_head`: formulas on token statistics, which never see weights or chunks.
+"""Losses on an `lm_head`: formulas on token statistics, without weights or chunks.
 
 Call `Loss(beta=0.2)(weight, input, target)`, or `Loss(weight, input, target, beta=0.2)`, which mypy does not know.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_chunked.calls import LossType
 from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fused_loss
-from liger_chunked.types import Head, LogitOptions, TokenStats
+from liger_chunked.types import LogitOptions, LossHead, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
@@ -29,8 +29,8 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
 class FusedLoss(nn.Module, metaclass=LossType):
     """The base class of all losses.
 
-    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`. Type checkers that ignore metaclasses,
-    such as mypy, accept only the second.
+    `Loss(weight, input, ..., beta=0.2)` is `Loss(beta=0.2)(weight, input, ...)`; mypy, which ignores metaclasses,
+    accepts only the second.
     """
 
     options: LogitOptions
@@ -43,9 +43,9 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class StatsLoss(FusedLoss):
-    """A loss that reads logits only through token statistics: every loss except distillation.
+    """A loss on token statistics: every loss except distillation.
 
-    A subclass defines these as properties or class attributes.
+    Subclasses define these as properties or class attributes.
     """
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
@@ -70,7 +70,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The statistics that the loss and its metrics read."""
+        """The statistics that loss and metrics read."""
         raise NotImplementedError
 
     @property
@@ -80,7 +80,7 @@ class StatsLoss(FusedLoss):
 
     def _fuse(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         layout: Layout,
         objective: Objective | LinearObjective,

@@ -19,13 +19,13 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
         -log sigmoid(r - delta)      desirable
         -log sigmoid(delta - r)      undesirable
 
-    averaged over the batch, as in TRL. The paper adds the means of both sides.
+    averaged over the batch, as in TRL; the paper adds the sides' means.
 
-    `delta` is a running mean: in the paper over `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` of earlier
-    calls, in TRL over all rewards, this call's included.
+    `delta` is a running mean: in the paper of `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` over earlier
+    calls, in TRL of all rewards, with this call's.
 
     `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)`, with
-    `p` the probability that its prompt belongs to a desirable sequence. TRL clamps them to [0.5, 10]. Constructor: see
+    `p` the probability that its prompt has a desirable sequence. TRL clamps them to [0.5, 10]. Constructor: see
     `LigerFusedLinearUnpairedPreferenceBase`.
 
     >>> import torch

@@ -26,9 +26,9 @@ from liger_chunked.losses.formulas import complement
 from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     CrossEntropyMetrics,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     TokenStats,
     VocabShard,
     Weight,
@@ -42,7 +42,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """A token's loss, in two parts that may have different denominators."""
+    """A token's loss, in two parts with maybe different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -90,7 +90,7 @@ def _check_class_weight(ce_weight: Tensor) -> Tensor:
     return ce_weight
 
 
-def _class_weight(ce_weight: Tensor | None, head: Head) -> Tensor | None:
+def _class_weight(ce_weight: Tensor | None, head: LossHead) -> Tensor | None:
     if ce_weight is None:
         return None
     ce_weight = _check_class_weight(ce_weight)
@@ -135,23 +135,23 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         loss += lse_square_scale * (z.logsumexp(-1) ** 2).mean()
         loss -= entropy_weight * Categorical(logits=z).entropy().mean()
 
-    but 0 for a batch without targets.
+    but 0 without targets.
 
     Args:
-        reduction: "mean" over the valid tokens, "sum", or "none" for one value per token, with gradients computed in
-            backward.
-        label_smoothing: share of the target that is spread over the vocabulary (https://arxiv.org/abs/1512.00567).
+        reduction: "mean" over valid tokens, "sum", or "none" for values per token, with gradients computed in backward.
+        label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) class weights.
         focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629; TRL's
-            `loss_type="dft"`). Both factors scale the cross entropy, but not its denominator.
+            `loss_type="dft"`). Neither this nor the focal factor changes the
+            denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: if two of smoothing, focal loss and DFT are set, or an option is out of range.
+        ValueError: two of smoothing, focal loss and DFT are set, or an option is out of range.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -216,23 +216,23 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         ce_weight: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-        """Return the loss, or `(loss, CrossEntropyMetrics)` if a `return_...` flag is set.
+        """Return the loss, or `(loss, CrossEntropyMetrics)` with a `return_...` flag.
 
         Args:
             weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
             target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
-            num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients
-                (`num_items_in_batch` of transformers), not only of this call. A tensor below 1 counts as 1.
-            token_weights: in the shape of `target`; multiplies all terms of a token. "mean" without `num_items`
-                divides by their sum (times `ce_weight` for the cross entropy), or by 1 if it is 0.
+            num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'
+                `num_items_in_batch`). A tensor below 1 counts as 1.
+            token_weights: like `target`; multiplies a token's terms. "mean" without `num_items` divides by their sum
+                (times `ce_weight` for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together.
+            ValueError, TypeError: arguments do not fit together.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if num_items is not None and self.reduction != "mean":
@@ -289,7 +289,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     def _per_token(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         target: Tensor,
         layout: Layout,
@@ -310,7 +310,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
 
     def _reduced(
         self,
-        head: Head,
+        head: LossHead,
         input: Tensor,
         target: Tensor,
         layout: Layout,
@@ -337,7 +337,6 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     def _denominators(
         self, layout: Layout, definition: _CrossEntropy, weights: Tensor | None, num_items: float | Tensor | None
     ) -> tuple[float | Tensor, float | Tensor]:
-        """Return the denominators of the regularizer and the cross entropy."""
         if num_items is not None:
             return num_items, num_items
         if self.reduction == "sum":

@@ -31,9 +31,9 @@ from liger_chunked.losses.settings import check_finite, checked_items
 from liger_chunked.types import (
     DistillationMetrics,
     Divergence,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     VocabShard,
     Weight,
     accumulation_dtype,
@@ -55,7 +55,7 @@ class _Given(NamedTuple):
 
 
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
-    """A divergence from a teacher, which a subclass defines, plus the NLL of the targets; see `docs/writing-a-loss.md`.
+    """A subclass's divergence from a teacher, plus the targets' NLL; see `docs/writing-a-loss.md`.
 
     Equal, for `n` tokens that count, to
 
@@ -68,8 +68,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
-        teacher_options: `softcap`, `logit_scale` and `temperature` of the teacher, if they differ.
-        **options: see `LogitOptions`. The budget covers the logits of both models, and autograd's copies.
+        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
+        **options: see `LogitOptions`. The budget covers both models' logits, and autograd's copies.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -98,13 +98,13 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return the divergence of each token, (n,), from the transformed logits (n, V) of some tokens.
+        """Return tokens' divergences (n,) from their transformed logits (n, V).
 
-        With a teacher's top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
+        With a top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
         """
 
     def closed_form(self) -> Divergence | None:
-        """Return the same divergence for the kernels, or None to use autograd."""
+        """Return the kernels' equivalent, or None for autograd."""
         return None
 
     @entry_point
@@ -128,20 +128,20 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
         Args:
             weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens
-                count in neither loss; without a target there is no hard loss.
-            teacher_weight, teacher_input, teacher_bias: the same of the teacher, with any hidden size. Rows beyond V
-                are ignored, also in its softmax.
-            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the temperature of the
-                loss; -inf for a missing entry. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: (B, T, k) or (N, k) ids of these tokens, distinct.
+                count in neither loss; no target, no hard loss.
+            teacher_weight, teacher_input, teacher_bias: the teacher's, with any hidden size. Rows beyond V are ignored,
+                also in its softmax.
+            teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
+                temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
+            teacher_ids: their distinct ids, in the same shape.
             mask: (B, T) or (N,) bool, False at further tokens to ignore.
-            vocab_shard: if both models' weights and biases are this rank's part of one vocabulary that is split over
-                ranks, see `VocabShard`. A teacher's ids are those of the whole vocabulary.
+            vocab_shard: which rows both models' weights and biases hold, if ranks split the vocabulary.
+                `teacher_ids` are ids of the whole vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or the teacher is missing.
+            ValueError, TypeError: arguments do not fit together, or the teacher is missing.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         layout = self._layout(head, input, target, mask)
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
@@ -159,7 +159,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
-    def _layout(self, head: Head, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
+    def _layout(self, head: LossHead, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
         shape = input.shape[:-1]
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -180,8 +180,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             target = target.where(mask, self.options.ignore_index)
         return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
 
-    def _teacher(self, head: Head, input: Tensor, given: _Given) -> Teacher | None:
-        """Return the teacher, cut to the student's vocabulary, or None for a top-k."""
+    def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
+        """Return the teacher, cut to V rows, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
         given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]
@@ -197,7 +197,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
                 f"{type(self).__name__} needs a teacher: pass teacher_weight and teacher_input, or teacher_logps and "
                 f"teacher_ids, {got}"
             )
-        check_projection(Head(weight, bias, head.shard), teacher_input, "teacher_")
+        check_projection(LossHead(weight, bias, head.shard), teacher_input, "teacher_")
         if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.device != input.device:
             raise ValueError(
                 f"teacher_input must be {(*input.shape[:-1], 'H_teacher')} on {input.device}, as input "
@@ -212,7 +212,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         weight, shared = weight.detach(), slice(0, vocab_size)
         if weight.shape[0] > vocab_size:
             weight = weight[shared]
-        cut = Head(weight, None if bias is None else along(bias.detach(), shared), head.shard)
+        cut = LossHead(weight, None if bias is None else along(bias.detach(), shared), head.shard)
         return Teacher.of(cut, teacher_input.detach(), self.teacher_options)
 
     def _route_of_logits(self, shard: VocabShard | None = None) -> ClosedForm | ByAutograd:
@@ -226,7 +226,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             )
         return ByAutograd(self.divergence, self.options, self.teacher_options)
 
-    def _route_of_top_k(self, head: Head, layout: Layout, given: _Given) -> TopK:
+    def _route_of_top_k(self, head: LossHead, layout: Layout, given: _Given) -> TopK:
         if not self.of_distributions:
             raise ValueError(
                 f"{type(self).__name__} needs the teacher's logits, got teacher_logps: set of_distributions = True "
@@ -243,8 +243,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return f"{weights}, {self.options}{own}"
 
 
-def _top_k(head: Head, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
-    """Return the checked top-k of the tokens that count, (n_valid, k) each."""
+def _top_k(head: LossHead, layout: Layout, given: _Given) -> tuple[Tensor, Tensor]:
+    """Return the valid tokens' checked top-k, (n_valid, k) each."""
     logps, ids = given.teacher_logps, given.teacher_ids
     device, vocab_size = head.weight.device, head.vocab_size
     if not isinstance(logps, Tensor) or not logps.is_floating_point():

@@ -1,4 +1,4 @@
-"""DPO, and the other losses of TRL's DPO trainer."""
+"""DPO and other losses of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _nca_pair(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _robust(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # Subtract the flipped term: unbiased if labels are flipped with probability epsilon.
+    # Unbiased if labels are flipped with probability epsilon.
     logits = beta * _margin(pairs, s)
     clean = (1 - s.label_smoothing) * F.logsigmoid(logits)
     return (s.label_smoothing * F.logsigmoid(-logits) - clean) / (1 - 2 * s.label_smoothing)
@@ -166,7 +166,6 @@ def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _wpo_weights(pairs: Pairs) -> Tensor:
-    """Return WPO's weights (n,), without gradient."""
     stats = pairs.token_stats
     assert stats.log_sum_sq_probs is not None
     aligned = torch.where(pairs.mask, pairs.token_logps - stats.log_sum_sq_probs, 0.0)
@@ -177,8 +176,8 @@ class _LossType(NamedTuple):
     loss: Callable[[Pairs, float, DPOSettings], Tensor]  # (pairs, beta, settings) -> (n,)
     reads: tuple[str, ...] = ()
     whole_batch: bool = False  # sorts the batch
-    averages: bool = False  # divides by the lengths, so average_log_prob is refused
-    any_divergence: bool = False  # reads scores, or no reference at all
+    averages: bool = False  # divides by lengths; refuses average_log_prob
+    any_divergence: bool = False  # reads scores or no reference
     weighable: bool = True  # a loss belongs to one pair
 
 
@@ -208,8 +207,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of the chosen and the rejected sequence in nats, and
-    `c'` and `r'` the same per token. `d = c - r`, `d' = c' - r'`, `L = -log sigmoid` and `S = sigmoid`.
+    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of chosen and rejected sequence in nats, `c'` and `r'`
+    the same per token. `d = c - r`, `d' = c' - r'`, `L = -log sigmoid` and `S = sigmoid`.
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -232,10 +231,10 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
-      `t = pi / pi_ref`, with exponents of at most 80. Losses that use `c` or `r` alone are refused: the normaliser
-      cancels only in `d`. Rewards in the metrics do not change.
+      `t = pi / pi_ref`, with exponents up to 80. Losses of `c` or `r` alone are refused: the normaliser cancels only in
+      `d`. The metrics' rewards do not change.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
-    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies the loss of a pair by the constant
+    - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
       `w(chosen) w(rejected)`. `log w` is the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired`
       and `sft` refuse it.
 
@@ -246,12 +245,12 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    Other arguments: see `LigerFusedLinearPreferenceBase`. An option that no loss type reads is refused.
+    Other arguments: see `LigerFusedLinearPreferenceBase`. Options that no loss type reads are refused.
 
     Args:
         beta: strength of the KL constraint; IPO's tau.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
-        loss_weights: one per loss type of a list; None for ones.
+        loss_weights: one per loss type; None for ones.
         label_smoothing, discopop_tau: `eps` and `tau`.
         compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
         f_alpha_divergence_coef: `alpha` of `alpha_divergence`.

@@ -32,7 +32,7 @@ def ipo(difference: Tensor, beta: float) -> Tensor:
     return (difference - 1 / (2 * beta)).square()
 
 
-# Least distance of a probability to 1: below the resolution of float32, and large enough for finite gradients.
+# Least distance of a probability to 1: below float32's resolution, but with finite gradients.
 _CERTAIN = 1e-12
 
 
@@ -74,7 +74,7 @@ def log_mixture(log_a: Tensor, log_b: Tensor, share_of_b: float) -> Tensor:
 
 
 def sequence_logps(token_logps: Tensor, lengths: Tensor, average: bool) -> Tensor:
-    """Return each sequence's log-probability (...) from its tokens' (..., T), zero at ignored tokens."""
+    """Return sequences' log-probabilities (...) from tokens' (..., T), zero if ignored."""
     # float64: a difference of large sums has few digits in float32.
     logps = token_logps.sum(-1, dtype=torch.float64)
     return logps / lengths if average else logps

@@ -145,8 +145,8 @@ LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
 class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     """Group relative policy optimisation (Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3), fused.
 
-    A variant is any combination of a surrogate, a reduction and an importance level. With the advantage `A`, the
-    importance ratio `r = pi / pi_old` and the stopped gradient `sg`, the cost of a token is
+    A variant combines a surrogate, a reduction and an importance level. With advantage `A`, importance ratio
+    `r = pi / pi_old` and stopped gradient `sg`, a token costs
 
     | surrogate | cost | paper |
     |---|---|---|
@@ -157,11 +157,11 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
     `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not
-    apply again to its cost. If `old_logps` is None, `r` is 1 and has the gradient of `log pi`. Everything else: see
+    apply again. Without `old_logps`, `r` is 1 with the gradient of `log pi`. Otherwise, see
     `LigerFusedLinearPolicyBase`.
 
-    The default reduction is the paper's. TRL and Liger-Kernel default to `reduction="dapo"`, which gives long
-    completions more weight. `from_loss_type` accepts TRL's names. Named variants:
+    The default reduction is the paper's; TRL's and Liger-Kernel's is `"dapo"`, which gives long completions more
+    weight. `from_loss_type` accepts TRL's names. Variants:
 
     | name | arguments |
     |---|---|
@@ -177,15 +177,14 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Sequence and trajectory level and `vespo` cost one GEMM more for a sequence over the logits budget.
+    Sequence and trajectory level and `vespo` cost one more GEMM for a sequence over budget.
 
     Args:
-        epsilon_low, epsilon_high: how far `clip` lets the ratio be from 1; infinity is no bound. `cispo` reads
-            `epsilon_high` as the largest ratio, as in TRL; the papers use about 5.
+        epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
+            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5.
         delta: upper bound of `clip` for negative advantages, above `1 + epsilon_high`.
-        sapo_temperature_pos, sapo_temperature_neg: `tau` for positive, and for all other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages,
-            `pos` for all others.
+        sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -255,9 +254,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:
-        """Return the loss that TRL calls `loss_type`; the arguments in `settings` take precedence.
+        """Return the loss that TRL calls `loss_type`; `settings` take precedence.
 
-        `luspo` has sequence level, as in its paper; TRL leaves the level to the caller.
+        `luspo` has sequence level, as in its paper, unlike in TRL.
 
         >>> LigerFusedLinearGRPOLoss.from_loss_type("dapo", epsilon_high=0.28).reduction
         'dapo'

@@ -21,8 +21,8 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-    This is 0 for beta 0 and 1. There the loss is instead the limit of `divergence / (beta * (1 - beta))`, as in TRL:
-    `KL(q || p)` for beta 0, `KL(p || q)` for beta 1.
+    For beta 0 and 1, where this is 0, the loss is the limit of `divergence / (beta * (1 - beta))`, as in TRL:
+    `KL(q || p)` for beta 0, `KL(p || q)` for 1.
 
     Args:
         beta: in [0, 1].

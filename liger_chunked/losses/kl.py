@@ -20,8 +20,8 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
         forward    KL(q || skew * q + (1 - skew) * p)    covers all modes of the teacher
         reverse    KL(p || skew * p + (1 - skew) * q)    seeks modes of the teacher
 
-    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) without the teacher's constant entropy, reverse
-    MiniLLM (https://arxiv.org/abs/2306.08543) on given tokens.
+    Forward is Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) minus the teacher's entropy, reverse MiniLLM
+    (https://arxiv.org/abs/2306.08543) on given tokens.
 
     Args:
         reverse: the direction.

@@ -20,17 +20,16 @@ LOSS_TYPES: Mapping[str, ReferencePoint | None] = {"kto": "kl", "apo_zero_unpair
 class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), fused.
 
-    With a sequence's log-ratio `r = log pi(y|x) - log pi_ref(y|x)` in nats and `z = max(0, kl)`:
+    With log-ratios `r = log pi(y|x) - log pi_ref(y|x)` in nats and `z = max(0, kl)`:
 
     | loss_type | desirable | undesirable | paper |
     |---|---|---|---|
     | `kto` | `w_d (1 - sigmoid(beta (r - z)))` | `w_u (1 - sigmoid(beta (z - r)))` | 2402.01306 |
     | `apo_zero_unpaired` | `w_d (1 - sigmoid(beta r))` | `w_u sigmoid(beta r)` | 2408.06266, equation 7, unpaired |
 
-    `kl`, an estimate of `KL(pi || pi_ref)`, is the mean of `r` over completions that answer other prompts of the batch,
-    without gradient. `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses
-    both. TRL averages over all ranks before it clamps: do so with `r` from `linear_token_stats`, and pass the average
-    as `kl`.
+    `kl`, an estimate of `KL(pi || pi_ref)` without gradient, is the mean of `r` over completions of other prompts.
+    `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both. To average
+    over ranks before clamping, as TRL does, compute `r` by `linear_token_stats` and pass `kl`.
 
     Args:
         desirable_weight, undesirable_weight: `w_d` and `w_u`, not negative.

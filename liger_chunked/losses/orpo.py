@@ -18,11 +18,11 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
 
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
-    The NLL is a mean over the tokens of `nll_target` if given, else of `target`; TRL's includes the prompt. `logps` in
-    the metrics are means over tokens.
+    The NLL is a mean over the tokens of `nll_target`, or else `target`; TRL's includes the prompt. `logps` in the
+    metrics are means over tokens.
 
     Args:
-        beta: weight of the odds ratio term, the paper's lambda.
+        beta: weight of the odds ratio, the paper's lambda.
         **options: see `LogitOptions`.
 
     >>> import torch

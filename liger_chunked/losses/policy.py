@@ -18,9 +18,9 @@ from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     PolicyMetrics,
     Rollouts,
     TokenStats,
@@ -78,7 +78,7 @@ REDUCTIONS: Mapping[str, _Reduction] = {
 
 
 class Clipped(NamedTuple):
-    """Where the ratio is above its bound with a positive advantage, or below it with a negative one."""
+    """Where the ratio exceeds its bound in the advantage's direction."""
 
     low: Tensor | None
     high: Tensor
@@ -94,14 +94,14 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over valid tokens or, for (n, 1), sequences that have some."""
+    """Return the mean over valid tokens or, for (n, 1), nonempty sequences."""
     if values.shape != mask.shape:
         mask = mask.any(-1, keepdim=True)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
-    """A policy loss from the costs of its tokens, which a subclass defines; see `docs/writing-a-loss.md`.
+    """A policy loss from a subclass's costs of tokens; see `docs/writing-a-loss.md`.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
@@ -114,21 +114,21 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
     `weight` is `importance_weights`, or 1. `kl` is Schulman's estimate in nats, `exp(d) - d - 1` with
-    `d = log pi_ref - log pi`. A sequence without a valid token adds 0, but counts in `B`.
+    `d = log pi_ref - log pi`. Sequences without valid tokens add 0, but count in `B`.
 
     Args:
         beta: weight of the KL; above 0, a reference is required.
-        importance_level: of `Rollouts.ratio`: "token"; "sequence", the geometric mean over a sequence's tokens (GSPO,
+        importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean (GSPO,
             https://arxiv.org/abs/2507.18071); "trajectory", their product.
         max_completion_length: in tokens, for `dr_grpo` only.
-        use_bias_correction_kl: multiply `kl` by the importance ratio, for the gradient of the true KL (DeepSeek-V3.2,
+        use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
-        entropy_coef: weight of the entropy bonus, a mean as in `dapo` for every reduction.
+        entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
         top_entropy_quantile: only this share, in [0, 1], of the call's tokens keeps cost and bonus: those with the
-            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. If the logits
-            exceed the budget, the step takes one more matrix product.
-        clipped: returns where a ratio is clipped, for the metrics; None if the loss never clips.
-        **options: see `LogitOptions`; `temperature` is the sampler's, also for the reference.
+            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more
+            matrix product if logits exceed the budget.
+        clipped: returns where ratios are clipped, for the metrics; None if never.
+        **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """
 
     scope: Literal["token", "sequence"] = "sequence"
@@ -184,7 +184,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
 
     @abstractmethod
     def policy_loss(self, rollouts: Rollouts) -> Tensor:
-        """Return costs for a part of the batch: (n, T) per token, or (n, 1) if a sequence's tokens share one."""
+        """Return costs: (n, T) per token, or (n, 1) if a sequence's tokens share one."""
 
     @property
     def _group(self) -> Group:
@@ -236,19 +236,19 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
-            old_logps, ref_logps: (B, T) log-probabilities in nats under the policy that sampled (None on-policy), and
-                under the reference.
+            old_logps, ref_logps: (B, T) log-probabilities in nats under the sampling policy (None on-policy), and the
+                reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, pass the tokens of all ranks divided by the number of ranks. A tensor below 1 counts as 1.
-                With other reductions, divide the returned loss by the number of steps.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+                gradients, pass all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With
+                other reductions, divide the loss by the number of steps.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference is missing.
+            ValueError, TypeError: arguments do not fit together, or no reference.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -261,7 +261,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 check_side(name, x, target)
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                # It may be an additive mask, 0 where a 0/1 mask is 1.
+                # An additive mask is 0 where a 0/1 mask is 1.
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)

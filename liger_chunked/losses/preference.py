@@ -19,9 +19,9 @@ from liger_chunked.losses.reference_model import Reference, reference_logps, wit
 from liger_chunked.losses.settings import check_finite, check_scope
 from liger_chunked.types import (
     DeclaredStats,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     Pairs,
     PreferenceMetrics,
     TokenStats,
@@ -75,7 +75,7 @@ class _Batch:
         )
 
     def nll(self, stats: TokenStats, index: slice | Tensor) -> Tensor:
-        """Return these pairs' share of the batch's mean NLL."""
+        """Return the pairs' share of the batch's mean NLL."""
         assert stats.logps is not None
         chosen = stats.logps[:, 0]
         if self.nll_mask is None:
@@ -84,27 +84,27 @@ class _Batch:
 
 
 def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype) -> Tensor:
-    """Return (n, 2, T): `tail` beyond the length of the pair's shorter sequence, else 1."""
+    """Return (n, 2, T): `tail` beyond the pair's shorter length, else 1."""
     in_both = mask.cumsum(-1) <= lengths.amin(-1)[:, None, None]
     return in_both.to(dtype) + (~in_both).to(dtype) * tail
 
 
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
-    """Mean over the pairs of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
+    """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
-    A pair without a valid token adds 0, but counts in the mean. If only one sequence is empty, its probability is 1, as
-    in TRL.
+    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, its probability is 1, as in
+    TRL.
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens.
-            `compute_nll_loss=None` adds it if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
+        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens: by default
+            (None) if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
-        ld_alpha: weight, in [0, 1], of the tokens beyond the length of the pair's shorter sequence, under policy and
-            reference. `lengths` count them fully.
-        reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, element by element; None for the identity.
+        ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
+            count them fully.
+        reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, elementwise; None for the identity.
         use_ref_model: True requires a reference, False refuses one, None uses it if given.
-        **options: see `LogitOptions`. The transform applies to policy and reference.
+        **options: see `LogitOptions`; for policy and reference.
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -142,7 +142,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether the loss has an NLL term; set None to decide by `alpha`."""
+        """Whether there is an NLL term; None decides by `alpha`."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -168,7 +168,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @abstractmethod
     def preference_loss(self, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair, (n,), for a part of the batch."""
+        """Return the losses (n,) of some pairs."""
 
     @entry_point
     def forward(
@@ -193,15 +193,15 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
                 must be shifted, see `shifted`.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): the reference.
-            ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) per sequence like `Pairs.logps`.
-                `ld_alpha` needs (2 n, T).
+            ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
+                `ld_alpha`.
             nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference is missing or refused.
+            ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -217,7 +217,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
-        summed: dict[int, Tensor] = {}  # log-probabilities for the metrics, keyed by a chunk's first pair
+        summed: dict[int, Tensor] = {}  # for the metrics, by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)
@@ -252,7 +252,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     def _batch(
         self,
-        head: Head,
+        head: LossHead,
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
@@ -287,7 +287,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         )
 
     def _ref_logps(
-        self, head: Head, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
+        self, head: LossHead, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
     ) -> Tensor:
         """Return float64 (n, 2); zeros without a reference."""
         ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)

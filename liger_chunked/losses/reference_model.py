@@ -10,11 +10,11 @@ from torch import Tensor
 
 from liger_chunked.engine import Layout, check_projection, token_stats
 from liger_chunked.losses.base import StatsLoss
-from liger_chunked.types import Head, Weight, accumulation_dtype
+from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
 
 class Reference(NamedTuple):
-    """The caller's `ref_...` arguments; all None for no reference."""
+    """The caller's `ref_...` arguments, None without a reference."""
 
     input: Tensor | None
     weight: Weight | None
@@ -25,17 +25,17 @@ class Reference(NamedTuple):
 def reference_logps(
     reference: Reference,
     loss: StatsLoss,
-    head: Head,
+    head: LossHead,
     target: Tensor,
     layout: Layout,
     *,
     required: bool | None,
     infix: str = "",
 ) -> Tensor | None:
-    """Return the reference's log-probabilities in the dense layout, detached, or None without a reference.
+    """Return the reference's dense log-probabilities, detached, or None.
 
-    They are per token, zero at ignored tokens, or per sequence if `ref_logps` is. `required` is `use_ref_model`.
-    `infix` is part of the arguments' names in messages, as in `ref_{infix}input`.
+    Per token, zero at ignored tokens, or per sequence like `ref_logps`. `required` is `use_ref_model`; `infix` is for
+    messages, as in `ref_{infix}input`.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -54,7 +54,7 @@ def reference_logps(
         raise ValueError(f"{type(loss).__name__} needs a reference: pass {input_name} and ref_weight, or {logps_name}")
 
     if ref_input is not None and ref_weight is not None:
-        ref_head = Head(ref_weight, ref_bias, head.shard)
+        ref_head = LossHead(ref_weight, ref_bias, head.shard)
         check_projection(ref_head, ref_input, "ref_", f"{infix}input")
         if ref_input.shape[:-1] != target.shape:
             raise ValueError(
@@ -89,7 +89,7 @@ def reference_logps(
 
 
 def without_reference(loss: Any, lengths: Tensor) -> Tensor:
-    """Return zeros in the shape of `lengths`; warn if the loss's formula has a reference."""
+    """Return zeros like `lengths`; warn if the formula has a reference."""
     if loss._expects_reference:
         warn_reference_free(loss)
     return torch.zeros((), dtype=torch.float64, device=lengths.device).expand(lengths.shape)

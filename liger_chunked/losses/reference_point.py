@@ -12,13 +12,13 @@ from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.settings import check_finite
-from liger_chunked.types import Head
+from liger_chunked.types import LossHead
 
 ReferencePoint = Literal["kl", "delta"]
 
 
 class Mismatched(NamedTuple):
-    """The caller's completions that answer other prompts."""
+    """The caller's completions of other prompts."""
 
     kl_input: Tensor | None
     kl_target: Tensor | None
@@ -41,7 +41,7 @@ def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def mismatched_kl(
-    loss: StatsLoss, head: Head, reference: Reference, mismatched: Mismatched, average_log_prob: bool
+    loss: StatsLoss, head: LossHead, reference: Reference, mismatched: Mismatched, average_log_prob: bool
 ) -> Tensor:
     """Return KTO's estimate of `KL(pi || pi_ref)`, float64 (); zero without completions.
 
@@ -84,7 +84,7 @@ def mismatched_kl(
 def reference_point(
     kind: ReferencePoint | None,
     loss: StatsLoss,
-    head: Head,
+    head: LossHead,
     reference: Reference,
     *,
     kl: float | Tensor | None,

@@ -14,7 +14,7 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() turns its error into a relative one."""
+    """Sum in float64: exp() makes its error relative."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
@@ -36,7 +36,7 @@ def rows(values: Tensor) -> Tensor:
 
 
 def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """Raise ValueError unless `x` has one value per token, or `per_sequence`."""
+    """Require one value per token, or `per_sequence`."""
     size, length = target.shape
     shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
     if not isinstance(x, Tensor) or x.shape not in shapes:
@@ -67,7 +67,7 @@ class Arrangement:
         return x.expand(self.target.shape).reshape(-1, 1)
 
     def side(self, x: Tensor, fill: float) -> Tensor:
-        """Move the caller's tensor, detached; `fill` replaces padding."""
+        """Move a detached tensor; `fill` replaces padding."""
         x = x.detach().to(self.dtype)
         x = x[:, None] if x.ndim == 1 else x
         return self(torch.where(self.mask, x, fill) if x.shape == self.target.shape else x)

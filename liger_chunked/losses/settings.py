@@ -46,7 +46,7 @@ class Reader(Protocol):
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise if a setting that only other rows of `table` read is not at its default.
+    """Raise if a setting that only other rows read is not at its default.
 
     `by` names what reads the fields `reads`.
     """

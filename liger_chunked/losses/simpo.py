@@ -17,7 +17,7 @@ _LOSS_TYPES = ("sigmoid", "hinge")
 class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     """SimPO (Meng et al. 2024, https://arxiv.org/abs/2405.14734, equation 6), fused.
 
-    With `m = beta * (mean log p of the chosen tokens - mean log p of the rejected tokens) - gamma`, in nats:
+    With `m = beta * (mean log p of chosen tokens - mean log p of rejected tokens) - gamma`, in nats:
 
     | loss_type | loss |
     |---|---|
@@ -29,7 +29,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     Args:
         beta: scale of the rewards.
         gamma: TRL's `simpo_gamma`, not its ratio to beta.
-        alpha, compute_nll_loss: add `alpha` times the NLL of the chosen tokens (CPO-SimPO).
+        alpha, compute_nll_loss: add `alpha` times the chosen tokens' NLL (CPO-SimPO).
         label_smoothing: `eps`; refused with "hinge".
         **options: see `LogitOptions`.
 

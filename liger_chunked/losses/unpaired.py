@@ -20,9 +20,9 @@ from liger_chunked.losses.settings import check_finite
 from liger_chunked.types import (
     DeclaredStats,
     Examples,
-    Head,
     LogitOptions,
     LogitOptionsDict,
+    LossHead,
     TokenStats,
     UnpairedPreferenceMetrics,
     VocabShard,
@@ -62,9 +62,9 @@ class _Batch:
 
 
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
-    """Mean over the sequences of `preference_loss`, which a subclass defines; see `docs/writing-a-loss.md`.
+    """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
-    A sequence without a valid token adds 0, but counts in the mean.
+    Sequences without valid tokens add 0, but count in the mean.
 
     Args:
         beta: scale of the rewards, not negative.
@@ -102,7 +102,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
     @abstractmethod
     def preference_loss(self, examples: Examples) -> Tensor:
-        """Return the loss of each sequence, (n,), for a part of the batch."""
+        """Return the losses (n,) of some sequences."""
 
     @entry_point
     def forward(
@@ -132,18 +132,18 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
         Args:
             preference_labels: (n,) bool or integers, 1 for a desirable sequence, else 0.
-            kl: the reference point of a loss that reads "kl", in nats; a negative value counts as zero.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions that answer other prompts. Each
-                rank estimates the KL from its own, at one GEMM.
+            kl: the reference point of a loss that reads "kl", in nats, clamped at zero.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions of other prompts. Each rank
+                estimates the KL from its own, at one GEMM.
             ref_kl_input, ref_kl_logps: their reference, like `ref_input` or `ref_logps`.
             delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) factors of the losses; the mean divides by n.
-            vocab_shard: if `weight` and `bias` are this rank's part of a vocabulary split over ranks, see `VocabShard`.
+            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
-            ValueError, TypeError: if arguments do not fit together, or a reference or reference point is missing.
+            ValueError, TypeError: arguments do not fit together, or a reference or reference point is missing.
         """
-        head = Head(weight, bias, vocab_shard)
+        head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, weight=weight)
         if input.ndim != 3:
@@ -234,7 +234,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             rejected_logits_mean=logits_mean[1],
             chosen_rewards=rewards[0],
             rejected_rewards=rewards[1],
-            reference_point=batch.reference_point.to(dtype, copy=True),  # may be the caller's tensor
+            reference_point=batch.reference_point.to(dtype, copy=True),  # maybe the caller's
             chosen_count=counts[0],
             rejected_count=counts[1],
             chosen_tokens=tokens[0],

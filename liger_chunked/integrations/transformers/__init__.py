@@ -1,16 +1,16 @@
-"""Hugging Face models: a fused head and loss inside `model.forward`, and base kernels that replace layers.
+"""Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
-head.py            the head and loss of a patched model
+head.py            a patched model's head and loss
 patch.py           patches and restores models
 layers.py          layers that base kernels replace
 detect.py          facts about a model's code
-overrides.py       the table of stock code that kernels compute, and model families
-verify.py          compares kernels with the code that they replace
-check.py           compares a patched model with the original one
-survey.py          tells what is served of every class of transformers
-shared_prefix.py   computes prompts that sequences share once
-trie.py            packs the sequences of a batch as a trie
-trie_attention.py  masks and attention of such a batch
+overrides.py       stock code that kernels replace, and model families
+verify.py          compares kernels with original code
+check.py           compares patched and original models
+survey.py          tells what is served of every class
+shared_prefix.py   computes shared prompts once
+trie.py            packs a batch as a trie
+trie_attention.py  its masks and attention
 """
 
 from typing import Any

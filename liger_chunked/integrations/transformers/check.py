@@ -40,7 +40,7 @@ class Comparison:
 
 @dataclass
 class ModelReport:
-    """The errors of loss and gradients, and the difference of each class of layers."""
+    """Errors of loss and gradients, and differences by layer class."""
 
     patched: Applied
     loss: Comparison
@@ -72,10 +72,10 @@ def check_model(
     logits_budget: int | None = None,
     **switches: bool | None,
 ) -> ModelReport:
-    """Compare a model's loss, gradients and patched layers with those of the unpatched model.
+    """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
     Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
-    float64 model may differ by float32 rounding, because the kernels compute in float32. The model stays as it is.
+    float64 model may differ by the kernels' float32 rounding. The model does not change.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.

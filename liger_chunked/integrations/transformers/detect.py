@@ -1,7 +1,7 @@
-"""Facts about a model's code: its parts, which class's code runs, and what its forward computes after the backbone.
+"""Facts about a model's code: its parts, whose code runs, and what it computes after the backbone.
 
-The config does not say how a model transforms its logits. `check_head` therefore runs the forward on a copy in which
-backbone and `lm_head` return known values and other modules with parameters raise. It takes milliseconds at any size.
+The config does not say how a model transforms its logits. So `check_head` runs a copy in which backbone and `lm_head`
+return known values, and other modules with parameters raise. It takes milliseconds at any size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from liger_chunked.types import LogitOptions
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside wrappers such as DDP and PEFT, or raise a TypeError."""
+    """Return the transformers model inside wrappers (DDP, PEFT), or raise a TypeError."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
             model = inner
@@ -55,7 +55,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 @dataclass(frozen=True)
 class Projection:
-    """A Linear inside `lm_head`, or one in a LoRA layer of PEFT, with the names of the layer's adapters in use."""
+    """A Linear inside `lm_head`, maybe in a LoRA layer of PEFT with `adapters` in use."""
 
     linear: nn.Linear
     layer: Any = None  # peft.tuners.lora.layer.Linear
@@ -67,7 +67,7 @@ class Projection:
 
     @property
     def entered(self) -> list[tuple[nn.Module, nn.Module]]:
-        """The modules whose hooks gather its parameters, outermost first, each with the module that computes in it."""
+        """The modules whose hooks gather parameters, outermost first, each with the module that computes."""
         if self.layer is None:
             return [(self.linear, self.linear)]
         of_adapters = [self.layer.lora_B[name] for name in self.adapters]
@@ -79,7 +79,7 @@ class Projection:
 
 
 def projections(model: PreTrainedModel) -> list[Projection]:
-    """Return the projections inside `lm_head`, which calls one of them, or raise a ValueError."""
+    """Return the projections of which `lm_head` calls one, or raise a ValueError."""
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise ValueError(f"{type(model).__name__} is not a backbone under an lm_head")
@@ -133,7 +133,7 @@ def _is_lora(module: nn.Module) -> TypeGuard[Any]:
 
 
 def _adapters_in_use(layer: Any) -> tuple[str, ...]:
-    """Return the adapters that a LoRA layer adds to its Linear, or raise a ValueError. None if disabled or merged."""
+    """Return a LoRA layer's adapters in use, () if disabled or merged, or raise a ValueError."""
     if layer.disable_adapters or layer.merged:
         return ()
     names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
@@ -197,7 +197,7 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that was set on this instance, or None."""
+    """Return the forward set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
@@ -211,10 +211,7 @@ def unwrapped(function: Any) -> Iterator[Any]:
 
 
 def foreign_code(function: Any, known: type | None = None) -> Any:
-    """Walk from the outermost wrapper inwards, and return the first that no framework defines.
-
-    None if a forward of `known` comes first.
-    """
+    """Return the outermost wrapper that no framework defines; None if a forward of `known` comes first."""
     theirs = [] if known is None else [vars(cls)["forward"] for cls in known.__mro__ if "forward" in vars(cls)]
     for code in unwrapped(function):
         if getattr(code, "__func__", code) in theirs:
@@ -230,7 +227,7 @@ def runs_code_of(found: type[nn.Module], cls: type[nn.Module], method: str) -> b
     return all(stock_method(found, name) is stock_method(cls, name) for name in ("forward", method))
 
 
-STOCK = "_liger_stock"  # attribute of our methods: those that they replace
+STOCK = "_liger_stock"  # attribute of our methods: the originals
 
 
 def stock_method(cls: type, name: str) -> Any:
@@ -238,22 +235,21 @@ def stock_method(cls: type, name: str) -> Any:
     return getattr(method, STOCK, method)
 
 
-# Whether two functions are the same code.
+# Whether functions are the same code.
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
 
 @functools.cache
 def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
-    """Return the syntax tree of a function, or a method of `cls`, without its names, and the attributes that it reads.
+    """Return a function's syntax tree without names, and the attributes that it reads as a method of `cls`.
 
-    Functions with equal trees do the same with their arguments and, in this order, with these attributes. None if there
-    is no source.
+    Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
     """
     reader = _Reader(cls)
     try:
         return reader.read(function), tuple(reader.attributes)
-    except (OSError, TypeError, SyntaxError, RecursionError):
+    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
         return None
 
 
@@ -263,26 +259,32 @@ class _Reader:
         self.attributes: dict[str, int] = {}
 
     def read(self, function: Any) -> str:
-        function = inspect.unwrap(function)
+        *wrappers, function = unwrapped(function)
+        if any(foreign_code(wrapper) is wrapper for wrapper in wrappers):
+            raise TypeError(f"{function} is wrapped in other code")
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         if not isinstance(tree, ast.FunctionDef):
             raise TypeError(f"{function} is not defined by def")
         if ast.get_docstring(tree) is not None:
             del tree.body[0]
-        # Decorators may change the result, except those that name a kernel of the hub.
+        # Decorators may change the result, except those of hub kernels.
         kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
         tree.name, tree.returns, tree.decorator_list = "", None, kept
         return ast.dump(_Renamed(self, function, tree).visit(tree))
 
     def attribute(self, name: str) -> str:
         value = inspect.getattr_static(self.cls, name, None)
-        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+        if _has_text(value):
             return f"method {_Reader.read(self, value)}"
         return f"attribute {self.attributes.setdefault(name, len(self.attributes))}"
 
 
+def _has_text(value: Any) -> bool:
+    return inspect.isfunction(value) and (value.__module__ or "").partition(".")[0] != "torch"
+
+
 class _Renamed(ast.NodeTransformer):
-    """Replaces the names of one function by their order or by what they refer to."""
+    """Replaces a function's names by their order or the objects that they name."""
 
     def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
         self.reader, self.scope = reader, {**vars(builtins), **function.__globals__}
@@ -310,7 +312,6 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
 
     def referred(self, node: ast.expr) -> str | None:
-        """Describe the object that a global name, or an attribute of a module, refers to."""
         names = ast.unparse(node).split(".")
         if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
             return None
@@ -319,7 +320,7 @@ class _Renamed(ast.NodeTransformer):
             if not isinstance(value, ModuleType) or not hasattr(value, name):
                 return None
             value = getattr(value, name)
-        if inspect.isfunction(value) and value.__module__.partition(".")[0] != "torch":
+        if _has_text(value):
             if text := source_of(getattr(value, STOCK, value)):
                 return f"function {text[0]}"
         if isinstance(value, (bool, int, float, str)):
@@ -330,7 +331,7 @@ class _Renamed(ast.NodeTransformer):
 
 @functools.cache
 def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
-    """Return module and name of the functions that rotate queries and keys in the methods of a class."""
+    """Return module and name of the rotary functions in a class's methods."""
     found = set()
     for base in cls.__mro__:
         for method in filter(inspect.isfunction, vars(base).values()):
@@ -342,7 +343,7 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
 
 
 def looks_like_layer(cls: Any) -> bool:
-    """Whether a class is named like a norm, or like a gated MLP or experts and multiplies."""
+    """Whether a class has a norm's name, or multiplies and has the name of a gated MLP or experts."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
     if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
@@ -352,13 +353,13 @@ def looks_like_layer(cls: Any) -> bool:
     return read is not None and ("Mult()" in read[0] or cls.__name__.endswith("Experts"))
 
 
-# What a forward computes between its backbone and its logits.
+# Between backbone and logits.
 
 _LENGTH, _MASKED = 6, 4  # positions, and the first masked one
 _KEPT = 2  # positions that `logits_to_keep` selects
 _NUM_ITEMS = 7
 
-# Arguments that do not change the backbone's hidden states.
+# Arguments that do not change hidden states.
 _FREE = {
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
     "past_key_values", "cache_position",
@@ -370,13 +371,13 @@ _OF_HEAD = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "i
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The logits' transform, the forward's output, and how the arguments of forward and backbone differ."""
+    """The logits' transform, the forward's output, and how forward's and backbone's arguments differ."""
 
     options: LogitOptions
     output: type
-    of_forward: tuple[str, ...] = ()  # what only the forward takes, which may use it for the loss
-    constants: tuple[tuple[str, Any], ...] = ()  # what the forward adds
-    dropped: tuple[str, ...] = ()  # what it does not pass on
+    of_forward: tuple[str, ...] = ()  # only the forward takes these, maybe for the loss
+    constants: tuple[tuple[str, Any], ...] = ()  # the forward adds these
+    dropped: tuple[str, ...] = ()  # it does not pass these on
     backbone_takes_labels: bool = False
 
 
@@ -454,7 +455,7 @@ class _Observed(NamedTuple):
     reached: Tensor  # the input of lm_head
     output: Any
     given: dict[str, Any]  # arguments of the forward
-    passed: dict[str, Any]  # arguments of the core: the backbone, or the part of it that the forward calls
+    passed: dict[str, Any]  # arguments of the core: the backbone, or its part that the forward calls
     expected: dict[str, Any] | None  # arguments of the core in a call of the whole backbone
 
 
@@ -471,14 +472,13 @@ class _Trial:
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
         self.logits, self.hidden_states = made[0] * scale, made[1]
-        # A scale or softcap is usually a number of the config, or its reciprocal.
+        # Usually a number of the config, or its reciprocal.
         configs = (self.model.config, self.model.config.get_text_config())
         values = [x for config in configs for x in vars(config).values() if isinstance(x, (int, float))]
         numbers = [float(x) for x in values if not isinstance(x, bool) and math.isfinite(x) and x != 0]
         self.numbers = [1.0, *numbers, *(1 / x for x in numbers)]
 
     def observe(self, loss_function: Callable[..., Tensor] | None = None, **arguments: Any) -> _Observed:
-        """Run the forward."""
         core, used = self.backbone, ""
         while True:
             try:
@@ -569,7 +569,7 @@ class _Core(nn.Module):
 
     def __init__(self, real: nn.Module, hidden_states: Tensor) -> None:
         super().__init__()
-        self.real = (real,)  # in a tuple, so that it is not a submodule
+        self.real = (real,)  # a tuple, not a submodule
         self.hidden_states = hidden_states
         self.calls: list[dict[str, Any]] = []
 
@@ -589,7 +589,7 @@ class _Head(nn.Module):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        # Some forwards read its dtype. A product with it raises.
+        # Some forwards read its dtype. Products raise.
         self.weight = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
         self.logits = logits
         self.inputs: list[Tensor] = []
@@ -615,7 +615,7 @@ _OVERRIDES = (*FORWARD_SLOTS, "_hf_hook", "_compiled_call_impl")
 
 
 def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], inner: set[nn.Module]) -> nn.Module:
-    """Copy a module without hooks; stand-ins replace submodules that are not `inner`."""
+    """Copy a module without hooks; stand-ins replace all submodules but `inner`."""
     if module in stand_ins:
         return stand_ins[module]
     if module not in inner and (any(True for _ in module.parameters()) or any(True for _ in module.buffers())):
@@ -630,7 +630,7 @@ def _copy(module: nn.Module, name: str, stand_ins: dict[nn.Module, nn.Module], i
     }
     for kind in ("_parameters", "_buffers"):
         state[kind] = {key: x if x is None else _random_like(x) for key, x in state[kind].items()}
-    # Training mode reveals a dropout, but a patched model would run its fused forward in it.
+    # Training mode reveals a dropout, but a patched model would run its fused forward.
     state["training"] = module not in inner
     vars(copy).update(state)
     return copy
@@ -642,7 +642,6 @@ def _random_like(x: Tensor) -> Tensor:
 
 
 def _containing(module: nn.Module, target: nn.Module) -> set[nn.Module]:
-    """Return the modules in `module` that contain `target`."""
     found = set().union(*(_containing(child, target) for child in module.children()))
     return found | {module} if found or module is target else found
 
@@ -680,7 +679,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
-    """Compare the arguments that the forward got with those that it passed to its backbone."""
+    """Compare the forward's arguments with those that it passed to its backbone."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}
@@ -716,14 +715,14 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
-# The load-balancing loss of experts. Its settings have many names, so we evaluate the source's own expressions.
+# Experts' load-balancing loss. Its settings have many names, so we evaluate the source's expressions.
 
 _SWITCH = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How a forward computes the load-balancing loss, or why this is unknown. The defaults: there is none."""
+    """How a forward computes the load-balancing loss, or why this is unknown. Defaults: none."""
 
     asked: Callable[..., Any] = lambda model, output_router_logits: output_router_logits
     loss: Callable[..., Any] = lambda model, outputs, attention_mask: None
@@ -735,7 +734,7 @@ _BALANCES: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Return how a model computes its load-balancing loss, if it has one."""
+    """Return how a model computes its load-balancing loss."""
     model_class = type(model)
     _read_balance(model_class)
     return _BALANCES[model_class]
@@ -780,7 +779,7 @@ def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call])
 
 
 def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
-    """Compile an expression of `forward` to a function of `names`, or raise a NameError."""
+    """Compile an expression to a function of `names`, or raise a NameError."""
     local = set(forward.__code__.co_varnames) - set(names)
     if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
         raise NameError(f"it needs {', '.join(missing)}")

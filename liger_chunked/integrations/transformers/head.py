@@ -1,7 +1,7 @@
-"""The fused head: run a model's backbone as usual, and our code in place of `lm_head` and the loss.
+"""The fused head: the model's backbone, then our code in place of `lm_head` and loss.
 
-Our code runs inside the forwards of model and `lm_head`, after the hooks of DDP, FSDP, ZeRO and `device_map`. Each call
-looks modules up again, because PEFT and FSDP may replace them after patching.
+Our code runs inside the forwards of model and `lm_head`, after hooks of DDP, FSDP, ZeRO and `device_map`. Each call
+looks modules up again: PEFT and FSDP may replace them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from liger_chunked.types import AdaptedWeight, Head, LogitOptions
 
 _LOGGER = logging.getLogger(__name__)
 
-_LEFT = "_liger_left"  # attribute of a model of a patched class that its head does not serve
+_LEFT = "_liger_left"  # attribute of a model of a patched class, if its head does not qualify
 STATE = "_liger_forward"  # attribute of a model or class
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """The input of a model's head, and the arguments of its loss.
+    """A head's input, and its loss's arguments.
 
     - `hidden_states` (B, T, H): those that `logits_to_keep` selects
     - `options`: transform of the logits, and ignored label
@@ -73,7 +73,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. A model of a patched class runs its own forward unless the loss is `required`."""
+    """Settings of the fused loss. An unfit model of a patched class raises if `required`, else runs its own forward."""
 
     logits_budget: int | None = None
     required: bool = True
@@ -85,7 +85,7 @@ class Fusion:
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
-    """Run `stock`, the model's forward, or in its place `head_fn` or the fused loss."""
+    """Run `stock`, the model's forward, or instead `head_fn` or the fused loss."""
     if args:  # the order may differ in the backbone
         _, *names = inspect.signature(type(model).forward).parameters
         kwargs = dict(zip(names, args, strict=False)) | kwargs
@@ -97,7 +97,7 @@ def forward(
         skip_logits = kwargs.pop("skip_logits", None)
         token_accuracy = kwargs.pop("return_token_accuracy", False)
         if _fuses(model, skip_logits, kwargs):
-            # A subclass's forward may have called the forward of a patched class.
+            # A subclass's forward may have called a patched one.
             of_class = stock.func if isinstance(stock, functools.partial) else None
             if _serves(model, of_class, fusion, skip_logits, kwargs):
                 return _without_logits(model, of_class, fusion, token_accuracy, **kwargs)
@@ -105,7 +105,7 @@ def forward(
 
 
 def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
-    """Check the head, and whether the loss depends on arguments that the backbone does not get."""
+    """Check the head, and whether the loss needs arguments that the backbone does not get."""
     required = fusion.required or bool(skip_logits)
     if not required and vars(model).get(_LEFT):
         return False
@@ -169,7 +169,7 @@ def _without_logits(
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """The head_fn of a patched model: the loss, and its accuracy or None."""
+    """A patched model's head_fn: loss, and accuracy or None."""
 
     logits_budget: int | None
     token_accuracy: bool
@@ -199,7 +199,7 @@ def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 class _CheckedHead:
-    """Facts about a head, with the forward and numbers that they hold for."""
+    """Facts about a head, for one forward and its numbers."""
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -230,7 +230,7 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-# Graphs break here, where facts are measured on values, and at the head, where a `head_fn` may be any code.
+# Graphs break here, where facts are measured, and at the head, where a `head_fn` may be any code.
 _REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
 
 
@@ -269,8 +269,8 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    The transform is measured, because some models ignore numbers in their config. `logit_scale` includes a factor
-    between backbone and `lm_head`.
+    Measured, because some models ignore numbers in their config. `logit_scale` includes a factor between backbone and
+    `lm_head`.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
@@ -292,7 +292,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
-    """Run the backbone as `forward` would, by default that of the class."""
+    """Run the backbone as `forward` would, by default the class's."""
     facts = head_facts(model, forward)
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     num_items = kwargs.pop("num_items_in_batch", None)
@@ -329,7 +329,7 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Select the last positions (int; 0: all), (K,) of every sample, (B, K) of each, or those of a mask (B, T)."""
+    """Select the last positions (int; 0: all), (K,) for all samples, (B, K), or a mask (B, T)."""
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.ndim < 2:
@@ -341,7 +341,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 # The head.
 
-# While a thread runs its head_fn inside an lm_head, others get logits, or wait to run theirs.
+# While a thread runs its head_fn, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -371,7 +371,7 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
     head = _head_of(projection)
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
-        # For a float32 head after a bfloat16 backbone; the loss rejects the reverse.
+        # For a float32 head on a bfloat16 backbone; the loss rejects the reverse.
         dtype = torch.promote_types(dtype, head.weight.dtype)
     return head_fn(head, replace(input, hidden_states=hidden_states.to(device, dtype)))
 
@@ -392,7 +392,7 @@ def _head_of(projection: Projection) -> Head:
 
 
 def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
-    """Return what the adapters of a LoRA layer pass to its `lora_B`, scaled, side by side."""
+    """Return the scaled inputs of a LoRA layer's `lora_B`, side by side."""
     parts = []
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
@@ -401,7 +401,7 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
 
 
 def _whole(parameter: Any) -> Any:
-    # Tensor parallelism shards the vocabulary; each rank gets its slice of the gradient.
+    # Under tensor parallelism, each rank gets its slice of the gradient.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -414,7 +414,7 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
             if projection.layer is not None:
                 _check_lora(projection.layer)
             compute = functools.partial(_run_head_fn, projection, input, head_fn)
-            # One inside the other, so that hooks have gathered the parameters of all of them.
+            # Nested, so that hooks gather the parameters of all.
             for entered, module in reversed(projection.entered):
                 in_place = functools.partial(_in_place_of, module, compute, head_fn)
                 changes.enter_context(_replaced(module, forward_slot(module), in_place))
@@ -445,7 +445,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks that change what single parts get."""
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on inputs of single parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):
@@ -456,7 +456,7 @@ def _check_lora(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's calls of `lm_head` run `head_fn`, or None for logits."""
+    """Make this thread's `lm_head` calls run `head_fn`; None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield
@@ -477,7 +477,7 @@ def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
-    """Reject users' forwards and backward hooks; let forward hooks look but not edit."""
+    """Reject users' forwards and backward hooks; forward hooks may not edit."""
     own = [("forward", vars(module).get(slot)) for slot in detect.FORWARD_SLOTS]
     own += [("backward hook", hook) for hook in vars(module)["_backward_hooks"].values()]
     own += [("backward pre-hook", hook) for hook in vars(module)["_backward_pre_hooks"].values()]

@@ -1,6 +1,6 @@
 """Layers that base kernels replace.
 
-A `Layer` fits every class that computes the same; `overrides.py` lists stock classes that do.
+A `Layer` fits all classes that compute the same; `overrides.py` lists stock ones.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from liger_chunked.modules import unobserved
 
 @dataclass(frozen=True)
 class Layer:
-    """`run(input, ...)` replaces `method`. The names of its other arguments are attributes of the module.
+    """`run(input, ...)` replaces `method`; its other arguments are attributes of the module.
 
-    - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, which is the first attribute
-    - `refusal`: takes the attributes, and returns why `run` cannot serve them, or None
+    - `switch`: of `apply_liger_kernel`; None for `swiglu` or `geglu`, by the activation, the first attribute
+    - `refusal`: returns why `run` cannot serve given attributes, or None
     - `optional`: attributes that a module may lack; `run` then gets None
     """
 
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Binding:
-    """A layer, and the names that a class gives to its attributes."""
+    """A layer, and a class's names of its attributes."""
 
     layer: Layer
     names: tuple[str, ...]

@@ -1,7 +1,6 @@
-"""The table of stock code that our kernels compute, and the model families of transformers.
+"""Stock code that our kernels compute, and model families of transformers.
 
-A row names a class or function and the layer that computes the same. It serves every class and function whose source is
-the same but for its names.
+A row serves every class or function whose source differs only in names.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ HEAD_SWITCHES = ("cross_entropy", "fused_linear_cross_entropy")
 LAYER_SWITCHES = ("rms_norm", "layer_norm", "swiglu", "geglu")
 SWITCHES = ("rope", *LAYER_SWITCHES, *HEAD_SWITCHES)
 
-# Class, layer, and the attributes that have other names than the arguments of `Layer.run`. Frequent ones come first,
-# because a row's module is imported when no earlier row matches.
+# Class, layer, and the attributes named unlike the arguments of `Layer.run`. Frequent ones come first: a row's module
+# is imported if no earlier row matches.
 _ROWS: list[tuple[str, Layer, dict[str, str]]] = [
     ("llama.LlamaRMSNorm", RMS_NORM, {"eps": "variance_epsilon"}),
     ("llama.LlamaMLP", GLU, {}),
@@ -93,13 +92,13 @@ def bound(layer: Layer, names: dict[str, str]) -> Binding:
     return Binding(layer, tuple(names.get(name, name) for name in layer.attributes))
 
 
-# Classes that are recognised by their methods, whatever their source.
+# Classes recognised by their methods, not their source.
 _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {})}
 
 
 @functools.cache
 def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
-    """Read a method of a stock class, or a stock function; None if this version of transformers has no such code."""
+    """Read a stock class's method or a stock function; None if this transformers has no such code."""
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
@@ -108,7 +107,7 @@ def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
 
 
 def binding_of(cls: Any) -> Binding | None:
-    """Return the layer that computes what a class does, and the names of its attributes."""
+    """Return the layer that equals a class, and the class's attribute names."""
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
@@ -124,7 +123,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
-            # Few rows read as many attributes, so that few modules are imported.
+            # Few rows read as many attributes: few imports.
             if layer.method != name or (name == "forward" and len(layer.attributes) != len(read[1])):
                 continue
             row = _read(path, name)
@@ -136,7 +135,6 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
 
 @functools.cache
 def rope_of(function: Any) -> Any:
-    """Return our function that computes what a rotary function does."""
     read = detect.source_of(function)
     rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
@@ -146,8 +144,6 @@ def register(cls: type[nn.Module], binding: Binding) -> None:
     _REGISTERED[cls] = binding
 
 
-# Families.
-
 _MAPPINGS: tuple[Mapping[str, Any], ...] = (
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -155,14 +151,13 @@ _MAPPINGS: tuple[Mapping[str, Any], ...] = (
 
 
 def _heads() -> dict[str, str]:
-    """Return a class with an `lm_head` of each model type."""
+    """Return a class with an `lm_head` per model type."""
     return {
         name.replace("-", "_"): cls for mapping in _MAPPINGS for name, cls in mapping.items() if isinstance(cls, str)
     }
 
 
 def causal_classes(modeling: ModuleType) -> list[Any]:
-    """Return the language models that a modeling module defines."""
     heads = {cls for mapping in _MAPPINGS for cls in mapping.values()}
     return [
         cls
@@ -173,7 +168,7 @@ def causal_classes(modeling: ModuleType) -> list[Any]:
 
 
 def family_modeling(name: str) -> ModuleType:
-    """Return the modeling module of a model type or folder of transformers, or raise a ValueError."""
+    """Return the modeling module of a model type or folder, or raise a ValueError."""
     modeling, heads = _modeling(name) or _modeling(model_type_to_module_name(name)), _heads()
     if modeling is None and name in heads:
         modeling = importlib.import_module(getattr(transformers, heads[name]).__module__)
@@ -189,7 +184,7 @@ def _has_layers(modeling: ModuleType) -> bool:
 
 
 def check_family(name: str) -> None:
-    if name not in _heads():  # else its module is imported when it is patched
+    if name not in _heads():  # else imported when patched
         family_modeling(name)
 
 
@@ -206,6 +201,6 @@ def family_name(module: str) -> str:
 
 
 def family_of(model_class: type) -> str:
-    """Return the family whose modeling module defines a class or its first base in transformers."""
+    """Return the family that defines a class or its first base in transformers."""
     modules = [cls.__module__ for cls in model_class.__mro__]
     return family_name(next((m for m in modules if m.startswith("transformers.models.")), modules[0]))

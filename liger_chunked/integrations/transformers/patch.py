@@ -1,7 +1,7 @@
 """Patch and restore a model, or all models of a family.
 
-A patched module gets a subclass of its class. Modules of a class share that subclass, so Dynamo compiles them once, and
-a copy of a module uses its own parameters. A family's patch sets attributes of its classes.
+A patched module gets a subclass that all modules of its class share: Dynamo compiles them once, and a copy uses its own
+parameters. A family's patch sets attributes of its classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATCH = "_liger_patch"  # attribute of a patched class
 
 @dataclass(frozen=True)
 class Patch:
-    """What replaces a method: a layer, None for the forward of `head.py`."""
+    """A method's replacement: a layer, or None for the forward of `head.py`."""
 
     binding: Binding | None = None
 
@@ -54,9 +54,9 @@ def _patched_class(cls: Any, patch: Patch) -> Any:
 
 @functools.cache
 def _layer_method(binding: Binding, stock: Method) -> Method:
-    """Compile a method with the signature of `stock` that passes its input and the attributes to the layer.
+    """Compile a method like `stock` that passes input and attributes to the layer.
 
-    Each has its own code, because Dynamo limits how often it compiles one code.
+    Each has its own code, because Dynamo limits compilations per code.
     """
     owner, input = inspect.signature(stock).parameters
     reads = binding.reads.items()
@@ -71,7 +71,7 @@ def _layer_method(binding: Binding, stock: Method) -> Method:
 @functools.cache
 def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Refer to the original class, because nothing can import this subclass.
+        # Refer to the original class: nothing can import this one.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass:
             return reduced
@@ -153,7 +153,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore the attributes that other code has not replaced since."""
+        """Restore attributes that other code has not replaced since."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:
@@ -164,12 +164,12 @@ class Patches:
                 setattr(owner, name, before)
 
 
-# The forward of `head.py` on a model or a class.
+# The forward of `head.py`.
 
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Why a model or a class has our forward. A model's shallow copies share it."""
+    """Why a model or class has our forward. Shallow copies share it."""
 
     head_fn: bool = False
     fusion: Fusion | None = None
@@ -177,7 +177,7 @@ class ForwardState:
 
 
 def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> None:
-    """Install our forward for the first reason; restore the original after the last one."""
+    """Install our forward for the first reason; restore the original after the last."""
     before = vars(owner).get(STATE)
     state = dataclasses.replace(ForwardState() if before is None else before, **reasons)
     if state.head_fn or state.fusion is not None:
@@ -196,7 +196,7 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
 
 
 def _class_forward(stock: Method) -> Method:
-    """Return a patched class's forward, with the signature of `stock` for generate and Trainer."""
+    """Return a patched class's forward, with `stock`'s signature for generate and Trainer."""
     stock = getattr(stock, STOCK, stock)  # the family may be patched already
 
     @functools.wraps(stock)
@@ -248,9 +248,9 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model, or every model of a class, train without logits; None undoes this.
+    """Make a model or class train without logits; None undoes this.
 
-    A model of a patched class is checked in its first step.
+    Models of a patched class are checked in their first step.
     """
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
@@ -260,8 +260,8 @@ def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) 
 def attach_head(model: nn.Module) -> None:
     """Make `model(..., head_fn=fn)` return `fn(head, input)`, computed in place of head and loss.
 
-    `fn` gets a `Head` and a `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs
-    inside `model.forward`, under autocast and the hooks of DDP, FSDP and ZeRO.
+    `fn` gets `Head` and `HeadInput`, and returns a tensor, or tensors in a tuple, dict or `ModelOutput`. It runs inside
+    `model.forward`, with autocast and hooks of DDP, FSDP and ZeRO.
 
     Raises:
         TypeError: `model` contains no transformers model.
@@ -298,7 +298,7 @@ APPLIED = "_liger_applied"  # attribute of a model
 
 @dataclass
 class Applied:
-    """Counts of replaced classes by switch, and why others were left alone; `print` shows them."""
+    """Counts of replaced classes by switch, and reasons for others; `print` shows them."""
 
     family: str
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class Applied:
             ROPES(*key).hold(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)  # a copied model needs the rope function too
+        vars(self).update(state)  # a copy needs the rope function too
         self.hold_ropes()
 
     def __str__(self) -> str:
@@ -328,7 +328,7 @@ class Applied:
 
 
 class _Rope:
-    """Replaces a rotary function of a modeling module while a holder lives."""
+    """Replaces a module's rotary function while a holder lives."""
 
     def __init__(self, module: str, name: str) -> None:
         self._owner, self._name = importlib.import_module(module), name
@@ -371,7 +371,7 @@ FAMILY_WIDE: dict[str, Applied] = {}
 
 @dataclass
 class _Found:
-    """What the kernels can serve, and why they leave other layers alone."""
+    """Layers that kernels can serve, and reasons for others."""
 
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
@@ -457,12 +457,11 @@ def found_in(model: PreTrainedModel, fused: bool = True) -> _Found:
 
 
 def owner_of(module: nn.Module) -> type:
-    """Return the class whose forward a module has: FSDP derives other classes."""
+    """Return the class that defines the forward: FSDP derives others."""
     return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
 
 
 def _head_refusal(model: PreTrainedModel) -> str | None:
-    """Return why a fused loss cannot replace head and loss."""
     balance = detect.balance_of(model)
     if balance is not None and balance.refusal is not None:
         return f"its load-balancing loss cannot be computed: {balance.refusal}"
@@ -482,14 +481,14 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. `rope` serves all models whose code is in the same module, until the last model patched with it
-    is reverted or deleted. Layers and heads that compute something else are left alone; the result says why.
+    `token_accuracy`. `rope` serves all models of the same modeling module, until the last one patched with it is
+    reverted or deleted. The result says which layers and heads are left alone, and why.
 
     Args:
-        model: any transformers model, or a wrapper of one.
+        model: a transformers model, maybe wrapped.
         logits_budget: as in `LogitOptions`.
         **switches: `rope`, `rms_norm`, `layer_norm`, `swiglu`, `geglu`, `cross_entropy`, `fused_linear_cross_entropy`.
-            All that the model has are on by default, except `cross_entropy`, which excludes the last one.
+            By default, all that the model has, except `cross_entropy`, which excludes the last.
 
     Raises:
         TypeError: a switch is unknown, or `model` contains no transformers model.
@@ -553,9 +552,9 @@ def _hold_ropes(found: _Found, on: list[str], applied: Applied) -> None:
 
 
 def revert_liger_kernel(model: nn.Module | str) -> None:
-    """Undo `apply_liger_kernel(model)`, or, for a family's name, `apply_liger_kernel_to_<family>()`.
+    """Undo `apply_liger_kernel(model)` or, for a name, `apply_liger_kernel_to_<family>()`.
 
-    A forward that was set after patching stays.
+    Forwards set after patching stay.
     """
     if isinstance(model, str):
         _revert_family(family_modeling(model))
@@ -585,7 +584,7 @@ def _release(applied: Applied | None) -> None:
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
-    """Return what the kernels serve of a modeling module, on modules of default configurations."""
+    """Return what kernels serve, by modules of default configurations."""
     found = _Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
@@ -603,7 +602,7 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
 
 
 def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
-    """Patch a family's classes, except torch's, and so all existing and future models.
+    """Patch a family's classes, except torch's, and so all its models.
 
     An unsupported activation raises when it runs. A model whose head does not qualify trains with its own forward,
     unless `fused_linear_cross_entropy=True`.
@@ -659,19 +658,19 @@ def family_function(name: str) -> Callable[..., Applied]:
 
 
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
-    """Let `layer` serve a class that `apply_liger_kernel` does not recognise.
+    """Let `layer` serve a class unknown to `apply_liger_kernel`.
 
-    The layer is compared with the class, now if a module can be built, and in each patched model. It serves subclasses
-    too, unless they have their own code.
+    The layer is compared with the class in each patched model, and now if a module can be built. It also serves
+    subclasses without their own code.
 
     Args:
-        cls: a module class whose method takes one tensor.
-        layer: one of `layers.py`, or your own.
-        **names: the class's names for the attributes that the layer reads, where they differ.
+        cls: a module class; its method takes one tensor.
+        layer: from `layers.py`, or your own.
+        **names: the class's names of the layer's attributes, where they differ.
 
     Raises:
         TypeError: `cls` is no module class, or `layer` no `Layer`.
-        ValueError: the layer reads no attribute of such a name, or the layer computes something else.
+        ValueError: the layer has no such attribute, or computes something else.
 
     >>> import torch
     >>> from liger_chunked.integrations.transformers.layers import RMS_NORM

@@ -1,11 +1,11 @@
-"""Computes a prefix that several sequences share once: a prompt in GRPO, DPO, ORPO, CPO, SimPO.
+"""Compute once a prefix that sequences share, such as a prompt in GRPO or DPO.
 
     batch = share_batch(model, input_ids, attention_mask)
     loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
 
 The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
-`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share, such as
-those with state or ALiBi.
+`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share (state,
+ALiBi).
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class SharedBatch:
         return gather_rows(packed.flatten(0, 1), index)
 
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
-        """Return a `head_fn` for `model(**batch.inputs, ...)` that calls yours with the padded batch's hidden states.
+        """Return a `head_fn` for `model(**batch.inputs, ...)` that gives yours the padded batch's hidden states.
 
-        Pass the padded batch's labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays
-        that of the trie.
+        Pass padded labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays the trie's.
         """
 
         def on_padded_batch(head: Head, input: HeadInput) -> Any:
@@ -70,10 +69,10 @@ class SharedBatch:
 def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch:
     """Merge the common prefixes of a batch.
 
-    A token's position is the number of tokens before it, without padding, as in `generate`.
+    Positions count tokens without padding, as in `generate`.
 
     Args:
-        model: a transformers model, or a wrapper of one (PEFT, DDP, FSDP, DeepSpeed).
+        model: a transformers model, maybe wrapped (PEFT, DDP, FSDP, DeepSpeed).
         input_ids: (B, T), padded anywhere.
         attention_mask: (B, T), 0 at padding; None if there is none.
 
@@ -87,15 +86,15 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge the common prefixes of a batch if the model allows it and at least a tenth of the tokens is saved.
+    """Merge common prefixes if the model allows it and at least a tenth of the tokens is saved.
 
-    Logs the decision (INFO) once for each model.
+    Logs the decision (INFO) once per model.
     """
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
         batch = _share(inner, input_ids, attention_mask)
-        # No log line: the next batch may save more.
+        # Not logged: the next batch may save more.
         return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
@@ -104,15 +103,15 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 def share_pass(
     model: PreTrainedModel, arguments: dict[str, Any], *, always: bool = False, with_trailing: bool = False
 ) -> SharedBatch | None:
-    """Like `maybe_share`, for `arguments` of `model.forward`, and only if the hidden states equal those of `forward`.
+    """Like `maybe_share`, for `arguments` of `model.forward`, and only if hidden states equal `forward`'s.
 
     Unlike `share_batch`, `forward` counts padding in positions, so models with absolute positions may differ.
 
     Args:
         model: without wrappers.
         arguments: by name.
-        always: share if anything is saved; raise ValueError if that is impossible.
-        with_trailing: compute the padding behind each last token too, for a `head_fn` that reads it.
+        always: share if anything is saved, or raise ValueError.
+        with_trailing: compute padding behind last tokens too, for a `head_fn` that reads it.
     """
     batch = None
     reason = _reason_of_arguments(arguments) or why_not_shared(model)
@@ -153,7 +152,6 @@ def _reason_of_arguments(arguments: dict[str, Any]) -> str | None:
 
 
 def _reason_of_padding(model: PreTrainedModel, trie: PackedTrie, with_trailing: bool) -> str | None:
-    """Return why the padded batch has other hidden states."""
     if trie.padding == "between":
         return "there is padding between the tokens of a sequence, which counts in their positions"
     if trie.padding == "left" and not _facts(model).relative:
@@ -190,9 +188,9 @@ def _logged(model: PreTrainedModel, batch: SharedBatch) -> SharedBatch:
 
 
 def shared_prefix_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Return the backbone's hidden states (B, T, H) of a padded batch, zero at padding. Computes common prefixes once.
+    """Return the backbone's hidden states (B, T, H), zero at padding. Computes common prefixes once.
 
-    Differentiable. A model with an `lm_head` gets `attach_head(model)`, to run its wrappers too.
+    Differentiable. For a model with an `lm_head`, use `attach_head(model)`, which also runs wrappers.
 
     Raises:
         ValueError: the model cannot share prefixes; see `why_not_shared`.
@@ -235,7 +233,6 @@ def _share(
 
 
 def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense: bool) -> dict[str, Any]:
-    """Return arguments for `model` or its backbone."""
     windows = _windows(model.config)
     has_windows = any(window is not None for window in windows.values())
 
@@ -249,7 +246,7 @@ def _inputs(model: PreTrainedModel, trie: PackedTrie, implementation: str, dense
         return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, torch.finfo(dtype).min)
 
     masks = {window: mask(window) for window in dict.fromkeys(windows.values())}
-    # Models with layers of one type do not take a dict.
+    # Models with one layer type take no dict.
     attention_mask = (
         {kind: masks[window] for kind, window in windows.items()} if len(windows) > 1 else next(iter(masks.values()))
     )
@@ -291,8 +288,8 @@ def _windows(config: Any) -> dict[str, int | None]:
 def why_not_shared(model: nn.Module) -> str | None:
     """Return why a model cannot compute shared prefixes once; None if it can.
 
-    Compares the hidden states of a small random copy on a padded batch and on its trie, on the CPU, once for each
-    config and attention implementation.
+    Compares a small random copy's hidden states on a padded batch and its trie, on the CPU, once per config and
+    attention implementation.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
@@ -334,7 +331,7 @@ def _reason_now(model: PreTrainedModel) -> str | None:
 
 
 class _Facts(NamedTuple):
-    """Why an architecture cannot share prefixes, or None; and whether its positions are relative."""
+    """Why an architecture cannot share prefixes, or None; whether positions are relative."""
 
     reason: str | None
     relative: bool = False
@@ -441,9 +438,9 @@ _MOST_LAYERS = 8
 
 
 def _small(config: Any) -> Any:
-    """Return a copy of a config with few, narrow layers: the first two, and one of each other type.
+    """Return a config with few, narrow layers: the first two, and one of each other type.
 
-    Heads keep their size, because scaled rotary embeddings have a list of that length.
+    Heads keep their size: scaled rotary embeddings list as many factors.
     """
     small = copy.deepcopy(config)
     n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Packs a padded batch as the trie of its tokens, so that a shared prefix is computed once.
+"""Pack a padded batch as a trie of tokens, to compute shared prefixes once.
 
 Nodes are laid out depth first. Token q attends to token k, an ancestor of q or q itself, where
 
@@ -31,7 +31,7 @@ class PackedTrie:
     - `input_ids`, `position_ids`, `end` (R, L): each node's token, depth and end of the subtree (int32, within the
       row). Filler behind the nodes attends to itself only.
     - `node` (B, T): each token's index in the flattened rows, -1 at padding
-    - `tokens`, `nodes`: how many there are, without padding and filler
+    - `tokens`, `nodes`: their numbers, without padding and filler
     - `padding`: "between" the tokens of some sequence, else "left" of some, else "right"
     - `trailing`: the most padding behind a last token
 
@@ -49,7 +49,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of the tokens that is not computed; filler is."""
+        """The share of tokens that is not computed; filler counts as computed."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 
@@ -57,14 +57,14 @@ def pack_trie(
     input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
     with_trailing: bool = False,
 ) -> PackedTrie:  # fmt: skip
-    """Merge the sequences of a padded batch into the trie of their tokens, on the host.
+    """Merge a padded batch's sequences into a trie, on the host.
 
     Waits for the device once.
 
     Args:
         input_ids: (B, T), padded anywhere.
         attention_mask: (B, T), 0 at padding; None if there is none.
-        row_tokens: longest row, unless a tree is larger: trees are never cut. None for one row.
+        row_tokens: longest row, unless a tree is larger; None for one row.
         multiple: round the rows' length up to a multiple of this.
         with_trailing: pack the padding behind each sequence's last token too.
 
@@ -83,7 +83,7 @@ def pack_trie(
             "needs the padding mask of the batch"
         )
     batch = input_ids.cpu().numpy()
-    # NumPy, because torch would start a thread pool.
+    # torch would start a thread pool.
     places = _places(batch, None if attention_mask is None else attention_mask.cpu().numpy() != 0)
     sequences = [row[place] for row, place in zip(batch, places, strict=True)]
     behind = [_behind(place, batch.shape[1]) for place in places]
@@ -114,7 +114,7 @@ def pack_trie(
             if trailing[i]:
                 last, own = len(sequences[i]), path.skip(trailing[i])
                 ids[own], depths[own] = batch[i, behind[i] :], np.arange(last, last + trailing[i])
-                # Padding behind tokens does not attend to itself, as in a padded batch.
+                # Padding behind tokens does not attend to itself.
                 ends[own] = np.arange(own.start, own.stop) + (last == 0)
                 node[i, behind[i] :] = np.arange(own.start, own.stop) + r * row_length
         path.leave(0)
@@ -134,7 +134,7 @@ def pack_trie(
 
 
 def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
-    """Return memory for all results, to copy them to the device at once."""
+    """Return memory for all results, for one copy to the device."""
     size = 3 * math.prod(packed) + math.prod(padded)  # half of `end` is unused: it is int32
     if pinned:
         return torch.empty(size, dtype=torch.int64, pin_memory=True)
@@ -148,7 +148,7 @@ def _parts(buffer: Tensor, packed: tuple[int, ...], padded: tuple[int, ...]) -> 
 
 
 def _places(batch: _Array, valid: _Array | None) -> list[Any]:
-    """Return the index of each sequence's tokens: a slice, or a mask around padding between them."""
+    """Index each sequence's tokens: a slice, or a mask for padding between them."""
     if valid is None or valid.all():
         return [slice(None)] * len(batch)
     places: list[Any] = []
@@ -160,7 +160,6 @@ def _places(batch: _Array, valid: _Array | None) -> list[Any]:
 
 
 def _behind(place: Any, width: int) -> int:
-    """Return the column behind the last token."""
     if isinstance(place, slice):
         return width if place.stop is None else int(place.stop)
     return width - int(place[::-1].argmax())
@@ -174,13 +173,12 @@ def _side(places: list[Any]) -> str:
 
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
     """Return the lexicographic order of sequences."""
-    # Big-endian numbers sort like their bytes, which compare fast. If ids agree in the last 32 bits, less is shared.
+    # Big-endian bytes sort fast. If ids agree in the last 32 bits, less is shared.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _n_common(a: _Array, b: _Array) -> int:
-    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -188,7 +186,7 @@ def _n_common(a: _Array, b: _Array) -> int:
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Return each row's sequences. Each tree, largest first, goes into the first row where it fits."""
+    """Return each row's sequences. Trees, largest first, go into the first row where they fit."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees: list[list[int]] = []
@@ -211,7 +209,7 @@ def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int
 
 
 class _Path:
-    """Walks through a row's sequences. Writes the end of each node that it leaves."""
+    """Walks through a row's sequences; writes the ends of nodes that it leaves."""
 
     def __init__(self, ends: _Array) -> None:
         self.place = 0  # of the next node
@@ -220,7 +218,7 @@ class _Path:
         self._depth = 0
 
     def enter(self, n: int) -> slice:
-        """Add `n` nodes to the sequence, and return their places."""
+        """Add `n` nodes to the sequence; return their places."""
         part = slice(self.place, self.place + n)
         self._parts.append(part)
         self._depth += n
@@ -228,12 +226,11 @@ class _Path:
         return part
 
     def skip(self, n: int) -> slice:
-        """Return `n` places that are not part of the sequence."""
+        """Return `n` places outside the sequence."""
         self.place += n
         return slice(self.place - n, self.place)
 
     def leave(self, depth: int) -> None:
-        """Shorten the sequence to `depth` nodes."""
         while self._depth > depth:
             part = self._parts.pop()
             kept = max(part.start, part.stop - (self._depth - depth))
@@ -243,7 +240,7 @@ class _Path:
                 self._parts.append(slice(part.start, kept))
 
     def nodes(self, base: int) -> _Array:
-        """Return the places of the sequence's nodes, plus `base`."""
+        """Return the sequence's places, plus `base`."""
         return np.concatenate([np.arange(base + part.start, base + part.stop) for part in self._parts])
 
 
@@ -262,7 +259,7 @@ class _GatherRows(torch.autograd.Function):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(ctx.n_rows, grad.shape[1], dtype=dtype, device=grad.device)
         padding = index < 0
-        # Spread padding, which adds zero, because additions to one row wait for each other.
+        # Spread padding, which adds zero: additions to one row wait for each other.
         spread = torch.arange(len(index), device=index.device) % max(ctx.n_rows, 1)
         index = torch.where(padding, spread, index)
         step = max(1, _CHUNK // max(grad.shape[1], 1))

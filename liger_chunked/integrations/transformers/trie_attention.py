@@ -1,13 +1,12 @@
-"""Masks and attention for rows that are packed as a trie.
+"""Masks and attention for packed tries.
 
-transformers passes a mask of four dimensions, or a dict of one for each type of layer, unchanged to the attention
-layers. There are two kinds:
+transformers passes a 4-D mask, or a dict of one per layer type, unchanged to the attention layers:
 
 - a dense mask, for SDPA and eager attention: on a CPU and for short rows
-- a `TrieMask`, for FlexAttention, which skips blocks without a visible token
+- a `TrieMask`, for FlexAttention, which skips invisible blocks
 
-`serve` makes SDPA and flash attention run FlexAttention for a `TrieMask`. The mask alone decides, not the config, so
-that gradient checkpointing repeats a layer in the same way.
+`serve` makes SDPA and flash attention run FlexAttention for a `TrieMask`. The mask decides, not the config, so that
+checkpointing recomputes a layer alike.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TrieMask(BlockMask):
     """A `BlockMask` of a trie.
 
     - `end`, `depth` (R, L): int32
-    - `window` (): a tensor, so that layers with and without one share a compiled function; None if no layer has one
+    - `window` (): a tensor, so that all layers share a compiled function; None if no layer has one
     - `blocks`: a plain `BlockMask` for torch.compile
     """
 
@@ -96,7 +95,7 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's number of True blocks, and all indices, those first."""
+    """Return rows' numbers of True blocks, and all indices, those first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
@@ -121,7 +120,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
 
-    `scale` and `softcap` are strings: torch.compile makes numbers variables, and FlexAttention needs constants.
+    `scale` and `softcap` are strings: torch.compile makes numbers variables; FlexAttention needs constants.
     """
     cap = float(softcap or "inf")
 
@@ -147,7 +146,7 @@ def _compiled_attend() -> Callable[..., Tensor]:
 
     @functools.wraps(_attend)
     def attend_at_any_length(*args: Any) -> Tensor:
-        # Else sizes that are equal in the first call, such as heads and blocks, must stay equal.
+        # Else sizes equal in the first call, such as heads and blocks, must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return compiled(*args)
 
@@ -184,7 +183,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
 
-    Compiles once with and once without gradients, for all lengths.
+    Compiles once each with and without gradients, for all lengths.
     """
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")

@@ -1,6 +1,6 @@
-"""Compare each kernel with the code that it replaces, on small layers.
+"""Compare kernels with the code that they replace, on small layers.
 
-Tokens and weights are random, because a norm's initial ones and zeros would hide errors.
+Tokens and weights are random: a norm's initial ones and zeros would hide errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPARED: dict[Any, str | None] = {}
 
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Return how the layer differs from `cls`. The comparison runs once for each class and configuration."""
+    """Return how the layer differs from `cls`, cached by class and configuration."""
     plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
     parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
     stock = stock_method(cls, binding.layer.method)
@@ -57,7 +57,7 @@ def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str
 
 
 def check_layer(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise a Difference unless the layer equals `cls` on a small copy of `module`."""
+    """Raise Difference unless the layer equals `cls` on a small copy of `module`."""
     layer = binding.layer
     with _quiet():
         probe = _probe(module, cls, {1: 1})
@@ -80,7 +80,7 @@ _ROTATED: dict[Any, str | None] = {}
 
 
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
-    """Return how our function differs from a rotary function, on the angles of a model's rotary embeddings."""
+    """Return how our function differs from a rotary one on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
     key = (ours, function, frozenset(modules))
     if key not in _ROTATED:
@@ -106,7 +106,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference, if it is more than rounding."""
+    """Describe the largest difference beyond rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -124,7 +124,7 @@ _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
 
 
 def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin of a rotary embedding, if they are those of text."""
+    """Return a text model's cos and sin, or None."""
     try:
         rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
@@ -161,7 +161,7 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
-    """Build a module that the layer supports on the meta device, or raise an Incomparable or a Difference."""
+    """Build a module on the meta device that the layer supports, or raise Incomparable or Difference."""
     reasons = []
     for config in (*_configs(modeling), None):
         if hasattr(config, "_experts_implementation"):
@@ -217,7 +217,7 @@ def _constructor_arguments(cls: type[nn.Module], config: Any) -> dict[str, Any]:
 
 
 def _small(size: int, sizes: dict[int, int]) -> int:
-    """Map a layer's dimension to a small one; twice another dimension stays twice."""
+    """Map a dimension to a small one; twice another stays twice."""
     if size not in sizes:
         if 2 * size in sizes:
             sizes[size] = sizes[2 * size] // 2
@@ -235,12 +235,12 @@ def _attribute(value: Any, sizes: dict[int, int]) -> Any:
 
 
 def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
-    """Return a copy of `module` with small random weights."""
+    """Copy `module` with small random weights."""
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
     for i, (name, parameter) in enumerate(module._parameters.items()):
-        # ZeRO-3 keeps the shape of a sharded parameter in ds_shape.
+        # ZeRO-3's shape of a sharded parameter.
         shape = getattr(parameter, "ds_shape", None) or (None if parameter is None else parameter.shape)
         probe._parameters[name] = None if shape is None else _weight(*(_small(n, sizes) for n in shape), seed=i)
     for i, (name, child) in enumerate(module._modules.items()):
@@ -275,7 +275,7 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return an input width that the original accepts, and its output."""
+    """Return an accepted input width, and the output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
     for width in dict.fromkeys(widths or [48]):
@@ -309,7 +309,7 @@ def _cast(probe: Any, dtype: torch.dtype) -> Any:
 
 
 def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare a norm's rounding in bfloat16, with float32 and bfloat16 weights."""
+    """Compare a norm's bfloat16 rounding, with weights in float32 and bfloat16."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)

@@ -1,7 +1,7 @@
 """TRL's trainers, without logits.
 
     Liger*Trainer                a mixin over TRL's class
-      model(..., labels=,        the wrapped model (DDP, FSDP, ZeRO, PEFT)
+      model(..., labels=,        maybe wrapped (DDP, FSDP, ZeRO, PEFT)
             fused_lm_head=True   TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
             head_fn=fn)          our call: returns `fn(head, input)`
         head_pass                both calls: backbone, then `fn` in place of lm_head and loss
@@ -9,7 +9,7 @@
 A trainer's loss comes from one of three places:
 
 1. SFT, DPO, KTO, GRPO, RLOO: TRL, from the statistics of our fused head.
-2. ORPO, CPO, GKD, GOLD, distillation, online DPO: our override of the one method that builds logits.
+2. ORPO, CPO, GKD, GOLD, distillation, online DPO: our override of the method that builds logits.
 3. `loss=`: one of this library, or a user's.
 """
 
@@ -38,8 +38,8 @@ def check_versions() -> None:
 
 check_versions()
 
-# `LigerXTrainer` is `XMixin` of a file here over `XTrainer` of TRL's module. Imported on first use, because
-# trl.experimental warns, and may drop modules.
+# `LigerXTrainer` is a file's `XMixin` over TRL's `XTrainer`. Imported on first use: trl.experimental warns, and may
+# drop modules.
 _TRAINERS = {
     "SFT": ("sft", "trl"),
     "DPO": ("preference", "trl"),

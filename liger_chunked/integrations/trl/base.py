@@ -57,7 +57,7 @@ def add_chunked_lm_head(
         model: a causal language model; under PEFT its base model.
         temperature, logits_budget: see `LogitOptions`.
         cast_lm_head_to_fp32: project in float32, outside autocast.
-        outputs: fields of TRL's output in addition to `log_probs` and `loss`; keys of `STATISTICS`.
+        outputs: more fields of TRL's output: keys of `STATISTICS`.
         share_prefix: see `SharedPromptsMixin`.
     """
     unknown = [name for name in outputs if name not in STATISTICS]
@@ -72,7 +72,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial, so that a copy of the model uses its weights. `generate` and `Trainer` read the wrapped signature.
+    # A partial, so that a model's copy uses its weights. `generate` and `Trainer` read the signature.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -98,10 +98,10 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)` with the hidden states of the batch in `args` and `kwargs`.
+    """Return `head_fn(head, input)` on the hidden states of the batch in `args` and `kwargs`.
 
-    Every pass of a policy, old policy, reference or teacher comes here: the one place to change them. If `share`
-    returns a batch, the model runs on that.
+    All passes of policy, old policy, reference and teacher come here. If `share` returns a batch, the model runs on
+    that.
     """
     batch = share(args, kwargs)
     if batch is None:
@@ -115,7 +115,7 @@ def head_pass(
 def _share(
     model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SharedBatch | None:
-    """Return the batch without repeated prefixes, or None to run it as it is."""
+    """Return the batch without repeated prefixes, or None to run it unchanged."""
     if setting is False:
         return None
     if args:
@@ -166,7 +166,7 @@ def fused_output(
     with autocast:
         names = tuple(STATISTICS[name] for name in outputs)
         stats = head_stats(head, input, names, temperature=temperature, logits_budget=logits_budget)
-    # TRL drops the last position, which predicts nothing.
+    # TRL drops the last position.
     end = None if input.shift_labels is not None else -1
     fields = {name: getattr(stats, STATISTICS[name])[:, :end] for name in outputs}
     if "mean_logits" in fields:
@@ -199,15 +199,15 @@ def loss_step(
     length: int | None = None,
     **arguments: Any,
 ) -> Step:
-    """Run `model` with `apply_loss` as its head. `labels` (B, T) are not shifted, and -100 at tokens without loss."""
+    """Run `model` with `apply_loss` as its head. `labels` (B, T) are unshifted, -100 without loss."""
     apply = functools.partial(apply_loss, loss=loss, length=length, **arguments)
     return model(**inputs, labels=labels, head_fn=apply)
 
 
 def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | None = None, **arguments: Any) -> Step:
-    """A `head_fn` that applies `loss`, with the model's logits transform.
+    """A `head_fn` of `loss` with the model's logits transform.
 
-    `length`: only for this many of the last positions that predict a token.
+    `length`: use only this many of the last positions that predict a token.
     """
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
@@ -222,7 +222,7 @@ TRANSFORM = ("softcap", "logit_scale")
 
 
 def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """Return a loss's options with the model's logits transform. Raise ValueError if they disagree."""
+    """Return a loss's options with the model's logits transform, or raise ValueError if they disagree."""
     plain = LogitOptions()
     for name in names:
         given, of_model = getattr(own, name), getattr(model, name)
@@ -238,7 +238,7 @@ def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return the model's arguments, and labels: -100 unless the model wrote the token."""
+    """Return the model's arguments, and labels, -100 unless the model wrote the token."""
     completion_mask = inputs["completion_mask"]
     written = completion_mask * inputs.get("tool_mask", 1)
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -271,29 +271,29 @@ class LigerTrainerMixin(_Trainer):
 
     Args:
         *args, **kwargs: see TRL.
-        loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields that it replaces
-            (`replaced_fields`) must have TRL's defaults or agree with it.
-        logits_budget: see `LogitOptions`. None means 512 MiB for a head that replaces TRL's, else an automatic choice.
-            A `loss` brings its own.
+        loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields in `replaced_fields` must have
+            TRL's defaults or agree with it.
+        logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. A `loss` brings
+            its own.
 
     Raises:
-        TypeError: wrong type of loss or budget.
-        ValueError: the loss contradicts another argument, or the config sets `use_liger_kernel`.
-        RuntimeError: the trainer of this TRL release would build logits.
+        TypeError: wrong loss or budget type.
+        ValueError: contradicting arguments, or the config sets `use_liger_kernel`.
+        RuntimeError: this TRL release's trainer would build logits.
     """
 
     # None if the trainer takes no loss.
     loss_kind: ClassVar[type[Any] | None] = None
-    # Config fields of TRL's loss, and the equivalent attributes of a `loss`, or None.
+    # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
-    # Models that get no fused head from TRL.
+    # Models without TRL's fused head.
     models_without_head: ClassVar[tuple[str, ...]] = ()
     share_prefix: bool | str = False
 
     def __init__(
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
-        budget = budget_bytes(logits_budget)  # raises before loading anything
+        budget = budget_bytes(logits_budget)  # raises before loading
         config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
@@ -326,13 +326,13 @@ class LigerTrainerMixin(_Trainer):
         return self._metrics["train" if self.model.training else "eval"]
 
     def gathered_mean(self, value: Tensor) -> float:
-        """Return the mean over items and ranks, without samples that Accelerate repeats to fill a last batch."""
+        """Return the mean over items and ranks, without Accelerate's repeated samples."""
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Return the mean over all ranks' items, given the `mean` over this rank's `count` items.
+        """Return all ranks' mean, given this rank's `mean` over `count` items.
 
-        Samples that Accelerate repeats count only if `with_repeated`.
+        Accelerate repeats samples to fill a last batch; they count only `with_repeated`.
         """
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
@@ -343,7 +343,7 @@ class LigerTrainerMixin(_Trainer):
         return {"output_router_logits": True} if self.aux_loss_enabled else {}
 
     def _with_aux_loss(self, value: Tensor, aux_loss: Tensor | None, *, accumulates: bool = False) -> Tensor:
-        """Add and log `aux_loss`. With `accumulates`, average it over micro-batches."""
+        """Add and log `aux_loss`; `accumulates`: averaged over micro-batches."""
         if aux_loss is None:
             return value
         self.mode_metrics["aux_loss"].append(self.gathered_mean(aux_loss))
@@ -352,7 +352,7 @@ class LigerTrainerMixin(_Trainer):
 
     def _finished(self, value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         if self.model.training:
-            # A batch without padding has no mask.
+            # No padding, no mask.
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].size(1)
             tokens = torch.as_tensor(tokens, device=self.accelerator.device)
             self._total_train_tokens += self.accelerator.gather_for_metrics(tokens).sum().item() // self._tp_size
@@ -373,7 +373,7 @@ class LigerTrainerMixin(_Trainer):
     def _check_config(cls, loss: Any, config: Any) -> None:
         if config is None:
             return
-        # A user's subclass may have other defaults.
+        # A subclass may have other defaults.
         of_trl = next((c for c in type(config).__mro__ if c.__module__.partition(".")[0] == "trl"), type(config))
         unread = []
         for field in (field for field in dataclasses.fields(of_trl) if field.name in cls.replaced_fields):
@@ -393,12 +393,12 @@ class LigerTrainerMixin(_Trainer):
 
 
 class SharedPromptsMixin(LigerTrainerMixin):
-    """Extends a trainer whose batches have several sequences for a prompt.
+    """For trainers whose batches have several sequences per prompt.
 
     Args:
-        share_prefix: compute a prompt once for all of its sequences. "auto" does so if the model allows it and a tenth
-            of a batch's tokens is saved, and logs that. True raises ValueError if the model does not allow it. Off by
-            default, because FlexAttention's path has few runs on a GPU. See docs/shared_prefix.md.
+        share_prefix: compute a prompt once for its sequences. "auto" does so if the model allows it and a tenth of a
+            batch's tokens is saved, and logs that. True raises ValueError for other models. Off by default:
+            FlexAttention's path has few runs on a GPU. See docs/shared_prefix.md.
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
@@ -419,12 +419,12 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """Unpack a list of one: TRL makes a list of a single loss type."""
+    """Unpack TRL's list of one loss type."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-    """Return `value`; with `return_outputs`, also the output of another forward, with logits."""
+    """Return `value`; with `return_outputs`, also another forward's output, with logits."""
     if not return_outputs:
         return value
     with torch.no_grad():
@@ -435,9 +435,9 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 def _chunked_heads(
     trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
 ) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` by ours during a trainer's `__init__`, which may score the reference.
+    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`, which may score the reference.
 
-    TRL's calls keep their temperature, precision and statistics.
+    Calls keep their temperature, precision and statistics.
     """
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
@@ -458,9 +458,9 @@ def _chunked_heads(
 
 
 class _Unsupported(type):
-    """Stands for PEFT's `BaseTunerLayer` where TRL asks whether `lm_head` has an adapter.
+    """Replaces PEFT's `BaseTunerLayer` where TRL checks `lm_head` for an adapter.
 
-    The answer is no, or, for adapters that our heads do not compute, a ValueError.
+    The answer is no, or a ValueError for adapters that our heads cannot compute.
     """
 
     def __instancecheck__(cls, lm_head: Any) -> bool:
@@ -474,7 +474,7 @@ class _UnsupportedAdapter(metaclass=_Unsupported):
 
 @contextmanager
 def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
-    """Let a trainer's `__init__` accept LoRA on `lm_head`, which TRL refuses because its own heads would ignore it."""
+    """Let a trainer's `__init__` accept LoRA on `lm_head`, which TRL's heads would ignore."""
     name = "BaseTunerLayer"
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = {module: getattr(module, name) for module in modules if name in vars(module)}
@@ -487,14 +487,14 @@ def _lora_heads(trainer: type[LigerTrainerMixin]) -> Iterator[None]:
             setattr(module, name, of_peft)
 
 
-# A placeholder: a trainer that gets a reference model loads none.
+# Placeholder: a trainer with a reference model loads none.
 _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """Extends trainers that have a reference model."""
+    """For trainers with a reference model."""
 
-    # Columns of the reference's precomputed log-probabilities, one per sequence.
+    # Columns of precomputed log-probabilities, one per sequence.
     ref_columns: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -545,7 +545,6 @@ class ReferenceMixin(LigerTrainerMixin):
         return {}
 
     def _log_metrics(self, step: Step) -> None:
-        """Log metrics under TRL's names."""
         raise NotImplementedError
 
     def _ref_logps(self, model_inputs: dict[str, Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
@@ -559,9 +558,8 @@ class ReferenceMixin(LigerTrainerMixin):
 
     @contextmanager
     def _reference(self) -> Iterator[nn.Module]:
-        """Yield the reference, without gradients: the reference model, or else the policy.
-
-        The policy runs with its adapter "ref", or else with its adapters disabled.
+        """Yield the reference, without gradients: its model, or else the policy with its adapter "ref" or without
+        adapters.
         """
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
@@ -572,5 +570,5 @@ class ReferenceMixin(LigerTrainerMixin):
                 yield self.model
 
     def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Return sums, or means if the loss uses means."""
+        """Return sums, or means like the loss."""
         return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums

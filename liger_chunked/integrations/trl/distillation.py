@@ -38,9 +38,9 @@ def distillation_step(
     num_items: int | Tensor | None = None,
     with_entropy: bool = False,
 ) -> DistillationStep:
-    """Apply `loss` inside the forward of the student `model`, inside the forward of `teacher`.
+    """Apply `loss` inside the student's forward, which runs inside the teacher's.
 
-    Nested, because each head is complete only inside its forward. `with_entropy` costs one more GEMM.
+    Nested, because heads are complete only inside their forwards. `with_entropy` costs one more GEMM.
     """
     with_gradient = torch.is_grad_enabled()
     steps: list[DistillationStep] = []
@@ -74,7 +74,7 @@ def distillation_step(
 def _with_teacher(loss: LigerFusedLinearDistillationBase, teacher: LogitOptions) -> LigerFusedLinearDistillationBase:
     own = copy.copy(loss)
     options = loss.teacher_options
-    if options is loss.options:  # the student's, whose transform may differ
+    if options is loss.options:  # the student's may differ
         options = LogitOptions(temperature=options.temperature)
     own.teacher_options = with_transform(options, teacher)
     return own
@@ -88,11 +88,11 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 class TeacherMixin(LigerTrainerMixin):
-    """Extends a trainer that builds logits of student and teacher."""
+    """For trainers that build logits of student and teacher."""
 
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
-    # If no budget is given.
+    # The default budget.
     default_budget: ClassVar[int | None] = None
 
     def _distil(
@@ -125,7 +125,7 @@ class TeacherMixin(LigerTrainerMixin):
 class DistillationMixin(TeacherMixin):
     """TRL's `DistillationTrainer`, with the gradient computed in forward.
 
-    `loss` is a `LigerFusedLinearDistillationBase`. The logged entropy uses its temperature too. `logits_budget` covers
+    `loss` is a `LigerFusedLinearDistillationBase`, whose temperature the logged entropy uses. `logits_budget` covers
     both models; None for 1 GiB.
     """
 
@@ -165,8 +165,8 @@ class GKDMixin(TeacherMixin):
 class GOLDMixin(TeacherMixin):
     """TRL's `GOLDTrainer` without logits.
 
-    With another tokenizer (`use_uld_loss`), TRL's code runs, with logits, because it sorts whole rows. Otherwise `loss`
-    may be a `LigerFusedLinearDistillationBase`.
+    With another tokenizer (`use_uld_loss`), TRL's code runs, with logits: it sorts whole rows. Else `loss` may be a
+    `LigerFusedLinearDistillationBase`.
     """
 
     replaced_fields: ClassVar = {"beta": "beta", "temperature": "options.temperature"}

@@ -24,8 +24,8 @@ _LOGGED = {
 class GRPOMixin(SharedPromptsMixin):
     """TRL's `GRPOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. If it has a KL term, set `beta` in the
-    config too, or TRL keeps no reference. Divides like TRL's default:
+    `loss` is a `LigerFusedLinearPolicyBase`, at the config's `temperature`. For a KL term, set `beta` in the config
+    too, or TRL keeps no reference. TRL's default divisor:
 
         loss = LigerFusedLinearGRPOLoss(reduction="dapo")
         LigerGRPOTrainer(model, reward_funcs=reward, train_dataset=prompts, loss=loss)

@@ -44,7 +44,7 @@ def pair_logs(trainer: LigerTrainerMixin, step: Step) -> dict[str, float]:
 class DPOMixin(ReferenceMixin, SharedPromptsMixin):
     """TRL's `DPOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearPreferenceBase`. If it rejects a reference, none is loaded.
+    `loss` is a `LigerFusedLinearPreferenceBase`; if it rejects a reference, none is loaded.
 
         LigerDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, loss=LigerFusedLinearSimPOLoss(beta=2.0))
     """
@@ -69,7 +69,7 @@ class DPOMixin(ReferenceMixin, SharedPromptsMixin):
 
 
 class Scores(NamedTuple):
-    """(2 n, T) log-probability and mean logit of token t + 1 at position t; the auxiliary loss, if any."""
+    """(2 n, T) log-probability and mean logit of token t + 1 at position t; auxiliary loss or None."""
 
     logps: Tensor
     mean_logits: Tensor
@@ -78,7 +78,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """Return the mean logit over the vocabulary, (B, T): without a softcap or adapter, `mean(W) @ h + mean(b)`."""
+    """Return mean logits (B, T): without softcap or adapter, `mean(W) @ h + mean(b)`."""
     if input.options.softcap is not None or isinstance(head.weight, AdaptedWeight):
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
@@ -91,7 +91,7 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
 
 
 class ConcatenatedMixin(SharedPromptsMixin):
-    """Extends a trainer whose `concatenated_forward` builds logits."""
+    """For trainers whose `concatenated_forward` builds logits."""
 
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
@@ -126,7 +126,7 @@ class ConcatenatedMixin(SharedPromptsMixin):
             aux_loss = () if input.aux_loss is None else (input.aux_loss,)
             return Scores(logps, mean_logits(head, input, self.logits_budget), aux_loss)
 
-        # The logged means of the logits include padding.
+        # Logged mean logits include padding.
         return model(**inputs, labels=labels, head_fn=scores, reads_padding=True)
 
     def get_batch_loss_metrics(self, model: nn.Module, batch: dict[str, Any], train_eval: str = "train") -> Any:
@@ -142,7 +142,6 @@ class ConcatenatedMixin(SharedPromptsMixin):
         return value, {f"{prefix}{name}": metric for name, metric in pair_logs(self, step).items()}
 
     def _nll_target(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the NLL term's target if it differs."""
         return None
 
 

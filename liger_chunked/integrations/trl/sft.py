@@ -15,8 +15,8 @@ from liger_chunked.types import Head, TokenStats
 class SFTMixin(LigerTrainerMixin):
     """TRL's `SFTTrainer` on a chunked head.
 
-    Also overrides TRL's label smoothing, which builds logits. `loss` is a `LigerFusedLinearCrossEntropyLoss` with
-    `reduction="mean"`, and excludes `compute_loss_func`.
+    Replaces TRL's label smoothing too. `loss` is a `LigerFusedLinearCrossEntropyLoss` with `reduction="mean"`, and
+    excludes `compute_loss_func`.
 
         LigerSFTTrainer(model, train_dataset=texts, loss=LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-4))
     """
@@ -54,7 +54,7 @@ class SFTMixin(LigerTrainerMixin):
             step = loss_step(model, loss, model_inputs, labels, num_items=num_items_in_batch)
             self._log_metrics(step)
             value, aux_loss = step.loss, step.aux_loss
-        # num_items_in_batch counts all ranks, whose gradients are averaged.
+        # num_items_in_batch counts all ranks; gradients are averaged.
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * (self.accelerator.num_processes // self.get_tp_size())
         value = self._with_aux_loss(value, aux_loss, accumulates=num_items_in_batch is not None)
@@ -71,10 +71,10 @@ class SFTMixin(LigerTrainerMixin):
     def _label_smoothing(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items: int | Tensor | None
     ) -> Tensor:
-        """Return TRL's smoothed loss, and log its metrics.
+        """Return TRL's smoothed loss; log its metrics.
 
-        A token costs `(1 - eps) * nll + eps * (lse - mean_logits)`. Like TRL, this logs the auxiliary loss but does not
-        add it.
+        A token costs `(1 - eps) * nll + eps * (lse - mean_logits)`. Like TRL, logs the auxiliary loss but does not add
+        it.
         """
         eps = self.args.label_smoothing_factor
         budget = HEAD_BUDGET if self.logits_budget is None else self.logits_budget

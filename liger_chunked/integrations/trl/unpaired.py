@@ -14,8 +14,8 @@ from liger_chunked.losses import LigerFusedLinearUnpairedPreferenceBase
 class KTOMixin(ReferenceMixin):
     """TRL's `KTOTrainer` on a chunked head.
 
-    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` whose reference point is none or "kl", which needs
-    `KTOConfig(loss_type="kto")` for TRL to prepare mismatched completions.
+    `loss` is a `LigerFusedLinearUnpairedPreferenceBase` without a reference point, or with "kl", which needs
+    `KTOConfig(loss_type="kto")` for mismatched completions.
     """
 
     loss_kind = LigerFusedLinearUnpairedPreferenceBase
@@ -50,7 +50,7 @@ class KTOMixin(ReferenceMixin):
 
     @torch.no_grad()
     def _kl(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Estimate KTO's KL on the mismatched completions of all ranks."""
+        """Estimate KTO's KL on all ranks' mismatched completions."""
         logps = self._compute_kl_logps(model, inputs)
         if self.loss_override.use_ref_model is False:
             reference = torch.zeros_like(logps)

@@ -12,7 +12,7 @@ from liger_chunked.kernels.tuning.hopper import HOPPER
 
 
 class _ByDevice(dict[torch.device, Tuning]):
-    """Tables, picked at a device's first launch: the query initializes CUDA."""
+    """Tables, picked at first launch: the query initializes CUDA."""
 
     def __missing__(self, device: torch.device) -> Tuning:
         is_nvidia = device.type == "cuda" and torch.version.cuda is not None

@@ -1,4 +1,4 @@
-"""Constants of devices without a table, and of all devices, chosen on an H200.
+"""Constants of all devices, or those without a table, from an H200.
 
 Quotes name sections of docs/tuning.md, by default "Launch sizes".
 """
@@ -33,7 +33,7 @@ class Tuning(NamedTuple):
     norm_resident_elements: int = 8192  # per multiprocessor, for its registers
     norm_elements_per_warp: int = 512  # 16 per thread
     norm_most_warps: int = 16
-    norm_narrow: int = 1024  # most columns of 4 warps, to sum over fewer threads: "Launch sizes"
+    norm_narrow: int = 1024  # most columns of 4 warps: "Launch sizes"
     norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
@@ -59,8 +59,8 @@ REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 # Chunks: "Chunk sizes"
 ONE_CHUNK = 2_500_000_000  # most bytes of logits in one chunk
 CHUNK_TOKENS = 4096  # fewest of a chunk under the automatic budget
-ROUND = 256  # of chunks and tiles, to rows of the largest cuBLAS tile
+ROUND = 256  # of chunks and tiles: rows of the largest cuBLAS tile
 MIN_TILE_COLUMNS = 1024  # narrower products do not fill the matrix units
-TEACHER_TOKENS = 2048  # most tokens of teacher logits at once
+TEACHER_TOKENS = 2048  # most teacher tokens at once
 FEWEST_TEACHER_TOKENS = 512  # the same under a small budget
 TEACHER_VOCAB = 152_000  # smaller ones allow proportionally more tokens

@@ -12,7 +12,7 @@ HOPPER = Tuning()
 class Tiling(NamedTuple):
     """Tile sizes and launch parameters of the product: "Fused epilogue".
 
-    `group` row blocks share a column block of weights in the L2 cache; `programs` is per multiprocessor.
+    `group` row blocks share a column block of weights in L2; `programs` is per multiprocessor.
     """
 
     rows: int = 128
@@ -42,7 +42,7 @@ TARGET_WARPS = 4  # for sorting and adding
 # "When a step uses the fused epilogue"
 WIDEST = 3072  # largest H; above, storing logits is faster
 SMALLEST = 1 << 37  # multiplications of a product; below, the host is the bottleneck
-FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one chunk of logits
-LARGE = 1 << 39  # multiplications of a product in each of its chunks
+FEWEST_TOKENS = 3584  # mean tokens per chunk, to split a step that fits one
+LARGE = 1 << 39  # multiplications of a product per chunk
 WIDEST_CUT = 2048  # its largest H
 PRODUCT = 1 << 22  # least elements of a product of dX, to fill the GPU: "Parts of a step"
