@@ -1,7 +1,6 @@
 """Checks for your tests, which find mistakes that training hides.
 
-`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched transformers model with
-the original one. Both raise AssertionError.
+`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched model with the original.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    Compares loss and gradients with autograd over full logits through the same method, small budgets, more padding, and
-    a second call. Check the method's formula yourself. Finds a loss that
+    Compares loss and gradients with autograd over full logits, small budgets, more padding, and a second call. Check
+    the formula yourself. Finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,
@@ -399,7 +398,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return a call with twelve sequences: with fewer, a sorting loss could pass by chance."""
+    """Return a call with twelve sequences: with fewer, sorting could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

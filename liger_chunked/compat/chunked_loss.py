@@ -347,7 +347,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 without clipping. Sequence level counts sequences; Liger-Kernel weights them by length.
+        `clip_ratio` counts sequences at sequence level; Liger-Kernel weights them by length.
         """
         reference = {
             "ref_logps": ref_per_token_logps,

@@ -79,7 +79,6 @@ class Fusion:
     required: bool = True
 
 
-# The forward of patched models.
 
 
 def forward(
@@ -105,7 +104,7 @@ def forward(
 
 
 def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
-    """Check the head, and whether the loss needs arguments that the backbone does not get."""
+    """Check the head, and for arguments that only the loss gets."""
     required = fusion.required or bool(skip_logits)
     if not required and vars(model).get(_LEFT):
         return False
@@ -187,7 +186,6 @@ class _CrossEntropy:
         return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
 
 
-# The cached facts about heads.
 
 _CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -212,7 +210,7 @@ class _CheckedHead:
 
 
 class _CheckedHeads:
-    """The checked heads of a model, but not of its copies."""
+    """A model's checked heads, not copied with it."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
@@ -269,8 +267,7 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    Measured, because some models ignore numbers in their config. `logit_scale` includes a factor between backbone and
-    `lm_head`.
+    Measured, because some models ignore their config. `logit_scale` includes a factor before `lm_head`.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
@@ -288,7 +285,6 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
     return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
 
 
-# The backbone.
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
@@ -339,7 +335,6 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
-# The head.
 
 # While a thread runs its head_fn, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
@@ -434,7 +429,7 @@ def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
 def _in_place_of(
     module: nn.Module, compute: Callable[[Tensor], Any], head_fn: HeadFn, hidden_states: Tensor, **kwargs: Any
 ) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, wants logits
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself
         return type(module).forward(module, hidden_states, **kwargs)
     if given := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(
@@ -445,7 +440,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on inputs of single parts."""
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):
