@@ -90,7 +90,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
-    Runs it on meta tensors. Does not count permanent memory (cuBLAS's workspace), values per token, or `kl_input`.
+    Runs the step on meta tensors, without a GPU. Does not count permanent memory (cuBLAS's workspace), values per
+    token, or `kl_input`.
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
@@ -100,7 +101,7 @@ def estimate_memory(
         dtype: of weight, bias and hidden states.
         autocast: its dtype, if on.
         bias: whether heads have one.
-        trainable_head, trainable_input: whether they need a gradient; if not, only a forward runs.
+        trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
         lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`), or None.
         ref_hidden_size: the reference's; None if you pass `ref_logps`.
         teacher_hidden_size: the teacher's.

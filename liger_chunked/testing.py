@@ -70,8 +70,8 @@ def check_loss(
 ) -> LossReport:
     """Check a loss of this library, or your own on a base class, in float64.
 
-    Compares loss and gradients with autograd over full logits, small budgets, more padding, and a second call. Check
-    the formula yourself. Finds a loss that
+    Compares loss and gradients with autograd over full logits through the same method, small budgets, more padding, and
+    a second call. Check the method's formula yourself. Finds a loss that
 
     - compares pairs, sequences or tokens without declaring it in `scope`,
     - depends on padding, such as a sum over T instead of `mask`,

@@ -96,7 +96,7 @@ class EpiloguePass:
     requires a float32 dW or none: the target's part cannot be added to a rounded one.
 
     dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
-    starts first. cuBLAS's workspace per stream is not estimated. See docs/tuning.md.
+    starts first. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 

@@ -232,7 +232,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
+            weight, input, target, bias, vocab_shard: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
@@ -241,7 +241,6 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With
                 other reductions, divide the loss by the number of steps.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or no reference.

@@ -138,7 +138,6 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             ref_kl_input, ref_kl_logps: their reference.
             delta: the reference point of a loss that reads "delta", in units of rewards.
             example_weights: (n,) factors; the mean divides by n.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference or reference point is missing.

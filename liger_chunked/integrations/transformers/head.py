@@ -79,6 +79,7 @@ class Fusion:
     required: bool = True
 
 
+# The forward of patched models.
 
 
 def forward(
@@ -104,7 +105,7 @@ def forward(
 
 
 def _serves(model: Any, forward: Any, fusion: Fusion, skip_logits: bool | None, kwargs: dict[str, Any]) -> bool:
-    """Check the head, and for arguments that only the loss gets."""
+    """Check the head, and whether the loss needs arguments that the backbone does not get."""
     required = fusion.required or bool(skip_logits)
     if not required and vars(model).get(_LEFT):
         return False
@@ -186,6 +187,7 @@ class _CrossEntropy:
         return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
 
 
+# The cached facts about heads.
 
 _CHECKED = "_liger_checked_heads"  # attribute of a model
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -285,6 +287,7 @@ def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions
     return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
 
 
+# The backbone.
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
@@ -335,6 +338,7 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
+# The head.
 
 # While a thread runs its head_fn, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
@@ -440,7 +444,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on parts."""
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on single parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):

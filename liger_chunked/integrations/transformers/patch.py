@@ -164,6 +164,7 @@ class Patches:
                 setattr(owner, name, before)
 
 
+# The forward of `head.py`.
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model or class train without logits; None undoes this. A class's models are checked when they run."""
+    """Make a model or class train without logits; None undoes this. A class's models are checked in the first step."""
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
     _update(owner, fusion=fusion)
@@ -286,6 +287,7 @@ def detach_head(model: nn.Module) -> None:
     _update(inner_model(model), head_fn=False)
 
 
+# Layers and heads.
 
 FUSED = "fused_linear_cross_entropy"
 APPLIED = "_liger_applied"  # attribute of a model
@@ -710,7 +712,7 @@ class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
 
 
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
-    """`AutoModelForImageTextToText`, likewise."""
+    """`AutoModelForImageTextToText` with the same keywords."""
 
 
 def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ class SharedBatch:
         return gather_rows(packed.flatten(0, 1), index)
 
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
-        """Wrap a `head_fn` for `model(**batch.inputs, ...)`.
+        """Wrap yours for `model(**batch.inputs, ...)`: it gets the padded batch's hidden states.
 
         Pass padded labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays the trie's.
         """

@@ -49,7 +49,7 @@ class PackedTrie:
 
     @property
     def saved(self) -> float:
-        """The share of tokens, without filler, that is not computed."""
+        """The share of tokens that is not computed; filler counts as computed."""
         return 1 - self.input_ids.numel() / max(self.tokens, 1)
 
 
