@@ -57,7 +57,7 @@ _HOPPER = (9, 0)
 
 @contextmanager
 def _ordinary_autograd() -> Iterator[None]:
-    """Leave no_grad, inference, anomaly detection, hooks on saved tensors, and fake tensors."""
+    """Leave no_grad, inference, anomaly detection, saved-tensor hooks, and fake tensors."""
     with (
         _disable_current_modes(),
         torch.inference_mode(False),

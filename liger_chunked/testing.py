@@ -83,7 +83,7 @@ def check_loss(
         loss: an instance.
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
         seed: of the random batch.
-        tolerance: the largest allowed relative difference.
+        tolerance: largest relative difference.
 
     Raises:
         AssertionError: a check fails; the message says what to change.
@@ -364,7 +364,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Pad by two positions; change hidden states at ignored ones."""
+    """Pad by two positions; change ignored hidden states."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")

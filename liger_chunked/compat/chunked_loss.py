@@ -208,7 +208,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight. `kl` is 0 by default, and at least 0.
+    """`losses.LigerFusedLinearKTOLoss`, with the input first. `kl` is 0 by default, and at least 0.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -270,7 +270,7 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight. Unread settings have no effect.
+    """`losses.LigerFusedLinearGRPOLoss`, with the input first. Unread settings have no effect.
 
     Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
@@ -428,7 +428,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights."""
+    """`losses.LigerFusedLinearJSDLoss`, with inputs first."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs before weights and soft loss `beta (1 - cos)`."""
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs first and soft loss `beta (1 - cos)`."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether chunks with the fused epilogue need less memory than one without, in about the same time.
+    """Whether chunks with the fused epilogue need less memory than one without, in about the same time.
 
     One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n hold 2 n V of exponentials and 4 V H
     of float32 dW: less if n + H < N. Each also reads and writes dW (docs/tuning.md).

@@ -235,8 +235,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
       normaliser cancels only in `d`.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
-      `w(chosen) w(rejected)`. `log w` is the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired`
-      and `sft` refuse it.
+      `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. Not for `aot`,
+      `aot_unpaired` and `sft`.
 
     | f_divergence_type | score |
     |---|---|

@@ -73,7 +73,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. An unfit model of a patched class raises if `required`, else runs its own forward."""
+    """Settings of the fused loss. An unfit model raises if `required`, else runs its own forward."""
 
     logits_budget: int | None = None
     required: bool = True
@@ -455,7 +455,7 @@ def _check_lora(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's `lm_head` calls run `head_fn`; None for logits."""
+    """Make this thread's `lm_head` run `head_fn`; None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield

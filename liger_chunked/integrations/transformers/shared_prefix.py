@@ -45,7 +45,7 @@ class SharedBatch:
     inputs: dict[str, Any]  # of `model.forward`
 
     def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
-        """Return the hidden states (B, T, H) of the padded batch, zero at padding.
+        """Return the padded batch's hidden states (B, T, H), zero at padding.
 
         Args:
             packed: (R, L, H), computed on `inputs`.
@@ -260,7 +260,7 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the first hidden states, which eager masks need."""
+    """Return the first hidden states' dtype, for eager masks."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.dtype

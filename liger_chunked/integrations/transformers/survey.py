@@ -266,7 +266,7 @@ class Row(NamedTuple):
 
 
 def class_names(patterns: Sequence[str] = ()) -> list[str]:
-    """Return the causal and image-text-to-text classes that match a name or pattern, all without one.
+    """Return the causal and image-text-to-text classes that match a name or pattern; by default all.
 
     Raises:
         ValueError: a pattern matches no class.
@@ -316,7 +316,7 @@ def _sentence(text: str) -> str:
 
 
 def lines(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each class as soon as it is known, then a summary."""
+    """Yield a line for each class, then a summary."""
     rows = []
     for name in names:
         rows.append(survey(name))

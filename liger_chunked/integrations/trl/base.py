@@ -72,7 +72,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial, so that a model's copy uses its weights. `generate` and `Trainer` read the signature.
+    # A partial: a copy uses its own weights. `generate` and `Trainer` read the signature.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
