@@ -209,7 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`; raise TypeError if one is not in `known`: a base may have more."""
+    """Return `options`; raise TypeError if one is not in `known`."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")

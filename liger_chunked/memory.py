@@ -307,7 +307,7 @@ def _distillation(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if the estimate would take minutes."""
+    """Raise ValueError if this would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return

@@ -196,7 +196,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and the requested metrics."""
+    """A loss and requested metrics."""
 
     loss: Tensor
     z_loss: Tensor | None = None

@@ -26,7 +26,7 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Run function, handle, launch options, getter of a device's current stream.
+# Run function, handle, launch options, getter of a current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 

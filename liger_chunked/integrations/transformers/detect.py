@@ -118,7 +118,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _linear_in(module: Any) -> nn.Linear:
-    """Return the Linear that `module` is, or wraps, or raise a ValueError."""
+    """Return the Linear in `module`, or raise a ValueError."""
     if _is_linear(module):
         return module
     children = list(module.children())

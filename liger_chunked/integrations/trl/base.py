@@ -430,7 +430,7 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 def _chunked_heads(
     trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
 ) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`, which may score the reference."""
+    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`."""
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
     if not theirs and "model" not in trainer.models_without_head:
