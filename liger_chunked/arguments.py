@@ -209,7 +209,7 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`; raise TypeError if one is not in `known`: a base may have more."""
+    """Return `options`; raise TypeError if one is not in `known`."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -239,7 +239,7 @@ def split(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
-    """Whether positional arguments are the tensors of a call, of the types `data`, not the constructor's arguments.
+    """Whether positional arguments are the tensors of a call, of the types `data`.
 
     The constructor gets them if it has a parameter for each, and those that get tensors have no default, or default to
     None or a tensor.

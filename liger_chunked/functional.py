@@ -3,7 +3,7 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with equal defaults.
-Modules and messages say `input` for `hidden`.
+The class and its `forward` document the arguments; they say `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def cross_entropy_loss(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
-    See `LigerFusedLinearCrossEntropyLoss` and its `forward`.
+    See `LigerFusedLinearCrossEntropyLoss`.
     `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     Returns:
@@ -148,8 +148,8 @@ def dpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    See `LigerFusedLinearDPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
+    See `LigerFusedLinearDPOLoss`.
+    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -219,8 +219,8 @@ def orpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    See `LigerFusedLinearORPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
+    See `LigerFusedLinearORPOLoss`.
+    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -282,8 +282,8 @@ def cpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    See `LigerFusedLinearCPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
+    See `LigerFusedLinearCPOLoss`.
+    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -351,8 +351,8 @@ def simpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
-    See `LigerFusedLinearSimPOLoss` and its `forward`.
-    `hidden` (2 n, T, H) and `target` (2 n, T) hold n chosen, then n rejected sequences.
+    See `LigerFusedLinearSimPOLoss`.
+    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     Returns:
         `(loss, PreferenceMetrics)`.
@@ -427,7 +427,7 @@ def kto_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    See `LigerFusedLinearKTOLoss` and its `forward`.
+    See `LigerFusedLinearKTOLoss`.
     `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
@@ -506,7 +506,7 @@ def bco_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    See `LigerFusedLinearBCOLoss` and its `forward`.
+    See `LigerFusedLinearBCOLoss`.
     `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     Returns:
@@ -593,7 +593,7 @@ def grpo_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
-    See `LigerFusedLinearGRPOLoss` and its `forward`.
+    See `LigerFusedLinearGRPOLoss`.
     `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     Returns:
@@ -677,8 +677,8 @@ def kl_div_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
-    See `LigerFusedLinearKLDivLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
+    See `LigerFusedLinearKLDivLoss`.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -746,8 +746,8 @@ def jsd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
-    See `LigerFusedLinearJSDLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
+    See `LigerFusedLinearJSDLoss`.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -813,8 +813,8 @@ def tvd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
-    See `LigerFusedLinearTVDLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
+    See `LigerFusedLinearTVDLoss`.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     Returns:
         `(loss, DistillationMetrics)`.
@@ -879,8 +879,8 @@ def cosine_similarity_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
-    See `LigerFusedLinearCosineSimilarityLoss` and its `forward`.
-    `hidden` is (B, T, H) or (N, H), `teacher_input` alike, with any hidden size.
+    See `LigerFusedLinearCosineSimilarityLoss`.
+    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     Returns:
         `(loss, DistillationMetrics)`.

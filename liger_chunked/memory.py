@@ -57,7 +57,7 @@ _HOPPER = (9, 0)
 
 @contextmanager
 def _ordinary_autograd() -> Iterator[None]:
-    """Leave no_grad, inference, anomaly detection, hooks on saved tensors, and fake tensors."""
+    """Leave no_grad, inference, anomaly detection, saved-tensor hooks, and fake tensors."""
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
@@ -90,21 +90,21 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak GPU memory of a step of `loss` above its inputs, gradients included.
 
-    Runs the step on meta tensors, without a GPU. Does not count permanent memory (cuBLAS's workspace), the loss's
-    values per token, or completions for a KL (`kl_input`).
+    Runs the step on meta tensors, without a GPU. Does not count permanent memory (cuBLAS's workspace), values per
+    token, or `kl_input`.
 
     Args:
         loss: a loss, also your own, or `linear_token_stats`.
         vocab_size, hidden_size: the weight's.
         shape: of the target, (B, T) or (N,).
-        valid: tokens with a target, in the batch or in each sequence; None: all.
+        valid: tokens with a target, of the batch or each sequence; None: all.
         dtype: of weight, bias and hidden states.
-        autocast: dtype of `torch.autocast`, if on.
-        bias: whether the heads have one.
+        autocast: its dtype, if on.
+        bias: whether heads have one.
         trainable_head, trainable_input: whether they need a gradient. If neither does, only a forward runs.
         lora_rank: r of a trainable float32 adapter on the head (`AdaptedWeight`), or None.
-        ref_hidden_size: H of the reference's hidden states; None if you pass `ref_logps`.
-        teacher_hidden_size: H of the teacher's hidden states.
+        ref_hidden_size: the reference's; None if you pass `ref_logps`.
+        teacher_hidden_size: the teacher's.
         teacher_top_k: entries per token of `teacher_logps`.
         logits_budget: replaces the loss's.
         capability: the GPU's; None for this machine's, else Hopper's, (9, 0), which has the fused epilogue. Blackwell,
@@ -307,7 +307,7 @@ def _distillation(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if the estimate would take minutes."""
+    """Raise ValueError if this would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return
@@ -339,7 +339,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Return the loss's group and options. Check its arguments."""
+    """Check a loss; return its group and options."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:
@@ -393,7 +393,7 @@ def _layout(group: Group, shape: tuple[int, ...], valid: int | Sequence[int] | N
 
 
 def _lengths(valid: int | Sequence[int] | None, n_sequences: int, length: int) -> list[int]:
-    """Return each sequence's valid tokens, with one count spread evenly."""
+    """Return each sequence's valid tokens, spreading one count evenly."""
     if valid is None:
         return [length] * n_sequences
     if isinstance(valid, int):

@@ -77,7 +77,7 @@ class LigerLayerNorm(nn.Module):
 
 
 def unobserved(*projections: nn.Module) -> bool:
-    """Whether no forward hook, global or on a submodule, can keep the outputs."""
+    """Whether no forward hook, global or local, can keep outputs."""
     if global_hooks._global_forward_hooks:
         return False
     return not any(module._forward_hooks for projection in projections for module in projection.modules())

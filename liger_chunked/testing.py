@@ -1,7 +1,6 @@
 """Checks for your tests, which find mistakes that training hides.
 
-`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched transformers model with
-the original one. Both raise AssertionError.
+`check_loss(MyLoss())` compares a fused loss with full logits, `check_model(model)` a patched model with the original.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def check_loss(
         loss: an instance.
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
         seed: of the random batch.
-        tolerance: the largest allowed relative difference.
+        tolerance: largest relative difference.
 
     Raises:
         AssertionError: a check fails; the message says what to change.
@@ -365,7 +364,7 @@ def _in_float64(batch: Mapping[str, Any]) -> Batch:
 
 
 def _padded(batch: Batch, ignore_index: int) -> Batch:
-    """Pad by two positions; change hidden states at ignored ones."""
+    """Pad by two positions; change ignored hidden states."""
     generator = torch.Generator().manual_seed(1)
     shape = batch["input"].shape[:-1]
     target = batch.get("target")
@@ -399,7 +398,7 @@ def _padded(batch: Batch, ignore_index: int) -> Batch:
 
 
 def _random_batch(loss: nn.Module, seed: int) -> Batch:
-    """Return a call with twelve sequences: with fewer, a sorting loss could pass by chance."""
+    """Return a call with twelve sequences: with fewer, sorting could pass by chance."""
     any_loss: Any = loss
     options: LogitOptions = any_loss.options
     generator = torch.Generator().manual_seed(seed)

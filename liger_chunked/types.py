@@ -183,7 +183,7 @@ class LossHead(NamedTuple):
 
     @property
     def even_shape(self) -> tuple[int, int]:
-        """(V, H) as if all ranks had equally many rows, to cut the same chunks."""
+        """(V, H) as if ranks had equally many rows, to cut the same chunks."""
         rows, hidden_size = self.weight.shape
         return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
 
@@ -356,7 +356,7 @@ class LogitOptions:
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
-        """Build the options from a constructor's extra keywords.
+        """Build the options from keywords.
 
         Raises:
             TypeError, ValueError: an unknown keyword or invalid option.
@@ -450,7 +450,7 @@ class Rollouts:
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
     - `ref_logps` (n, T): under the reference, without gradient; None without one
-    - `log_ratio`: log of the importance ratio: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
+    - `log_ratio`: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
     - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler unlike the old policy
     - `entropy` (n, T): of the policy, in nats

@@ -208,7 +208,7 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss`, with the input before the weight. `kl` is 0 by default, and at least 0.
+    """`losses.LigerFusedLinearKTOLoss`, with the input first. `kl` is 0 by default, and at least 0.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -270,7 +270,7 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss`, with the input before the weight. Unread settings have no effect.
+    """`losses.LigerFusedLinearGRPOLoss`, with the input first. Unread settings have no effect.
 
     Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
@@ -347,7 +347,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return `(loss, (kl, clip_ratio))`, without `kl` if `beta` is 0.
 
-        `clip_ratio` is 0 without clipping. Sequence level counts sequences; Liger-Kernel weights them by length.
+        `clip_ratio` counts sequences at sequence level; Liger-Kernel weights them by length.
         """
         reference = {
             "ref_logps": ref_per_token_logps,
@@ -428,7 +428,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss`, with inputs before weights."""
+    """`losses.LigerFusedLinearJSDLoss`, with inputs first."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs before weights and soft loss `beta (1 - cos)`."""
+    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs first and soft loss `beta (1 - cos)`."""
 
     def __init__(
         self,

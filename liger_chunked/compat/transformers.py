@@ -11,8 +11,8 @@ accumulate in float32. Constructors raise ValueError for invalid options. Differ
 - `apply_liger_kernel_to_<family>` exists for all families of Liger-Kernel, and for others by keyword. It detects the
   layers. All switches are on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross
   entropy. A switch that matches nothing is an error, as are `layer_norm=True` without a model and `relu_squared=True`.
-- Without a model, it patches the family's own module; Liger-Kernel also patches some language models inside.
-- Names that are missing raise an ImportError that says what to use: `compat/unsupported.py`.
+- Without a model, it patches only the family's module; Liger-Kernel also patches some language models inside.
+- Missing names raise an ImportError: `compat/unsupported.py`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LigerRMSNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm; see `liger_chunked.liger_layer_norm`.
 
-    The bias is always trainable; `bias` initialises it from a normal distribution instead of 0.
+    The bias is always trainable; `bias` initialises it randomly, not with 0.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and the requested metrics."""
+    """A loss and requested metrics."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -357,7 +357,7 @@ def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         arguments.update(arguments.pop("kwargs", {}))
         refuse("relu_squared", arguments.pop("relu_squared", None), "no kernel computes it")
-        # Liger-Kernel has one switch for gated MLPs with any activation.
+        # Liger-Kernel has one switch for gated MLPs.
         for switch, other in (("swiglu", "geglu"), ("geglu", "swiglu")):
             if arguments.get(switch) is False:
                 arguments.setdefault(other, False)
@@ -375,12 +375,12 @@ def is_transformers_available() -> bool:
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Any:
-    """Patch the classes of a model type, with the keywords of `liger_chunked.apply_liger_kernel`."""
+    """Patch a model type's classes."""
     return import_module(_INTEGRATION).family_function(model_type)(**kwargs)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
-    """Patch a model, as `liger_chunked.apply_liger_kernel` does."""
+    """Patch a model."""
     return import_module(_INTEGRATION).apply_liger_kernel(model, **kwargs)
 
 

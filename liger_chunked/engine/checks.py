@@ -67,7 +67,7 @@ def check_graph(name: str, value: Tensor, ends: Iterable[Tensor]) -> None:
 
 
 def check_values(name: str, values: Any, shape: torch.Size, of: str) -> None:
-    """Check that a user's method returned a tensor of `shape`."""
+    """Check a user's result."""
     if not isinstance(values, Tensor) or values.shape != shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"{name} must return one value for each of {shape[0]} {of}, got {got}")
@@ -144,9 +144,8 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    `down` runs under the caller's grad mode and autocast, and k is r. But PEFT multiplies float32 adapters of a 16-bit
-    head in float32, except under autocast. Rounding them gives up to 1.6 times the error, so outside autocast each
-    factor is cut into a rounded part and the rest, and k is 3 r:
+    k is r, except for float32 adapters of a 16-bit head outside autocast. Rounding them gives up to 1.6 times the
+    error, so each factor is cut into a rounded part and the rest, and k is 3 r:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
 

@@ -68,7 +68,7 @@ def serves(
 
 
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
-    """Return whether chunks with the fused epilogue need less memory than one without, in about the same time.
+    """Whether chunks with the fused epilogue need less memory than one without, in about the same time.
 
     One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n hold 2 n V of exponentials and 4 V H
     of float32 dW: less if n + H < N. Each also reads and writes dW (docs/tuning.md).
@@ -86,7 +86,7 @@ class EpiloguePass:
     """A `Pass` with the fused epilogue, for chunks of one tile.
 
     With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
-    registers. The gradient of the logits is `s E`, except at the target, so
+    registers. The logits' gradient is `s E`, except at the target, so
 
         dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
 
@@ -95,9 +95,8 @@ class EpiloguePass:
     `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.make_pass`
     requires a float32 dW or none: the target's part cannot be added to a rounded one.
 
-    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so dX starts first; else dX, whose
-    tiles take long, would end last, alone. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See
-    docs/tuning.md.
+    dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
+    starts first. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See docs/tuning.md.
 
     Bytes for a chunk of n tokens, in addition to the step's gradients:
 

@@ -62,7 +62,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether `x` takes the Triton path; meta tensors only allocate."""
+    """Whether `x` takes the Triton path; meta tensors only allocate."""
     if x.dtype == torch.float64:
         return False
     if x.is_meta:
@@ -86,7 +86,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    It returns an empty tensor for None. Eager code skips its slow dispatch.
+    It returns an empty tensor for None. Eager code skips the dispatch.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -170,7 +170,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # A gradient without sources must raise too.
+        # Without sources, raise too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)

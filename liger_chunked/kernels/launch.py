@@ -26,7 +26,7 @@ _HAS_CURRENT_DEVICE = not INTERPRETED and torch.backends.cuda.is_built()
 # AMD's variants depend on a tensor's size too.
 _REMEMBERS = torch.version.cuda is not None and not INTERPRETED and hooks is not None
 _MOST_REMEMBERED = REMEMBERED
-# Run function, handle, launch options, getter of a device's current stream.
+# Run function, handle, launch options, getter of a current stream.
 _Variant = tuple[Callable[..., None], int, Any, Callable[[int], int]]
 
 
@@ -184,7 +184,7 @@ class Kernel:
             self._unproven[key] = variant, compiled
 
     def _prove(self, variant: _Variant, compiled: Any, call: tuple[Any, ...], device: int) -> None:
-        """Launch through Triton; compare with a cached launch."""
+        """Compare Triton's launch with a cached one."""
         run, function, options, stream = variant
         grid, tensors, numbers, _, _, descriptors = call
         by_tensor = self._in_order((*tensors, *numbers, *descriptors))

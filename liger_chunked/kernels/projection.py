@@ -225,7 +225,7 @@ def _reduce_kernel(
     tl.store(target_exp_ptr + rows, e, mask=inside)
     tl.store(sum_exp_ptr + rows, sum_exp, mask=inside)
     if logps_ptr is not None:
-        # Exact for large logits, unlike target_logit - lse.
+        # Unlike target_logit - lse, exact for large logits.
         tl.store(logps_ptr + rows, below - log_sum, mask=inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, centre + log_sum, mask=inside)

@@ -42,7 +42,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """A token's loss, in two parts with maybe different denominators."""
+    """A token's loss, in two parts with their own denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -138,14 +138,13 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
     but 0 without targets.
 
     Args:
-        reduction: "mean" over valid tokens, "sum", or "none" for values per token, with gradients computed in backward.
+        reduction: "mean" over valid tokens, "sum", or "none", which computes gradients in backward.
         label_smoothing: share of the target spread over the vocabulary (https://arxiv.org/abs/1512.00567).
         lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) class weights.
         focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
         dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629; TRL's
-            `loss_type="dft"`). Neither this nor the focal factor changes the
-            denominator.
+            `loss_type="dft"`). Like the focal factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
@@ -216,18 +215,18 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         ce_weight: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
-        """Return the loss, or `(loss, CrossEntropyMetrics)` with a `return_...` flag.
+        """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
 
         Args:
             weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
             input: (B, T, H) or (N, H) hidden states.
-            target: (B, T) or (N,); `input[t]` predicts the token `target[t]`. Labels must be shifted, see `shifted`.
+            target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
             num_items: divisor of "mean": the valid tokens of all steps that accumulate gradients (transformers'
                 `num_items_in_batch`). A tensor below 1 counts as 1.
-            token_weights: like `target`; multiplies a token's terms. "mean" without `num_items` divides by their sum
-                (times `ce_weight` for the cross entropy), or 1 if that is 0.
+            token_weights: factors, like `target`. "mean" without `num_items` divides by their sum (times `ce_weight`
+                for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
-            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together.

@@ -69,7 +69,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
     Args:
         weight_hard_loss, weight_soft_loss: not negative.
         teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
-        **options: see `LogitOptions`. The budget covers both models' logits, and autograd's copies.
+        **options: see `LogitOptions`. The budget covers both models' logits.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -98,10 +98,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Return tokens' divergences (n,) from their transformed logits (n, V).
-
-        With a top-k, the logits are log-probabilities (n, k + 1), -inf for missing entries.
-        """
+        """Return divergences (n,) of transformed logits (n, V), or of log-probabilities (n, k + 1), -inf if missing."""
 
     def closed_form(self) -> Divergence | None:
         """Return the kernels' equivalent, or None for autograd."""
@@ -129,14 +126,14 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         Args:
             weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens
                 count in neither loss; no target, no hard loss.
-            teacher_weight, teacher_input, teacher_bias: the teacher's, with any hidden size. Rows beyond V are ignored,
-                also in its softmax.
+            teacher_weight, teacher_input, teacher_bias: with any hidden size. Rows beyond V are ignored, also in the
+                softmax.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
                 temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
             teacher_ids: their distinct ids, in the same shape.
-            mask: (B, T) or (N,) bool, False at further tokens to ignore.
-            vocab_shard: which rows both models' weights and biases hold, if ranks split the vocabulary.
-                `teacher_ids` are ids of the whole vocabulary.
+            mask: (B, T) or (N,) bool, False at more ignored tokens.
+            vocab_shard: the rows of both models' weights and biases, if ranks split the vocabulary. `teacher_ids` are
+                of the whole vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or the teacher is missing.
@@ -181,7 +178,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
-        """Return the teacher, cut to V rows, or None for a top-k."""
+        """Return the teacher's V rows, or None for a top-k."""
         weight, teacher_input, bias, _, _ = given
         given_states = [name for name, value in zip(given._fields[:3], given[:3], strict=True) if value is not None]
         given_top_k = [name for name, value in zip(given._fields[3:], given[3:], strict=True) if value is not None]

@@ -160,7 +160,7 @@ def _discopop(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
 
 
 def _sft(pairs: Pairs, beta: float, s: DPOSettings) -> Tensor:
-    # The base divides by batch_size; this loss is a mean over tokens.
+    # A mean over tokens; the base divides by batch_size.
     chosen = torch.where(pairs.mask[:, 0], pairs.token_logps[:, 0], 0.0).sum(-1)
     return -chosen * pairs.batch_size / pairs.batch_lengths[0]
 
@@ -228,15 +228,15 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
+    As in TRL, which ignores `label_smoothing` with `sigmoid`. Three options change them:
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
-      `t = pi / pi_ref`, with exponents up to 80. Losses of `c` or `r` alone are refused: the normaliser cancels only in
-      `d`. The metrics' rewards do not change.
+      `t = pi / pi_ref`, with exponents up to 80, but not in the metrics. Losses of `c` or `r` alone are refused: the
+      normaliser cancels only in `d`.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
-      `w(chosen) w(rejected)`. `log w` is the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`, `aot_unpaired`
-      and `sft` refuse it.
+      `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. Not for `aot`,
+      `aot_unpaired` and `sft`.
 
     | f_divergence_type | score |
     |---|---|
@@ -245,14 +245,14 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `js_divergence` | `log(2 t / (1 + t))` |
     | `alpha_divergence` | `(t ** (alpha - 1) - 1) / (alpha - 1)`; alpha 0: forward KL; alpha 1: reverse KL |
 
-    Other arguments: see `LigerFusedLinearPreferenceBase`. Options that no loss type reads are refused.
+    Otherwise, see `LigerFusedLinearPreferenceBase`. Unread options are refused.
 
     Args:
         beta: strength of the KL constraint; IPO's tau.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: one per loss type; None for ones.
         label_smoothing, discopop_tau: `eps` and `tau`.
-        compute_nll_loss, alpha: add `alpha` times the NLL of the chosen tokens (RPO, https://arxiv.org/abs/2404.19733).
+        compute_nll_loss, alpha: RPO (https://arxiv.org/abs/2404.19733).
         f_alpha_divergence_coef: `alpha` of `alpha_divergence`.
         use_ref_model: None warns once without a reference.
 
@@ -365,7 +365,7 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         if not callable(kind):
             return LOSS_TYPES[kind].loss(pairs, self.beta, self.settings)
         loss = kind(pairs)
-        check_values(f"loss_type {kind}", loss, pairs.logps.shape[:1], "pairs")  # a sum would broadcast it
+        check_values(f"loss_type {kind}", loss, pairs.logps.shape[:1], "pairs")  # a sum would broadcast
         return loss
 
     def _shown_names(self) -> list[str]:

@@ -129,7 +129,7 @@ SURROGATES: Mapping[str, _Surrogate] = {
     ),
 }
 
-# TRL's names, and the arguments that each name sets.
+# TRL's names.
 LOSS_TYPES: Mapping[str, Mapping[str, str]] = {
     "grpo": {"surrogate": "clip", "reduction": "grpo"},
     "bnpo": {"surrogate": "clip", "reduction": "bnpo"},
@@ -157,11 +157,9 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
 
     `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not
-    apply again. Without `old_logps`, `r` is 1 with the gradient of `log pi`. Otherwise, see
-    `LigerFusedLinearPolicyBase`.
+    apply again. Without `old_logps`, `r` is 1 with the gradient of `log pi`. See `LigerFusedLinearPolicyBase`.
 
-    The default reduction is the paper's; TRL's and Liger-Kernel's is `"dapo"`, which gives long completions more
-    weight. `from_loss_type` accepts TRL's names. Variants:
+    TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight. Variants:
 
     | name | arguments |
     |---|---|
@@ -182,7 +180,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     Args:
         epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
             `epsilon_high` is the largest ratio, as in TRL; the papers use about 5.
-        delta: upper bound of `clip` for negative advantages, above `1 + epsilon_high`.
+        delta: upper bound of `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
 

@@ -124,10 +124,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
-        top_entropy_quantile: only this share, in [0, 1], of the call's tokens keeps cost and bonus: those with the
-            highest entropy, at least one (https://arxiv.org/abs/2506.01939). The KL counts for all. Costs one more
-            matrix product if logits exceed the budget.
-        clipped: returns where ratios are clipped, for the metrics; None if never.
+        top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
+            keeps cost and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
+        clipped: returns where ratios are clipped; None if never.
         **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """
 
@@ -233,17 +232,15 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
-            advantages: (B,) or (B, 1), one per sequence, or (B, T), one per token.
+            weight, input, target, bias, vocab_shard: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
+            advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
-            old_logps, ref_logps: (B, T) log-probabilities in nats under the sampling policy (None on-policy), and the
-                reference.
+            old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
             ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
-            importance_weights: (B, T), (B,) or (B, 1): factors of the cost.
+            importance_weights: (B, T), (B,) or (B, 1).
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
                 gradients, pass all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With
                 other reductions, divide the loss by the number of steps.
-            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or no reference.
@@ -324,7 +321,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Only `ref_logps` come in the dense layout."""
+        """Only `ref_logps` are dense."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

@@ -103,8 +103,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
             count them fully.
         reward_shape: rewards are `beta * reward_shape(logps - ref_logps)`, elementwise; None for the identity.
-        use_ref_model: True requires a reference, False refuses one, None uses it if given.
-        **options: see `LogitOptions`; for policy and reference.
+        use_ref_model: True requires a reference, False refuses one, None allows one.
+        **options: see `LogitOptions`.
     """
 
     scope: Literal["pair", "batch"] = "pair"
@@ -163,7 +163,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return ("logps", *self.token_outputs)
 
     def reward(self, logratios: Tensor) -> Tensor:
-        """Return the rewards, in the same shape."""
+        """Return the rewards of log-ratios."""
         return self.beta * (logratios if self.reward_shape is None else self.reward_shape(logratios))
 
     @abstractmethod
@@ -189,14 +189,14 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
         Args:
             weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
-            input: (2 n, T, H) hidden states, all chosen sequences, then all rejected ones.
-            target: (2 n, T); `input[t]` predicts the token `target[t]`. `ignore_index` at prompts and padding. Labels
-                must be shifted, see `shifted`.
+            input: (2 n, T, H) hidden states, all chosen sequences first.
+            target: (2 n, T) token ids that `input` predicts (shift labels, see `shifted`), `ignore_index` at prompts
+                and padding.
             ref_input, ref_weight, ref_bias: (2 n, T, H_ref), (V, H_ref), (V,): the reference.
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
                 `ld_alpha`.
-            nll_target: (2 n, T) targets of the NLL term, if they differ from `target`.
-            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
+            nll_target: (2 n, T), of the NLL term; None for `target`.
+            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
@@ -217,7 +217,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         batch = self._batch(head, target, nll_target, layout, reference)
         n_pairs = max(1, target.shape[0] // 2)
-        summed: dict[int, Tensor] = {}  # for the metrics, by a chunk's first pair
+        summed: dict[int, Tensor] = {}  # by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
             assert stats.logps is not None and isinstance(index, slice)

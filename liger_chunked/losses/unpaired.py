@@ -44,7 +44,7 @@ class _Batch:
     counts: Tensor  # (2,) of `sides`
 
     def examples(self, stats: TokenStats, index: slice | Tensor) -> Examples:
-        # Axis 1: the sequences of a group, here one.
+        # Axis 1: the group's sequence.
         stats = TokenStats(*(None if f is None else f.squeeze(1) for f in stats))
         assert stats.logps is not None
         lengths = along(self.lengths, index)
@@ -131,14 +131,13 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         Other arguments: see `LigerFusedLinearPreferenceBase.forward`, for n sequences.
 
         Args:
-            preference_labels: (n,) bool or integers, 1 for a desirable sequence, else 0.
+            preference_labels: (n,) bool or integers, 1 if desirable, else 0.
             kl: the reference point of a loss that reads "kl", in nats, clamped at zero.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): completions of other prompts. Each rank
-                estimates the KL from its own, at one GEMM.
-            ref_kl_input, ref_kl_logps: their reference, like `ref_input` or `ref_logps`.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): this rank's completions of other prompts. Cost
+                one GEMM.
+            ref_kl_input, ref_kl_logps: their reference.
             delta: the reference point of a loss that reads "delta", in units of rewards.
-            example_weights: (n,) factors of the losses; the mean divides by n.
-            vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
+            example_weights: (n,) factors; the mean divides by n.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference or reference point is missing.

@@ -118,7 +118,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _linear_in(module: Any) -> nn.Linear:
-    """Return the Linear that `module` is, or wraps, or raise a ValueError."""
+    """Return the Linear in `module`, or raise a ValueError."""
     if _is_linear(module):
         return module
     children = list(module.children())
@@ -242,7 +242,7 @@ _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
 @functools.cache
 def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
-    """Return a function's syntax tree without names, and the attributes that it reads as a method of `cls`.
+    """Return a function's syntax tree without names, and the attributes of `cls` that it reads.
 
     Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
     """
@@ -343,7 +343,7 @@ def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
 
 
 def looks_like_layer(cls: Any) -> bool:
-    """Whether a class has a norm's name, or multiplies and has the name of a gated MLP or experts."""
+    """Whether a class has a norm's name, or multiplies and is named like a gated MLP or experts."""
     if cls.__module__.partition(".")[0] == "torch":
         return False
     if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
@@ -679,7 +679,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
-    """Compare the forward's arguments with those that it passed to its backbone."""
+    """Compare the forward's arguments with its backbone's."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}

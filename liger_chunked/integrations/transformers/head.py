@@ -73,7 +73,7 @@ HeadFn = Callable[[Head, HeadInput], Any]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Settings of the fused loss. An unfit model of a patched class raises if `required`, else runs its own forward."""
+    """Settings of the fused loss. An unfit model raises if `required`, else runs its own forward."""
 
     logits_budget: int | None = None
     required: bool = True
@@ -212,7 +212,7 @@ class _CheckedHead:
 
 
 class _CheckedHeads:
-    """The checked heads of a model, but not of its copies."""
+    """A model's checked heads, not copied with it."""
 
     def __init__(self) -> None:
         self.heads: list[_CheckedHead] = []
@@ -269,8 +269,7 @@ def forget_facts(owner: PreTrainedModel | type[PreTrainedModel]) -> None:
 def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitOptions:
     """Return the transform that `model.forward` applies to its logits.
 
-    Measured, because some models ignore numbers in their config. `logit_scale` includes a factor between backbone and
-    `lm_head`.
+    Measured, because some models ignore their config. `logit_scale` includes a factor before `lm_head`.
 
     Raises:
         ValueError: the logits are not a scale and softcap of `lm_head(last_hidden_state)`.
@@ -434,7 +433,7 @@ def _enter(module: nn.Module, hidden_states: Tensor) -> Any:
 def _in_place_of(
     module: nn.Module, compute: Callable[[Tensor], Any], head_fn: HeadFn, hidden_states: Tensor, **kwargs: Any
 ) -> Any:
-    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself, wants logits
+    if getattr(_RUNNING, "head_fn", None) is not head_fn:  # another thread, or `head_fn` itself
         return type(module).forward(module, hidden_states, **kwargs)
     if given := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(
@@ -445,7 +444,7 @@ def _in_place_of(
 
 
 def _check_lora(layer: Any) -> None:
-    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on inputs of single parts."""
+    """Unmerge disabled adapters, as PEFT's forward does; reject users' hooks on single parts."""
     if layer.disable_adapters and layer.merged:
         layer.unmerge()
     for part in (layer.base_layer, layer.lora_B):
@@ -456,7 +455,7 @@ def _check_lora(layer: Any) -> None:
 
 @contextlib.contextmanager
 def _running(head_fn: HeadFn | None) -> Iterator[None]:
-    """Make this thread's `lm_head` calls run `head_fn`; None for logits."""
+    """Make this thread's `lm_head` run `head_fn`; None for logits."""
     before, _RUNNING.head_fn = getattr(_RUNNING, "head_fn", None), head_fn
     try:
         yield

@@ -153,7 +153,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore attributes that other code has not replaced since."""
+        """Restore attributes that are still ours."""
         while self._replaced:
             owner, name, before, value = self._replaced.pop()
             if vars(owner).get(name) is not value:
@@ -196,7 +196,7 @@ def _update(owner: PreTrainedModel | type[PreTrainedModel], **reasons: Any) -> N
 
 
 def _class_forward(stock: Method) -> Method:
-    """Return a patched class's forward, with `stock`'s signature for generate and Trainer."""
+    """Return a patched class's forward, with `stock`'s signature."""
     stock = getattr(stock, STOCK, stock)  # the family may be patched already
 
     @functools.wraps(stock)
@@ -213,7 +213,7 @@ def _install(model: PreTrainedModel) -> None:
     if own is None or _calls_ours(own):
         set_patch(model, Patch())
         return
-    # A framework has set it. A partial can be pickled with the model.
+    # A framework's. A partial can be pickled.
     forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
     vars(forward)[STOCK] = own
     vars(model)[forward_slot(model)] = forward
@@ -229,7 +229,7 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 
 def _calls_ours(own: Callable[..., Any]) -> bool:
-    """Whether this forward wraps ours, as Trainer's autocast does."""
+    """Whether this forward wraps ours."""
     return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 
@@ -248,10 +248,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
-    """Make a model or class train without logits; None undoes this.
-
-    Models of a patched class are checked in their first step.
-    """
+    """Make a model or class train without logits; None undoes this. A class's models are checked in the first step."""
     if fusion is not None and not isinstance(owner, type):
         head.head_facts(owner, causal_loss=True)
     _update(owner, fusion=fusion)
@@ -427,7 +424,7 @@ _VARIANT = "a variant that no kernel computes"
 
 
 def found_in(model: PreTrainedModel, fused: bool = True) -> _Found:
-    """Return what the kernels serve of a model; without `fused`, the head is not checked."""
+    """Return what the kernels serve of a model; the head only if `fused`."""
     found = _Found()
     used = set()
     for module in model.modules():
@@ -481,8 +478,8 @@ def apply_liger_kernel(
     """Patch the base kernels and the fused loss into one model, in place.
 
     A training step then returns `logits=None`; `skip_logits=` overrides this, and `return_token_accuracy=True` adds
-    `token_accuracy`. `rope` serves all models of the same modeling module, until the last one patched with it is
-    reverted or deleted. The result says which layers and heads are left alone, and why.
+    `token_accuracy`. `rope` serves all models of a modeling module, until the last patched one is reverted or deleted.
+    The result says which layers and heads are left alone, and why.
 
     Args:
         model: a transformers model, maybe wrapped.
@@ -584,7 +581,7 @@ def _release(applied: Applied | None) -> None:
 
 
 def _found_in_classes(modeling: ModuleType) -> _Found:
-    """Return what kernels serve, by modules of default configurations."""
+    """Return what kernels serve of default configurations."""
     found = _Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
     classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
@@ -604,8 +601,8 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
 def apply_to_family(name: str, *, logits_budget: int | float | str | None = None, **switches: bool | None) -> Applied:
     """Patch a family's classes, except torch's, and so all its models.
 
-    An unsupported activation raises when it runs. A model whose head does not qualify trains with its own forward,
-    unless `fused_linear_cross_entropy=True`.
+    Unsupported activations raise when they run. Unfit heads train with their own forward, unless
+    `fused_linear_cross_entropy=True`.
     """
     logits_budget = budget_bytes(logits_budget)
     modeling = family_modeling(name)
@@ -660,8 +657,7 @@ def family_function(name: str) -> Callable[..., Applied]:
 def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
     """Let `layer` serve a class unknown to `apply_liger_kernel`.
 
-    The layer is compared with the class in each patched model, and now if a module can be built. It also serves
-    subclasses without their own code.
+    Compares them in each patched model, and now if a module can be built. Also serves subclasses without own code.
 
     Args:
         cls: a module class; its method takes one tensor.
@@ -716,7 +712,7 @@ class AutoLigerKernelForCausalLM(_Patched, AutoModelForCausalLM):
 
 
 class AutoLigerKernelForImageTextToText(_Patched, AutoModelForImageTextToText):
-    """`AutoModelForImageTextToText` with the keywords of `apply_liger_kernel`, which patches its models."""
+    """`AutoModelForImageTextToText` with the same keywords."""
 
 
 def _built_patched(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

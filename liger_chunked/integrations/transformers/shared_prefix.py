@@ -45,7 +45,7 @@ class SharedBatch:
     inputs: dict[str, Any]  # of `model.forward`
 
     def hidden_states(self, packed: Tensor, logits_to_keep: int | Tensor = 0) -> Tensor:
-        """Return the hidden states (B, T, H) of the padded batch, zero at padding.
+        """Return the padded batch's hidden states (B, T, H), zero at padding.
 
         Args:
             packed: (R, L, H), computed on `inputs`.
@@ -55,7 +55,7 @@ class SharedBatch:
         return gather_rows(packed.flatten(0, 1), index)
 
     def head_fn(self, head_fn: HeadFn, *, logits_to_keep: int | Tensor = 0) -> HeadFn:
-        """Return a `head_fn` for `model(**batch.inputs, ...)` that gives yours the padded batch's hidden states.
+        """Wrap yours for `model(**batch.inputs, ...)`: it gets the padded batch's hidden states.
 
         Pass padded labels to the model, but `logits_to_keep` to this function. `HeadInput.outputs` stays the trie's.
         """
@@ -86,10 +86,7 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
-    """Merge common prefixes if the model allows it and at least a tenth of the tokens is saved.
-
-    Logs the decision (INFO) once per model.
-    """
+    """Merge common prefixes if possible and at least a tenth of the tokens is saved. Logs this once per model."""
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
@@ -111,7 +108,7 @@ def share_pass(
         model: without wrappers.
         arguments: by name.
         always: share if anything is saved, or raise ValueError.
-        with_trailing: compute padding behind last tokens too, for a `head_fn` that reads it.
+        with_trailing: compute padding behind last tokens too.
     """
     batch = None
     reason = _reason_of_arguments(arguments) or why_not_shared(model)
@@ -263,7 +260,7 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the first hidden states, which eager masks need."""
+    """Return the first hidden states' dtype, for eager masks."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.dtype
@@ -274,7 +271,7 @@ class _Unknown(Exception):
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Return each layer type's sliding window or None. Raise `_Unknown` for other types."""
+    """Return each layer type's sliding window or None, or raise `_Unknown`."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
@@ -288,8 +285,7 @@ def _windows(config: Any) -> dict[str, int | None]:
 def why_not_shared(model: nn.Module) -> str | None:
     """Return why a model cannot compute shared prefixes once; None if it can.
 
-    Compares a small random copy's hidden states on a padded batch and its trie, on the CPU, once per config and
-    attention implementation.
+    Compares a small copy's hidden states on a batch and its trie, once per config and attention implementation.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
     >>> sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
@@ -438,7 +434,7 @@ _MOST_LAYERS = 8
 
 
 def _small(config: Any) -> Any:
-    """Return a config with few, narrow layers: the first two, and one of each other type.
+    """Return a config with narrow layers: the first two, and one of each other type.
 
     Heads keep their size: scaled rotary embeddings list as many factors.
     """

@@ -34,7 +34,7 @@ def _names(mapping: dict[str, Any]) -> list[str]:
 CAUSAL = _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 IMAGE_TEXT = [name for name in _names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) if name not in CAUSAL]
 
-# Sizes by name. The first match counts. A number replaces a positive integer.
+# The first match counts. A number replaces a positive integer.
 RULES: list[tuple[str, int]] = [
     (r"unpadded_vocab_size", VOCAB - 3),
     (r"(.*_)?vocab_size(_.*)?", VOCAB),
@@ -156,7 +156,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def config_of(default: PreTrainedConfig, tokens: dict[int, int] | None = None) -> PreTrainedConfig:
-    """Return a small config of the same class and with the same kinds of layers. `tokens` maps ids to small ones."""
+    """Return a small config with the same kinds of layers. `tokens` maps ids to small ones."""
     cls, nested = type(default), tokens is not None
     tokens = {} if tokens is None else tokens
     values = {name: vars(default).get(cls.attribute_map.get(name, name)) for name in cls.__dataclass_fields__}
@@ -239,7 +239,7 @@ def _scaled(parts: Iterable[int], total: int) -> list[int]:
 
 
 def small_model(name: str) -> PreTrainedModel:
-    """Return a model of a class in training mode, on the CPU. Raises what transformers raises."""
+    """Return a model in training mode, on the CPU. Raises what transformers raises."""
     cls = getattr(transformers, name)
     config = config_of(cls.config_class())
     config._attn_implementation = "eager"
@@ -266,7 +266,7 @@ class Row(NamedTuple):
 
 
 def class_names(patterns: Sequence[str] = ()) -> list[str]:
-    """Return the causal and image-text-to-text classes that match a name or pattern, all without one.
+    """Return the causal and image-text-to-text classes that match a name or pattern; by default all.
 
     Raises:
         ValueError: a pattern matches no class.
@@ -286,7 +286,7 @@ def class_names(patterns: Sequence[str] = ()) -> list[str]:
 
 
 def survey(name: str) -> Row:
-    """Build a small model of a class, and return what the kernels serve of it."""
+    """Return what the kernels serve of a small model of a class."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
@@ -310,13 +310,13 @@ def _survey(name: str) -> Row:
 
 
 def _sentence(text: str) -> str:
-    """Return the first sentence, without what the report of every class begins with."""
+    """Return the first sentence, without its common beginning."""
     text = re.sub(r"^a fused loss cannot stand in for \S+: ", "", " ".join(text.split()))
     return re.split(r"\.? *\. ", text)[0].rstrip(".")
 
 
 def lines(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each class as soon as it is known, then a summary."""
+    """Yield a line for each class, then a summary."""
     rows = []
     for name in names:
         rows.append(survey(name))
@@ -325,7 +325,7 @@ def lines(names: Iterable[str]) -> Iterator[str]:
 
 
 def page(names: Iterable[str]) -> str:
-    """Return a page in Markdown with a table of the classes."""
+    """Return a Markdown page with a table."""
     rows = [survey(name) for name in names]
     return "\n".join([_INTRODUCTION, _summary(rows), "", *_HEADER, *(row.markdown for row in rows)])
 

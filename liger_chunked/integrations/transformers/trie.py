@@ -35,7 +35,7 @@ class PackedTrie:
     - `padding`: "between" the tokens of some sequence, else "left" of some, else "right"
     - `trailing`: the most padding behind a last token
 
-    With `with_trailing`, this padding counts as tokens and nodes. Nothing attends to it.
+    With `with_trailing`, this padding counts too. Nothing attends to it.
     """
 
     input_ids: Tensor
@@ -57,16 +57,14 @@ def pack_trie(
     input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
     with_trailing: bool = False,
 ) -> PackedTrie:  # fmt: skip
-    """Merge a padded batch's sequences into a trie, on the host.
-
-    Waits for the device once.
+    """Merge a padded batch's sequences into a trie, on the host. Waits for the device once.
 
     Args:
         input_ids: (B, T), padded anywhere.
         attention_mask: (B, T), 0 at padding; None if there is none.
         row_tokens: longest row, unless a tree is larger; None for one row.
         multiple: round the rows' length up to a multiple of this.
-        with_trailing: pack the padding behind each sequence's last token too.
+        with_trailing: also pack padding behind last tokens.
 
     >>> batch = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     >>> packed = pack_trie(batch, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), multiple=1)
@@ -134,7 +132,7 @@ def pack_trie(
 
 
 def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
-    """Return memory for all results, for one copy to the device."""
+    """Return memory for all results, copied at once."""
     size = 3 * math.prod(packed) + math.prod(padded)  # half of `end` is unused: it is int32
     if pinned:
         return torch.empty(size, dtype=torch.int64, pin_memory=True)

@@ -95,7 +95,7 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows' numbers of True blocks, and all indices, those first."""
+    """Return rows' numbers of True blocks, and indices, those first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
@@ -146,7 +146,7 @@ def _compiled_attend() -> Callable[..., Tensor]:
 
     @functools.wraps(_attend)
     def attend_at_any_length(*args: Any) -> Tensor:
-        # Else sizes equal in the first call, such as heads and blocks, must stay equal.
+        # Else sizes equal in the first call must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return compiled(*args)
 
@@ -157,7 +157,7 @@ def _attend_densely(
     query: Tensor, key: Tensor, value: Tensor, mask: TrieMask, scale: float | None, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Replace `_attend` on a CPU, where FlexAttention has no gradient and compiles slowly."""
+    """Replace `_attend` on a CPU, where FlexAttention has no gradient."""
     n_groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(n_groups, 1), value.repeat_interleave(n_groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -213,7 +213,7 @@ AttentionInterface.register(TRIES_ONLY, _attend_only)
 
 
 def serve(implementation: str) -> None:
-    """Make an attention implementation of transformers accept a `TrieMask`. Raise ValueError for "eager"."""
+    """Make an attention implementation accept a `TrieMask`. Raise ValueError for "eager"."""
     if implementation == "eager":
         raise ValueError(
             "eager attention cannot take long shared prompts: call model.set_attn_implementation('flex_attention')"

@@ -80,7 +80,7 @@ _ROTATED: dict[Any, str | None] = {}
 
 
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
-    """Return how our function differs from a rotary one on the angles of `rotary` modules."""
+    """Return how our function differs on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
     key = (ours, function, frozenset(modules))
     if key not in _ROTATED:

@@ -72,7 +72,7 @@ def add_chunked_lm_head(
         logits_budget=logits_budget,
     )
     share = functools.partial(_share, model, share_prefix)
-    # A partial, so that a model's copy uses its weights. `generate` and `Trainer` read the signature.
+    # A partial: a copy uses its own weights. `generate` and `Trainer` read the signature.
     own = functools.partial(_forward, model.forward, statistics, share)
     model.forward = functools.update_wrapper(own, model.forward)
 
@@ -100,8 +100,7 @@ def head_pass(
 ) -> Any:
     """Return `head_fn(head, input)` on the hidden states of the batch in `args` and `kwargs`.
 
-    All passes of policy, old policy, reference and teacher come here. If `share` returns a batch, the model runs on
-    that.
+    All models' passes come here. If `share` returns a batch, the model runs on that.
     """
     batch = share(args, kwargs)
     if batch is None:
@@ -115,7 +114,7 @@ def head_pass(
 def _share(
     model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SharedBatch | None:
-    """Return the batch without repeated prefixes, or None to run it unchanged."""
+    """Return the batch without repeated prefixes, or None."""
     if setting is False:
         return None
     if args:
@@ -199,7 +198,7 @@ def loss_step(
     length: int | None = None,
     **arguments: Any,
 ) -> Step:
-    """Run `model` with `apply_loss` as its head. `labels` (B, T) are unshifted, -100 without loss."""
+    """Run `model` with `apply_loss` as its head. `labels` (B, T) are unshifted."""
     apply = functools.partial(apply_loss, loss=loss, length=length, **arguments)
     return model(**inputs, labels=labels, head_fn=apply)
 
@@ -262,7 +261,7 @@ _MULTIMODAL = (
     "image_position_ids",
 )
 
-# mypy does not know the trainer below a mixin.
+# For mypy.
 _Trainer: Any = object
 
 
@@ -271,10 +270,9 @@ class LigerTrainerMixin(_Trainer):
 
     Args:
         *args, **kwargs: see TRL.
-        loss: replaces the trainer's loss; an instance of `loss_kind`. Config fields in `replaced_fields` must have
-            TRL's defaults or agree with it.
-        logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. A `loss` brings
-            its own.
+        loss: replaces the trainer's; a `loss_kind`. Config fields in `replaced_fields` must have TRL's defaults or
+            agree.
+        logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. Not with `loss`.
 
     Raises:
         TypeError: wrong loss or budget type.
@@ -330,10 +328,7 @@ class LigerTrainerMixin(_Trainer):
         return self.accelerator.gather_for_metrics(value.detach()).mean().item()
 
     def global_mean(self, mean: Tensor, count: Tensor, *, with_repeated: bool = False) -> float:
-        """Return all ranks' mean, given this rank's `mean` over `count` items.
-
-        Accelerate repeats samples to fill a last batch; they count only `with_repeated`.
-        """
+        """Return all ranks' mean, given this rank's over `count` items; by default without repeated samples."""
         gather = self.accelerator.gather if with_repeated else self.accelerator.gather_for_metrics
         sums = gather(torch.stack([mean.detach() * count, count.to(mean.dtype)])[None]).sum(0)
         return (sums[0] / sums[1].clamp(min=1)).item()
@@ -393,12 +388,12 @@ class LigerTrainerMixin(_Trainer):
 
 
 class SharedPromptsMixin(LigerTrainerMixin):
-    """For trainers whose batches have several sequences per prompt.
+    """Shares the prompts of trainers with several sequences per prompt.
 
     Args:
         share_prefix: compute a prompt once for its sequences. "auto" does so if the model allows it and a tenth of a
-            batch's tokens is saved, and logs that. True raises ValueError for other models. Off by default:
-            FlexAttention's path has few runs on a GPU. See docs/shared_prefix.md.
+            batch's tokens is saved. True raises ValueError for other models. Off by default, because rarely run on
+            GPUs. See docs/shared_prefix.md.
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
@@ -435,10 +430,7 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 def _chunked_heads(
     trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
 ) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`, which may score the reference.
-
-    Calls keep their temperature, precision and statistics.
-    """
+    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`."""
     modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
     theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
     if not theirs and "model" not in trainer.models_without_head:
@@ -492,7 +484,7 @@ _NONE: Any = object()
 
 
 class ReferenceMixin(LigerTrainerMixin):
-    """For trainers with a reference model."""
+    """Adds a reference model."""
 
     # Columns of precomputed log-probabilities, one per sequence.
     ref_columns: ClassVar[tuple[str, ...]]
@@ -558,9 +550,7 @@ class ReferenceMixin(LigerTrainerMixin):
 
     @contextmanager
     def _reference(self) -> Iterator[nn.Module]:
-        """Yield the reference, without gradients: its model, or else the policy with its adapter "ref" or without
-        adapters.
-        """
+        """Yield the reference without gradients: a model, or the policy with its adapter "ref" or without adapters."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
                 yield self.ref_model
@@ -570,5 +560,4 @@ class ReferenceMixin(LigerTrainerMixin):
                 yield self.model
 
     def _of_sequences(self, sums: Tensor, mask: Tensor) -> Tensor:
-        """Return sums, or means like the loss."""
         return sums / mask[:, 1:].sum(-1).clamp(min=1) if self.loss_override.average_log_prob else sums

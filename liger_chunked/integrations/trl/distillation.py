@@ -88,7 +88,7 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 class TeacherMixin(LigerTrainerMixin):
-    """For trainers that build logits of student and teacher."""
+    """For trainers with a teacher's logits."""
 
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
