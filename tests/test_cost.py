@@ -40,7 +40,7 @@ def of_reference(batch: Batch) -> float:
     return reference + mismatched
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @by_row
 @pytest.mark.parametrize(
     ("trainable", "grad", "expected"),

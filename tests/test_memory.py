@@ -162,7 +162,7 @@ def budget_of(batch: Batch, part: float) -> int:
     return int(part * n_valid) * batch["weight"].shape[0] * batch["weight"].dtype.itemsize
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.34)
 @pytest.mark.ordinary_memory
 @pytest.mark.parametrize(("row", "part", "trainable"), CASES)
 def test_agrees_with_steps_on_a_cpu(row, part, trainable, monkeypatch):

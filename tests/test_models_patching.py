@@ -281,6 +281,22 @@ def test_forward_hooks_run():
     ]
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_hooks_on_the_activation_run(family):
+    """A hook that edits what the activation returns."""
+    tiny = BY_ID[family]
+
+    def doubled(model):
+        for name, module in model.named_modules():
+            if name.endswith(("act_fn", "activation_fn")):
+                module.register_forward_hook(lambda module, args, output: 2 * output)
+        return model
+
+    stock, ours = doubled(tiny.build()), tiny.build()
+    apply_liger_kernel(ours)
+    assert_same_step(step(doubled(ours), labelled(tiny)), step(stock, labelled(tiny)))
+
+
 def test_peft_wraps_what_is_patched():
     """Uses a norm in `modules_to_save` and adapters on the projections of the MLP."""
     peft = pytest.importorskip("peft")

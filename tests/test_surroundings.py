@@ -215,7 +215,7 @@ def surrounded(
     return evaluate(loss, batch), runs
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(0.5)
 @by_row
 @pytest.mark.parametrize("kind", ["early-stop", "to-the-end", "reentrant"])
 def test_checkpoint(row: Row, kind: str) -> None:
@@ -679,6 +679,7 @@ def test_a_batch_may_be_copied(row: Row) -> None:
 # Threads
 
 
+@pytest.mark.sampled(0.5)
 @by_row
 def test_threads(row: Row, modules: Callable[..., list[FusedLoss]]) -> None:
     """One loss in several threads at once, with different batches; one of them runs under hooks."""

@@ -74,7 +74,8 @@ def test_lora(assert_logs_what_trl_logs, kind, config):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("SFT", "llama"), ("KTO", "llama"), ("DPO", "softcap"), ("ORPO", "softcap"), ("GKD", "llama")]
+    ("kind", "family"),
+    [("SFT", "llama"), rare("KTO", "llama"), ("DPO", "softcap"), ("ORPO", "softcap"), rare("GKD", "llama")],
 )
 def test_a_head_and_embeddings_trained_in_full(assert_logs_what_trl_logs, kind, family):
     """This includes models that tie them."""

@@ -203,7 +203,7 @@ def rare(*values: Any) -> Any:
 CASES = [
     ("SFT", {}),
     rare("SFT", {"loss_type": "dft"}),
-    ("SFT", {"label_smoothing_factor": 0.1}),
+    rare("SFT", {"label_smoothing_factor": 0.1}),
     rare("SFT", {"label_smoothing_factor": 0.3, "average_tokens_across_devices": False}),
     rare("SFT", {"label_smoothing_factor": 0.1, "packing": True, "max_length": 24}),
     rare("SFT", {"packing": True, "max_length": 24}),
@@ -212,7 +212,7 @@ CASES = [
     rare("SFT", {"completion_only_loss": False, "average_tokens_across_devices": False}),
     ("DPO", {}),
     rare("DPO", {"loss_type": "ipo"}),
-    ("DPO", {"loss_type": "aot"}),
+    rare("DPO", {"loss_type": "aot"}),
     rare("DPO", {"loss_type": "robust", "label_smoothing": 0.1}),
     ("DPO", {"use_weighting": True, "ld_alpha": 0.5}),
     rare("DPO", {"precompute_ref_log_probs": True}),

@@ -122,9 +122,19 @@ def _kind(activation: Any) -> Any:
     return type(activation) if isinstance(activation, nn.Module) else activation
 
 
+def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool) -> Tensor:
+    """Apply the kernel, or the activation itself if it has hooks."""
+    if isinstance(act_fn, nn.Module) and any(vars(act_fn)[hooks] for hooks in _HOOKS):
+        gate, up = gate_and_up if len(gate_and_up) == 2 else gate_and_up[0].chunk(2, -1)
+        return act_fn(gate) * up
+    return _GATED[_kind(act_fn)](*gate_and_up, inplace=inplace)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
-    gated = _GATED[_kind(act_fn)]
-    return down_proj(gated(gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
+    return down_proj(_gated(act_fn, gate_proj(x), up_proj(x), inplace=unobserved(gate_proj, up_proj)))
 
 
 def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:
@@ -132,13 +142,12 @@ def _silu_glu(x: Tensor, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor
 
 
 def _packed_glu(x: Tensor, act_fn: Any, gate_up_proj: Any, down_proj: Any) -> Tensor:
-    gated = _GATED[_kind(act_fn)]
-    return down_proj(gated(gate_up_proj(x), inplace=unobserved(gate_up_proj)))
+    return down_proj(_gated(act_fn, gate_up_proj(x), inplace=unobserved(gate_up_proj)))
 
 
 def _experts_gate(gate_up_out: Tensor, act_fn: Any, config: Any, has_gate: bool) -> Tensor:
     # No hook sees the gate's input.
-    return _GATED[_kind(act_fn)](gate_up_out, inplace=True)
+    return _gated(act_fn, gate_up_out, inplace=True)
 
 
 def _activation_refusal(activation: Any, *_: Any) -> str | None:
