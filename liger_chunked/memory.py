@@ -149,16 +149,17 @@ def estimate_memory(
         layout = _layout(group, tuple(shape), valid)
     _check_pieces(options, layout.n_valid, vocab_size, autocast or dtype)
     model = _Model(vocab_size, layout, dtype, autocast or dtype, bias)
-    tensors, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input))
-    head = tensors.head if lora_rank is None else LossHead(_adapted(tensors.weight, lora_rank), tensors.bias)
+    head, input = counted.given(*model.inputs(hidden_size, trainable_head, trainable_input, lora_rank))
     reference = None if ref_hidden_size is None else counted.given(*model.inputs(ref_hidden_size))
     teacher = None
     if teacher_hidden_size is not None:
-        given = counted.given(*model.inputs(teacher_hidden_size))
-        teacher = Teacher(*given, LogitOptions(), autocast or dtype)
+        of_teacher, states = counted.given(*model.inputs(teacher_hidden_size))
+        assert isinstance(of_teacher.weight, Tensor)
+        tensors = HeadTensors(of_teacher.weight, of_teacher.bias)
+        teacher = Teacher(tensors, states, LogitOptions(), autocast or dtype)
     with counted:
         if reference is not None:
-            _run_statistics(model, reference[0].head, reference[1], options)
+            _run_statistics(model, *reference, options)
         if isinstance(loss, LigerFusedLinearDistillationBase):
             step = _distillation(loss, model, head, options, teacher, teacher_top_k)
             _differentiate(run_step(step, head, input)[0], head, input)
@@ -204,7 +205,7 @@ class _Bytes(TorchDispatchMode):
         self._alive = dataclasses.asdict(self.most)
         self._parts: weakref.WeakKeyDictionary[torch.UntypedStorage, Part | None] = weakref.WeakKeyDictionary()
 
-    def given(self, head: HeadTensors, hidden_states: Tensor) -> tuple[HeadTensors, Tensor]:
+    def given(self, head: LossHead, hidden_states: Tensor) -> tuple[LossHead, Tensor]:
         """Count no input, but a cast of hidden states as "hidden"."""
         self._parts[hidden_states.untyped_storage()] = "hidden"
         return head, hidden_states
@@ -250,12 +251,16 @@ class _Model(NamedTuple):
     bias: bool
 
     def inputs(
-        self, hidden_size: int, trainable_head: bool = False, trainable_input: bool = False
-    ) -> tuple[HeadTensors, Tensor]:
+        self,
+        hidden_size: int,
+        trainable_head: bool = False,
+        trainable_input: bool = False,
+        lora_rank: int | None = None,
+    ) -> tuple[LossHead, Tensor]:
         weight = _meta(self.vocab_size, hidden_size, dtype=self.dtype).requires_grad_(trainable_head)
         bias = _meta(self.vocab_size, dtype=self.dtype).requires_grad_(trainable_head) if self.bias else None
         input = _meta(self.layout.mask.numel(), hidden_size, dtype=self.dtype).requires_grad_(trainable_input)
-        return HeadTensors(weight, bias), input
+        return LossHead(weight if lora_rank is None else _adapted(weight, lora_rank), bias), input
 
 
 def _sum(names: tuple[str, ...], stats: TokenStats, index: slice | Tensor) -> Tensor:

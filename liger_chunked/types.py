@@ -197,11 +197,6 @@ class HeadTensors(NamedTuple):
     shard: VocabShard | None = None
 
     @property
-    def head(self) -> LossHead:
-        """Without `up`."""
-        return LossHead(self.weight, self.bias)
-
-    @property
     def is_padded(self) -> bool:
         rows = self.weight.shape[0]
         return self.shard is not None and self.shard.columns(rows) < rows

@@ -3,6 +3,7 @@
 batch, plan                      which tokens count; how they are cut
 step                             the loop over chunks, and its autograd Function
 head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
+adapter                          the low-rank term of an adapted weight
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
@@ -11,8 +12,15 @@ checks                           of inputs
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every
-from liger_chunked.engine.checks import check_projection, check_target, check_top_k, check_values, shifted
-from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss
+from liger_chunked.engine.checks import (
+    check_projection,
+    check_target,
+    check_top_k,
+    check_values,
+    compute_dtype,
+    shifted,
+)
+from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
@@ -35,7 +43,9 @@ __all__ = [
     "check_target",
     "check_top_k",
     "check_values",
+    "compute_dtype",
     "distillation_loss",
+    "distillation_step",
     "fused_loss",
     "lay_out",
     "lay_out_every",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
-from liger_chunked.kernels.operands import check_class_ids, described, plain
+from liger_chunked.kernels.operands import check_class_ids, described
 from liger_chunked.types import AdaptedWeight, LossHead, VocabShard, Weight
 
 
@@ -121,52 +121,6 @@ def _check_adapted(weight: AdaptedWeight, name: str) -> None:
         )
     if isinstance(matrix, Tensor) and up.device != matrix.device:
         raise ValueError(f"{name}.up is on {up.device}, {name}.weight on {matrix.device}: expected one device")
-
-
-class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `x` rounded to `dtype`, and the rest, without gradient."""
-    rounded = _Rounded.apply(x, dtype)
-    return rounded, x.detach() - rounded.detach()
-
-
-def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
-
-    k is r, except for float32 adapters of a 16-bit head outside autocast. Rounding them gives up to 1.6 times the
-    error, so each factor is cut into a rounded part and the rest, and k is 3 r:
-
-        u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
-
-    Raises:
-        TypeError, ValueError: `down` returned something else.
-    """
-    u = weight.down(input)
-    if not isinstance(u, Tensor) or not u.is_floating_point():
-        raise TypeError(f"weight.down must return a floating-point tensor, got {described(u)}")
-    (u,) = plain(("weight.down(input)",), (u,))
-    expected = (*input.shape[:-1], weight.up.shape[1])
-    if u.shape != expected or u.device != input.device:
-        raise ValueError(
-            f"weight.down must return {expected} on {input.device} for hidden states {described(input)}, one value per "
-            f"column of weight.up, got {described(u)}"
-        )
-    up = weight.up
-    if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and not autocasts(input.device.type):
-        (u, u_rest), (up, up_rest) = _parts(u, dtype), _parts(up, dtype)
-        u, up = torch.cat([u, u_rest, u], -1), torch.cat([up, up, up_rest], -1)
-    return weight.weight, up, u
 
 
 def check_projection(head: LossHead, input: Tensor, prefix: str = "", input_name: str = "input") -> None:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, Tile, along
-from liger_chunked.engine.checks import apply_down, compute_dtype
+from liger_chunked.engine.checks import compute_dtype
 from liger_chunked.engine.divergences import Route
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
@@ -93,7 +94,7 @@ class DistillationPass:
 
     def __post_init__(self) -> None:
         self._student = HeadPass(self.head, self.plan.options)
-        self._student.reserve(self.plan.largest_chunk * self._student.vocab_size)
+        self._student.reserve(self.plan.largest_chunk * self._student.columns)
 
     def statistics(self, tokens: Tokens) -> Divergences:
         """Return divergences. With `grads`, overwrite logits with their gradient."""
@@ -150,7 +151,7 @@ class DistillationPass:
         if self._teacher is None:
             # After the student's first product: the GPU is idle until then.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
-            self._teacher.reserve(self.plan.most_rows * self._teacher.vocab_size)
+            self._teacher.reserve(self.plan.most_rows * self._teacher.columns)
         layout, dtype, u = self.plan.layout, self.teacher.dtype, self.teacher.u
         if u is not None:
             u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(dtype)
@@ -182,17 +183,7 @@ def distillation_step(
     return Step(plan, weights, make_pass, teacher_dtype)
 
 
-def distillation_loss(
-    head: LossHead,
-    input: Tensor,
-    teacher: Teacher | None,
-    layout: Layout,
-    weights: LossWeights,
-    route: Route,
-    options: LogitOptions,
-    has_target: bool,
-) -> tuple[Tensor, Divergences]:
+def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
     """Return the differentiable loss () of checked inputs, and the valid tokens' detached values."""
-    step = distillation_step(head, compute_dtype(head, input), teacher, layout, weights, route, options, has_target)
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -77,11 +77,12 @@ class HeadGradients:
         needs: Needs,
         n_contributions: int,
         u: Tensor | None = None,
+        wide_input: bool = False,
     ) -> None:
         self._layout = layout
         self._half = compute_dtype == torch.float16
         # Whether dX's products are float32, as to sum over ranks.
-        self._wide_input = self._half or head.shard is not None
+        self._wide_input = wide_input or self._half or head.shard is not None
         self._unit: Tensor | None = None
         self._dtypes = (input.dtype, head.weight.dtype, None if head.bias is None else head.bias.dtype)
         self._nothing_yet = True
@@ -106,11 +107,9 @@ class HeadGradients:
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
-            low_rank = Needs(needs.u, needs.up)
-            self._low_rank = HeadGradients(
-                layout, u, HeadTensors(head.up, shard=head.shard), compute_dtype, low_rank, n_contributions
-            )
-            self._low_rank._wide_input = True  # du is small, and may be float32
+            small, its_needs = HeadTensors(head.up, shard=head.shard), Needs(needs.u, needs.up)
+            # du is small, and may be float32.
+            self._low_rank = HeadGradients(layout, u, small, compute_dtype, its_needs, n_contributions, wide_input=True)
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db.

@@ -71,8 +71,13 @@ class HeadPass:
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
 
     @property
-    def vocab_size(self) -> int:
+    def columns(self) -> int:
+        """Logits of a token."""
         return self.head.weight.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.columns
 
     @property
     def vocab_start(self) -> int:
@@ -103,7 +108,7 @@ class HeadPass:
         return logits if u is None else logits.addmm_(x, weight.t())
 
     def project_all(self, x: Tensor, u: Tensor | None = None) -> Tensor:
-        return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.vocab_size)), u)
+        return self.project(x, Tile(slice(0, x.shape[0]), slice(0, self.columns)), u)
 
     def _class_weight(self, tile: Tile) -> Tensor | None:
         if self.class_weight is None:

@@ -83,7 +83,7 @@ class ShardedPass(HeadPass):
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` on the rank with the target's row; send the result to all."""
-        columns = self.head.weight.shape[0]
+        columns = self.columns
         both = logps.new_zeros(2, logps.shape[0])
         if columns:
             target = tokens.target - self.vocab_start

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_chunked.calls import entry_point
+from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, lay_out
-from liger_chunked.engine.checks import apply_down, check_projection, check_target, compute_dtype
+from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active

@@ -18,8 +18,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Chunk, Layout, along
-from liger_chunked.engine.checks import apply_down, check_graph, compute_dtype
+from liger_chunked.engine.checks import check_graph, compute_dtype
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import Pass, Tokens
 from liger_chunked.engine.hooks import isolated

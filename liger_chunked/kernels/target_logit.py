@@ -75,25 +75,10 @@ def _move_kernel(
     tl.store(grad_scale_ptr + row, tl.where(moves, exactly_left / left, 1.0))
 
 
-def _low_rank_logits(u: Tensor | None, head: HeadTensors, target: Tensor) -> Tensor | None:
-    """Return `u . up[y]` (n,) in the accumulation dtype, or None without an adapter."""
-    if u is None:
-        return None
-    assert head.up is not None
-    wide = accumulation_dtype(u.dtype)
-    return head.up[target].to(wide).mul_(u).sum(1)
-
-
 def _move_triton(
-    logps: Tensor,
-    x: Tensor,
-    head: HeadTensors,
-    target: Tensor,
-    maximum: Tensor,
-    sum_exp: Tensor,
-    options: LogitOptions,
-    u: Tensor | None,
-) -> Tensor:
+    logps: Tensor, x: Tensor, head: HeadTensors, target: Tensor, maximum: Tensor, sum_exp: Tensor,
+    options: LogitOptions, low_rank: Tensor | None,
+) -> Tensor:  # fmt: skip
     n, hidden = x.shape
     grad_scale = torch.empty_like(logps)
     if n == 0:
@@ -103,7 +88,7 @@ def _move_triton(
     sizes = x.stride(0), head.weight.stride(0), hidden
     _move_kernel(
         (n, 1, 1),
-        (logps, grad_scale, x, head.weight, bias, _low_rank_logits(u, head, target), target, maximum, sum_exp),
+        (logps, grad_scale, x, head.weight, bias, low_rank, target, maximum, sum_exp),
         (*sizes, *transform_arguments(options).values(), _FARTHEST, block_size(hidden, most)),
         num_warps,
     )
@@ -111,18 +96,11 @@ def _move_triton(
 
 
 def _move_torch(
-    logps: Tensor,
-    x: Tensor,
-    head: HeadTensors,
-    target: Tensor,
-    maximum: Tensor,
-    sum_exp: Tensor,
-    options: LogitOptions,
-    u: Tensor | None,
-) -> Tensor:
+    logps: Tensor, x: Tensor, head: HeadTensors, target: Tensor, maximum: Tensor, sum_exp: Tensor,
+    options: LogitOptions, low_rank: Tensor | None,
+) -> Tensor:  # fmt: skip
     wide = accumulation_dtype(x.dtype)
     grad_scale = torch.empty_like(logps)
-    low_rank = _low_rank_logits(u, head, target)
     for rows in row_blocks(x):
         of_target = head.weight[target[rows]].to(wide)
         z = of_target.mul_(x[rows]).sum(1)
@@ -161,4 +139,8 @@ def unround_logps_(
     """
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if use_triton(logps) and side_by_side else _move_torch
-    return compute(logps, x, head, target, maximum, sum_exp, options, u)
+    low_rank = None
+    if u is not None:
+        assert head.up is not None
+        low_rank = head.up[target].to(logps.dtype).mul_(u).sum(1)
+    return compute(logps, x, head, target, maximum, sum_exp, options, low_rank)

@@ -22,7 +22,9 @@ from liger_chunked.engine import (
     check_projection,
     check_target,
     check_top_k,
+    compute_dtype,
     distillation_loss,
+    distillation_step,
     lay_out,
     lay_out_every,
 )
@@ -149,9 +151,9 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
         hard = self.weight_hard_loss if target is not None else 0.0
         weights = LossWeights(self.weight_soft_loss / n_items, -hard / n_items if hard else None)
-        loss, (divergence, logps) = distillation_loss(
-            head, input, teacher, layout, weights, route, self.options, has_target=target is not None
-        )
+        dtype, has_target = compute_dtype(head, input), target is not None
+        step = distillation_step(head, dtype, teacher, layout, weights, route, self.options, has_target)
+        loss, (divergence, logps) = distillation_loss(step, head, input)
         soft_loss = divergence.sum() / n_items
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
