@@ -3,7 +3,9 @@
 head.py            a patched model's head and loss
 patch.py           patches and restores models
 layers.py          layers that base kernels replace
-detect.py          facts about a model's code
+detect.py          parts of a model, and whose code runs
+source.py          whether functions are the same code
+head_check.py      what a model computes between backbone and logits
 overrides.py       stock code that kernels replace, and model families
 verify.py          compares kernels with original code
 check.py           compares patched and original models

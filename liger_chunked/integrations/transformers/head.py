@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
-from liger_chunked.integrations.transformers import detect
-from liger_chunked.integrations.transformers.detect import STOCK, HeadFacts, Projection, foreign_code, forward_slot
+from liger_chunked.integrations.transformers import detect, head_check
+from liger_chunked.integrations.transformers.detect import STOCK, Projection, foreign_code, forward_slot
+from liger_chunked.integrations.transformers.head_check import HeadFacts
 from liger_chunked.integrations.transformers.layers import causal_lm_loss
 from liger_chunked.losses import LigerFusedLinearCrossEntropyLoss
 from liger_chunked.types import AdaptedWeight, Head, LogitOptions
@@ -203,7 +204,7 @@ class _CheckedHead:
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        self.facts = detect.check_head(model, forward)
+        self.facts = head_check.check_head(model, forward)
         self.has_causal_loss = False
         self._config, self._numbers = model.config, _numbers(model)
 
@@ -254,7 +255,7 @@ def head_facts(
         heads[:] = [head for head in heads if head.forward is not forward] + [checked]
         _CHECKED_MODELS.add(model)
     if causal_loss and not checked.has_causal_loss:
-        detect.check_loss(model, forward)
+        head_check.check_loss(model, forward)
         checked.has_causal_loss = True
     return checked.facts
 

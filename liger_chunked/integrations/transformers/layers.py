@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
+from liger_chunked.integrations.transformers.detect import HOOKS
 from liger_chunked.kernels import (
     liger_cross_entropy,
     liger_geglu,
@@ -124,13 +125,10 @@ def _kind(activation: Any) -> Any:
 
 def _gated(act_fn: Any, *gate_and_up: Tensor, inplace: bool) -> Tensor:
     """Apply the kernel, or the activation itself if it has hooks."""
-    if isinstance(act_fn, nn.Module) and any(vars(act_fn)[hooks] for hooks in _HOOKS):
+    if isinstance(act_fn, nn.Module) and any(vars(act_fn)[hooks] for hooks in HOOKS):
         gate, up = gate_and_up if len(gate_and_up) == 2 else gate_and_up[0].chunk(2, -1)
         return act_fn(gate) * up
     return _GATED[_kind(act_fn)](*gate_and_up, inplace=inplace)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _glu(x: Tensor, act_fn: Any, gate_proj: Any, up_proj: Any, down_proj: Any) -> Tensor:

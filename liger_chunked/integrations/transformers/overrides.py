@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from liger_chunked.integrations.transformers import detect
+from liger_chunked.integrations.transformers import detect, source
 from liger_chunked.integrations.transformers.layers import (
     EXPERTS,
     GLU,
@@ -102,8 +102,8 @@ def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
-        return stock and detect.source_of(stock)
-    return detect.source_of(detect.stock_method(stock, method), stock)
+        return stock and source.source_of(stock)
+    return source.source_of(detect.stock_method(stock, method), stock)
 
 
 def binding_of(cls: Any) -> Binding | None:
@@ -119,7 +119,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
     for name, method in (("forward", forward), ("_apply_gate", apply_gate)):
         if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
             continue
-        read = detect.source_of(method, cls)
+        read = source.source_of(method, cls)
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
@@ -135,7 +135,7 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
 
 @functools.cache
 def rope_of(function: Any) -> Any:
-    read = detect.source_of(function)
+    read = source.source_of(function)
     rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_chunked.integrations.transformers import detect, head, overrides, verify
+from liger_chunked.integrations.transformers import detect, head, overrides, source, verify
 from liger_chunked.integrations.transformers.detect import STOCK, forward_slot, inner_model, own_forward
 from liger_chunked.integrations.transformers.head import STATE, Fusion
 from liger_chunked.integrations.transformers.layers import Binding, Layer, causal_lm_loss
@@ -383,7 +383,7 @@ class _Found:
 
     def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
         if binding is None:
-            reason = _VARIANT if detect.looks_like_layer(cls) else None
+            reason = _VARIANT if source.looks_like_layer(cls) else None
         elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
             self.layers.append((binding.switch(module), owner, binding))
         if reason is not None:
@@ -391,7 +391,7 @@ class _Found:
 
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
         keys = []
-        for key in sorted(set().union(*map(detect.rotary_functions, classes))):
+        for key in sorted(set().union(*map(source.rotary_functions, classes))):
             stock = ROPES(*key).stock
             ours = rope_of(stock)
             reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
@@ -592,7 +592,7 @@ def _found_in_classes(modeling: ModuleType) -> _Found:
                 found.add_layer(cls, verify.built(binding, cls, modeling), cls, binding)
             except (verify.Incomparable, verify.Difference) as failure:
                 found.left[cls.__name__] = f"it cannot be compared without a model ({failure})"
-        elif detect.looks_like_layer(cls):
+        elif source.looks_like_layer(cls):
             found.left[cls.__name__] = _VARIANT
     found.add_ropes(classes, [])
     return found

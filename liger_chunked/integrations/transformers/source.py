@@ -1,0 +1,128 @@
+"""Whether functions are the same code, whatever their names."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import re
+from types import ModuleType
+from typing import Any
+
+from liger_chunked.integrations.transformers.detect import STOCK, foreign_code, parsed, unwrapped
+
+_READ: dict[int, Any] = {}  # objects that texts refer to by id
+
+
+@functools.cache
+def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
+    """Return a function's syntax tree without names, and the attributes of `cls` that it reads.
+
+    Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
+    """
+    reader = _Reader(cls)
+    try:
+        return reader.read(function), tuple(reader.attributes)
+    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
+        return None
+
+
+class _Reader:
+    def __init__(self, cls: type | None) -> None:
+        self.cls = cls
+        self.attributes: dict[str, int] = {}
+
+    def read(self, function: Any) -> str:
+        *wrappers, function = unwrapped(function)
+        if any(foreign_code(wrapper) is wrapper for wrapper in wrappers):
+            raise TypeError(f"{function} is wrapped in other code")
+        tree = parsed(function)
+        if not isinstance(tree, ast.FunctionDef):
+            raise TypeError(f"{function} is not defined by def")
+        if ast.get_docstring(tree) is not None:
+            del tree.body[0]
+        # Decorators may change the result, except those of hub kernels.
+        kept = [x for x in tree.decorator_list if not ast.unparse(x).startswith("use_kernel")]
+        tree.name, tree.returns, tree.decorator_list = "", None, kept
+        return ast.dump(_Renamed(self, function, tree).visit(tree))
+
+    def attribute(self, name: str) -> str:
+        value = inspect.getattr_static(self.cls, name, None)
+        if _has_text(value):
+            return f"method {_Reader.read(self, value)}"
+        return f"attribute {self.attributes.setdefault(name, len(self.attributes))}"
+
+
+def _has_text(value: Any) -> bool:
+    return inspect.isfunction(value) and (value.__module__ or "").partition(".")[0] != "torch"
+
+
+class _Renamed(ast.NodeTransformer):
+    """Replaces a function's names by their order or the objects that they name."""
+
+    def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
+        self.reader, self.scope = reader, {**vars(builtins), **function.__globals__}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        self.scope |= {name: cell.cell_contents for name, cell in cells}
+        nodes = list(ast.walk(tree))
+        arguments = [n.arg for n in nodes if isinstance(n, ast.arg)]
+        local = arguments + [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        self.local = {name: f"local {i}" for i, name in enumerate(dict.fromkeys(local))}
+        self.self = local[0] if reader.cls is not None and local else None
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg(self.local[node.arg])
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        return self.visit(ast.Assign([node.target], node.value)) if node.value is not None else None
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name(self.local.get(node.id) or self.referred(node) or node.id, ast.Load())
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == self.self:
+            return ast.Name(self.reader.attribute(node.attr), ast.Load())
+        found = self.referred(node)
+        return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
+
+    def referred(self, node: ast.expr) -> str | None:
+        names = ast.unparse(node).split(".")
+        if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
+            return None
+        value = self.scope[names[0]]
+        for name in names[1:]:
+            if not isinstance(value, ModuleType) or not hasattr(value, name):
+                return None
+            value = getattr(value, name)
+        if _has_text(value):
+            if text := source_of(getattr(value, STOCK, value)):
+                return f"function {text[0]}"
+        if isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        _READ[id(value)] = value
+        return f"object {id(value)}"
+
+
+@functools.cache
+def rotary_functions(cls: type) -> frozenset[tuple[str, str]]:
+    """Return module and name of the rotary functions in a class's methods."""
+    found = set()
+    for base in cls.__mro__:
+        for method in filter(inspect.isfunction, vars(base).values()):
+            method = inspect.unwrap(method)
+            names = [name for name in method.__code__.co_names if re.match(r"_?\w*apply\w*(rotary|rope)", name)]
+            theirs = method.__globals__
+            found |= {(theirs["__name__"], name) for name in names if inspect.isfunction(theirs.get(name))}
+    return frozenset(found)
+
+
+def looks_like_layer(cls: Any) -> bool:
+    """Whether a class has a norm's name, or multiplies and is named like a gated MLP or experts."""
+    if cls.__module__.partition(".")[0] == "torch":
+        return False
+    if re.search(r"(RMS|Layer|L2)Norm", cls.__name__):
+        return True
+    named = re.search(r"(MLP|Mlp|FeedForward|GLU|Experts)$", cls.__name__)
+    read = source_of(cls.forward, cls) if named else None
+    return read is not None and ("Mult()" in read[0] or cls.__name__.endswith("Experts"))
