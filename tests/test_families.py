@@ -402,7 +402,8 @@ def test_a_model_that_classifies():
     stock = model(ids).logits
     applied = apply_liger_kernel(model)
     assert list(applied.replaced) == ["rms_norm", "swiglu", "rope"] and not applied.left
-    torch.testing.assert_close(model(ids).logits, stock, rtol=1e-4, atol=1e-4)
+    # Float32 kernels in two layers.
+    torch.testing.assert_close(model(ids).logits, stock, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"'fused_linear_cross_entropy'\] matches nothing in llama"):
         apply_liger_kernel(model, fused_linear_cross_entropy=True)
     revert_liger_kernel(model)

@@ -400,6 +400,7 @@ def test_an_argument_that_only_the_forward_takes():
     fuse(model, Fusion())
     output = model(**arguments)
     assert output.logits is None
+    # The fused loss sums in another order, as in test_models.py.
     torch.testing.assert_close(output.loss, stock, rtol=2e-5, atol=0)
     output = model(**arguments, extra=torch.tensor(0.5))
     torch.testing.assert_close(output.loss, stock + 0.5)
@@ -417,6 +418,7 @@ def test_a_class_whose_head_does_not_qualify(caplog):
         apply()
         for _ in range(2):
             output = model(**arguments)
+            # Its layers are patched.
             torch.testing.assert_close(output.loss, stock.loss, rtol=2e-5, atol=0)
             assert output.logits is not None
         (record,) = caplog.records

@@ -279,7 +279,8 @@ def test_both_models_have_a_slice_of_minus_infinity(kind, device):
     of_teacher = (x.teacher_centre + x.teacher_log_sum for x in (merged, whole))
     torch.testing.assert_close(*of_teacher)
     if kind != "mixture":
-        torch.testing.assert_close(merged.divergence, whole.divergence, rtol=1e-4, atol=1e-5)
+        # float32: two sums of 50 terms in another order.
+        torch.testing.assert_close(merged.divergence, whole.divergence, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e-4], ids=str)

@@ -384,6 +384,7 @@ def test_a_head_fn_may_ask_for_logits():
         return ours, theirs
 
     for logits in model(**batch, head_fn=head_fn):
+        # float64: PEFT scales after the product, `down` before it.
         torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     assert model(input_ids=batch["input_ids"]).logits.equal(expected)
 
@@ -559,6 +560,7 @@ def test_the_targets_logit_includes_the_adapter(options, with_bias, device):
         logps = finish(stats, target, 97, ("logps",)).logps
         factor = unround_logps_(logps, hidden, head, target, stats.max, stats.sum_exp, options, low_rank)
         results.append((logps, factor))
+    # One float32 sum, and the same in two parts.
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
     assert (results[0][0] - finish(stats, target, 97, ("logps",)).logps).abs().max() > 1e-3
 
