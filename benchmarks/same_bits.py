@@ -120,7 +120,7 @@ LARGE_ROWS = (
 )
 WIDE_ROWS = ("ce", "dpo-no-reference", "grpo-on-policy", "stats-logps")
 
-# What a case computes beside its loss and gradients.
+# Metrics and other outputs of a case.
 _recorded: dict[str, Any] = {}
 
 

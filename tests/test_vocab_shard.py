@@ -25,6 +25,7 @@ from liger_chunked import (
     VocabShard,
     linear_token_stats,
 )
+from liger_chunked.engine import shard as engine_shard
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -178,6 +179,27 @@ def contracts(rank: int, folder: str) -> None:
     with FlopCounterMode(display=False) as counter:
         gradients(torch.float32, vocab_shard=shard)
     assert counter.get_total_flops() == 3 * 2 * n * hidden * vocab // 2
+
+    # A chunk exchanges a few numbers for each token, and dX; never a weight or logits.
+    sent: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        all_gather, all_reduce = engine_shard._all_gather, dist.all_reduce
+
+        def gathered(out: Tensor, x: Tensor, **options: Any) -> Any:
+            sent.append(("gather", x.numel()))
+            return all_gather(out, x, **options)
+
+        def reduced(x: Tensor, **options: Any) -> Any:
+            sent.append(("sum", x.numel()))
+            return all_reduce(x, **options)
+
+        patch.setattr(engine_shard, "_all_gather", gathered)
+        patch.setattr(dist, "all_reduce", reduced)
+        gradients(torch.float32, vocab_shard=shard)
+        assert sent == [("gather", 3 * n), ("sum", n * hidden)]
+        sent.clear()
+        gradients(torch.bfloat16, vocab_shard=shard)
+        assert sent == [("gather", 3 * n), ("sum", 2 * n), ("sum", n * hidden)]
 
     # 16 bits: the target's logit is unrounded on the rank that holds it.
     exact = gradients(torch.float64)
