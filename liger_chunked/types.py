@@ -13,6 +13,13 @@ from torch import Tensor
 
 from liger_chunked.arguments import own_options
 
+try:
+    from torch.distributed import ProcessGroup
+except ImportError:  # a torch without distributed
+
+    class ProcessGroup:  # type: ignore[no-redef]
+        """Nothing is one."""
+
 
 class TokenStats(NamedTuple):
     """Statistics of logits, per token.
@@ -135,7 +142,7 @@ class VocabShard:
         TypeError, ValueError: a wrong start, size or name.
     """
 
-    group: Any
+    group: ProcessGroup | None
     start: int
     vocab_size: int
     input_grad: Literal["all_reduce", "partial"] = "all_reduce"

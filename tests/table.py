@@ -251,8 +251,8 @@ def _class_weights(batch: Batch) -> Tensor:
 
 
 def _token_weights(batch: Batch) -> Tensor:
-    target = batch["target"]
-    return (torch.arange(target.numel(), dtype=torch.float64, device=target.device) % 5 / 2).view(target.shape)
+    """Return weights by id, so that a part of a batch has those of the whole."""
+    return batch["target"].double() % 5 / 2
 
 
 def _per_token(loss: Tensor) -> Tensor:
@@ -319,12 +319,12 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
 def _reference_free(
     id: str, module: type, oracle_: Callable[..., Tensor], *, nll_target: bool = False, **settings: Any
 ) -> Row:
-    """`settings` are the module's arguments; with `nll_target` the NLL uses every other token of the target."""
+    """`settings` are the module's arguments; with `nll_target` the NLL uses the target's even ids."""
 
     def targets(batch: Batch, options: dict[str, Any]) -> Batch:
         if not nll_target:
             return batch
-        odd = torch.arange(batch["target"].shape[1], device=batch["target"].device) % 2 == 1
+        odd = batch["target"] % 2 == 1
         return {**batch, "nll_target": batch["target"].masked_fill(odd, options.get("ignore_index", -100))}
 
     def ours(batch: Batch, **options: Any) -> Tensor:

@@ -25,7 +25,7 @@ from liger_chunked import (
     VocabShard,
     linear_token_stats,
 )
-from liger_chunked.engine import shard as engine_shard
+from liger_chunked.engine import collectives
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -183,7 +183,7 @@ def contracts(rank: int, folder: str) -> None:
     # A chunk exchanges a few numbers for each token, and dX; never a weight or logits.
     sent: list[tuple[str, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        all_gather, all_reduce = engine_shard._all_gather, dist.all_reduce
+        all_gather, all_reduce = collectives._all_gather, dist.all_reduce
 
         def gathered(out: Tensor, x: Tensor, **options: Any) -> Any:
             sent.append(("gather", x.numel()))
@@ -193,7 +193,7 @@ def contracts(rank: int, folder: str) -> None:
             sent.append(("sum", x.numel()))
             return all_reduce(x, **options)
 
-        patch.setattr(engine_shard, "_all_gather", gathered)
+        patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(dist, "all_reduce", reduced)
         gradients(torch.float32, vocab_shard=shard)
         assert sent == [("gather", 3 * n), ("sum", n * hidden)]

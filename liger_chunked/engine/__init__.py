@@ -7,6 +7,7 @@ adapter                          the low-rank term of an adapted weight
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
+shard, sequence, collectives     a vocabulary, or sequences, split over ranks
 precision, side_stream, hooks    float32 sums, overlapping products, hooks on saved tensors
 checks                           of inputs
 """
@@ -22,6 +23,7 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.sequence import SequenceSplit, whole
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
 from liger_chunked.engine.top_k import TopK
@@ -36,6 +38,7 @@ __all__ = [
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
+    "SequenceSplit",
     "Teacher",
     "TopK",
     "along",
@@ -53,4 +56,5 @@ __all__ = [
     "plain",
     "shifted",
     "token_stats",
+    "whole",
 ]

@@ -173,7 +173,7 @@ def distillation_step(
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = Plan.of_distillation(
         head,
-        layout,
+        layout.local(),
         dtype,
         bytes_per_logit=route.bytes_per_logit(dtype, teacher_dtype),
         options=options,
@@ -184,6 +184,6 @@ def distillation_step(
 
 
 def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss () of checked inputs, and the valid tokens' detached values."""
+    """Return the differentiable loss () of checked inputs, and the detached values of valid tokens, and maybe zeros."""
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

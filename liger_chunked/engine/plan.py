@@ -75,8 +75,10 @@ class Plan:
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
-        chosen = cut(layout.n_valid)
-        if len(chosen[0]) == 1 and wide_tiles:
+        lengths = layout.cut_lengths
+        chosen = cut(layout.n_valid if lengths is None else sum(lengths))
+        # Ranks that exchange each chunk must cut alike, and have different tiles.
+        if len(chosen[0]) == 1 and wide_tiles and lengths is layout.group_lengths:
             several = cut(0)
             if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
                 chosen = several
@@ -284,16 +286,19 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
         # A short last chunk would take as long as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
-    n_groups = len(layout.group_lengths)
-    if whole_batch or n_valid <= limit:
+    cut_lengths = layout.cut_lengths
+    assert cut_lengths is not None
+    n_groups = len(cut_lengths)
+    if whole_batch or sum(cut_lengths) <= limit:
         return [Chunk(slice(0, n_valid), slice(0, n_groups))]
     result = []
-    first_row = first_group = row = 0
-    for group, length in enumerate(layout.group_lengths):
-        if row > first_row and row + length - first_row > limit:
+    first_row = first_group = row = held = 0
+    for group, (length, longest) in enumerate(zip(layout.group_lengths, cut_lengths, strict=True)):
+        if held and held + longest > limit:
             result.append(Chunk(slice(first_row, row), slice(first_group, group)))
-            first_row, first_group = row, group
+            first_row, first_group, held = row, group, 0
         row += length
+        held += longest
     result.append(Chunk(slice(first_row, n_valid), slice(first_group, n_groups)))
     return result
 

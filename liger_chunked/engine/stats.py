@@ -140,7 +140,7 @@ def token_stats(
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
     dtype = compute_dtype(head, input)
-    plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
+    plan = Plan.of_statistics(head, layout.local(), dtype, outputs=outputs, options=options, class_weight=class_weight)
     return run_statistics(plan, head, input)
 
 

@@ -127,7 +127,9 @@ class Step:
         joined = layout.join(parts)
         if isinstance(objective, LinearObjective):
             loss = objective.loss(joined)
-        assert loss is not None
+        else:
+            assert loss is not None
+            loss = layout.sum_of_shares(loss)
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None,) * len(needs) if grads is None else grads.finish()
 
@@ -136,7 +138,7 @@ class Step:
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
         """Return a chunk's dense statistics, share of the loss, and gradients."""
         layout, objective = self.plan.layout, cast(Objective, self.objective)
-        dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
+        dense: TokenStats = layout.dense_values(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -256,7 +258,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
     plan = Plan.of_loss(
         head,
-        layout,
+        layout.local(whole_batch),
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,

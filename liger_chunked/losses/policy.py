@@ -12,16 +12,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, check_projection, check_target, lay_out
+from liger_chunked.engine import Group, SequenceSplit, check_projection, check_target, lay_out, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
-from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows, whole_side
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
     PolicyMetrics,
+    ProcessGroup,
     Rollouts,
     TokenStats,
     VocabShard,
@@ -228,11 +229,13 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, vocab_shard: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
+            weight, input, target, bias, vocab_shard, sequence_group: as in `LigerFusedLinearPreferenceBase.forward`,
+                for (B, T) tokens.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
@@ -262,11 +265,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
-        layout = lay_out(target.long(), self._group, self.options.ignore_index, head.vocab_size)
-        arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
+        split = SequenceSplit.of(sequence_group, input)
+        whole_target = whole(target.long(), split)
+        layout = lay_out(whole_target, self._group, self.options.ignore_index, head.vocab_size, split=split)
+        arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        dense_ref_logps = reference_logps(reference, self, head, target, layout, required=True if self.beta else None)
+        dense_ref_logps = reference_logps(
+            reference, self, head, target, layout, split, required=True if self.beta else None
+        )
+        advantages = whole_side("advantages", advantages, target, split)
+        if old_logps is not None:
+            old_logps = whole(old_logps, split)
+        if importance_weights is not None:
+            importance_weights = whole_side("importance_weights", importance_weights, target, split)
 
         @functools.cache  # built while the device computes the first product
         def batch() -> RolloutBatch:

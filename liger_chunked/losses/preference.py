@@ -12,7 +12,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, Layout, along, check_projection, check_target, check_values, lay_out
+from liger_chunked.engine import (
+    Group,
+    Layout,
+    SequenceSplit,
+    along,
+    check_projection,
+    check_target,
+    check_values,
+    lay_out,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -24,6 +34,7 @@ from liger_chunked.types import (
     LossHead,
     Pairs,
     PreferenceMetrics,
+    ProcessGroup,
     TokenStats,
     VocabShard,
     Weight,
@@ -184,6 +195,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -197,6 +209,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
+                sequences.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
@@ -213,9 +227,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             )
         target = target.long()
         union = target if nll_target is None else self._union(target, nll_target, input)
-        layout = lay_out(union, self._group, self.options.ignore_index, head.vocab_size)
+        split = SequenceSplit.of(sequence_group, input)
+        layout = lay_out(whole(union, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        batch = self._batch(head, target, nll_target, layout, reference)
+        ref_logps = reference_logps(reference, self, head, target, layout, split, required=self.use_ref_model)
+        if nll_target is not None:
+            target, nll_target = whole(target, split), whole(nll_target, split)
+        batch = self._batch(head, target, nll_target, layout, ref_logps)
         n_pairs = max(1, target.shape[0] // 2)
         summed: dict[int, Tensor] = {}  # by a chunk's first pair
 
@@ -256,7 +274,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
-        reference: Reference,
+        ref_logps: Tensor | None,
     ) -> _Batch:
         mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
         batch_lengths = layout.side_lengths
@@ -281,16 +299,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(head, target, layout, sequences, reference),
+            ref_logps=self._ref_logps(target, sequences, ref_logps),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,
         )
 
-    def _ref_logps(
-        self, head: LossHead, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
-    ) -> Tensor:
+    def _ref_logps(self, target: Tensor, sequences: _Sequences, ref_logps: Tensor | None) -> Tensor:
         """Return float64 (n, 2); zeros without a reference."""
-        ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
             return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 3:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, check_projection, token_stats
+from liger_chunked.engine import Layout, SequenceSplit, check_projection, token_stats, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
@@ -28,6 +28,7 @@ def reference_logps(
     head: LossHead,
     target: Tensor,
     layout: Layout,
+    split: SequenceSplit | None,
     *,
     required: bool | None,
     infix: str = "",
@@ -35,7 +36,7 @@ def reference_logps(
     """Return the reference's dense log-probabilities, detached, or None.
 
     Per token, zero at ignored tokens, or per sequence like `ref_logps`. `required` is `use_ref_model`; `infix` is for
-    messages, as in `ref_{infix}input`.
+    messages, as in `ref_{infix}input`. `target` is of this rank's positions.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -83,7 +84,8 @@ def reference_logps(
     if not per_token:
         # float64: a difference of large sums has few digits in float32.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
-    ref_logps = layout.arrange(ref_logps.detach().to(dtype))
+    ref_logps = ref_logps.detach().to(dtype)
+    ref_logps = layout.arrange(whole(ref_logps, split) if per_token else ref_logps)
     # Padding may hold any value, NaN included.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 

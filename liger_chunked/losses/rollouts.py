@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout
+from liger_chunked.engine import Layout, SequenceSplit, whole
 from liger_chunked.types import Rollouts, TokenStats
 
 
@@ -47,6 +47,18 @@ def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False)
         raise ValueError(f"{name} must be {expected}, got {got}")
     if x.device != target.device:
         raise ValueError(f"{name} is on {x.device}, target on {target.device}: expected one device")
+
+
+def whole_side(name: str, x: Tensor, target: Tensor, split: SequenceSplit | None) -> Tensor:
+    """Return a checked tensor for whole sequences; `target` is of this rank's positions."""
+    if split is None or x.ndim == 1:
+        return x
+    if 1 in split.lengths and split.length > len(split.lengths):
+        raise ValueError(
+            f"{name} {tuple(x.shape)} may be per token or per sequence on a rank with one position: pass (B,) for one "
+            f"value a sequence, or split sequences into longer parts than {list(split.lengths)}"
+        )
+    return whole(x, split) if x.shape == target.shape else x
 
 
 @dataclass(frozen=True)

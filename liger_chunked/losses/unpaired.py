@@ -11,7 +11,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, Layout, along, check_projection, check_target, check_values, lay_out
+from liger_chunked.engine import (
+    Group,
+    Layout,
+    SequenceSplit,
+    along,
+    check_projection,
+    check_target,
+    check_values,
+    lay_out,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -23,6 +33,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
+    ProcessGroup,
     TokenStats,
     UnpairedPreferenceMetrics,
     VocabShard,
@@ -125,6 +136,7 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -151,7 +163,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         if example_weights is not None:
             _check_weights(example_weights, input)
         target = target.long()
-        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
+        split = SequenceSplit.of(sequence_group, input)
+        layout = lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -162,8 +175,9 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             delta=delta,
             mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
             average_log_prob=self.average_log_prob,
+            sequence_group=sequence_group,
         )
-        logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
+        logps = reference_logps(reference, self, head, target, layout, split, required=self.use_ref_model)
         batch = self._batch(layout, preference_labels, example_weights, point, logps)
         n = max(1, target.shape[0])
         some_are_empty = 0 in (layout.group_lengths or ())
