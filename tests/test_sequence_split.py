@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 LENGTHS = {2: {"even": (4, 4), "uneven": (2, 6), "empty": (8, 0)}, 4: {"even": (2, 2, 2, 2), "uneven": (3, 0, 3, 2)}}
 SIZES = SMALL._replace(length=8)
 HEADS = ("weight", "bias", "ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
+INPUTS = ("input", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
 SERVED = [row for row in ROWS if row.fused]  # the others are of tokens alone
 
 
@@ -96,24 +97,26 @@ def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, e
 
 
 def with_split_vocabulary(rank: int, folder: str) -> None:
-    """Two ranks split sequences, times two that split the vocabulary."""
+    """Two ranks split sequences, times two that split the vocabulary, and maybe the hidden states of a part."""
     initialize(rank, "4", folder)
     sequences = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     vocabularies = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     rows = slice(0, 13) if rank % 2 == 0 else slice(13, 23)
-    lengths = (5, 3)
-    positions = own(lengths, rank // 2)
+    lengths = (6, 2)
+    part = own(lengths, rank // 2)
+    half = own((lengths[rank // 2] // 2,) * 2, rank % 2)
     for i, row in enumerate(row for row in SERVED if row.kernels):
         if i % 5:
             continue
         batch = row.sample(SIZES, i)
         whole = evaluate(row.ours, batch)
-        given: dict[str, Any] = cut(batch, lengths, rank // 2)
-        for name in HEADS:
-            if name in given:
-                given[name] = given[name][rows]
+        given: dict[str, Any] = {**cut(batch, lengths, rank // 2), "sequence_group": sequences}
+        given |= {name: given[name][rows] for name in HEADS if name in given}
         given["vocab_shard"] = VocabShard(vocabularies, rows.start, 23)
-        ours = evaluate(partial(row.ours, logits_budget=8 * 12 * 9), {**given, "sequence_group": sequences})
+        if i % 2:
+            given["vocab_shard"] = VocabShard(vocabularies, rows.start, 23, "reduce_scatter")
+            given |= {name: given[name][:, half] for name in INPUTS if name in given}
+        ours = evaluate(partial(row.ours, logits_budget=8 * 12 * 9), given)
         assert same_on_all_ranks(ours["loss"]), row.id
         for name, expected in whole.items():
             found = ours[name]
@@ -121,7 +124,7 @@ def with_split_vocabulary(rank: int, folder: str) -> None:
                 found, expected = found.clone(), expected[rows]
                 dist.all_reduce(found, group=sequences)
             elif name == "input":
-                expected = expected[:, positions]
+                expected = expected[:, part][:, half] if i % 2 else expected[:, part]
             assert relative_error(found, expected) < 1e-9, (row.id, name)
     dist.destroy_process_group()
 

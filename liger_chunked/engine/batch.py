@@ -9,6 +9,7 @@ tile     rows of a chunk times a slice of the vocabulary: the logits in memory a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -74,6 +75,7 @@ class Layout:
     group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
     shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
+    length: int = 1  # positions of a sequence
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
 
     def local(self, whole_batch: bool = False) -> Layout:
@@ -242,20 +244,22 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
+        length=target.shape[-1],
     )
 
 
-def lay_out_every(n: int, split: SequenceSplit | None = None) -> Layout:
-    """Return the layout of `n` valid tokens on this rank, without waiting for the device."""
+def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
+    """Return the layout of valid tokens (B, T) or (N,) on this rank, without waiting for the device."""
+    n, length = math.prod(shape), shape[-1]
     if split is None:
-        return _lay_out_every(n)
-    return _split(_lay_out_every(split.batch * split.length), _lay_out_every(n), split)
+        return _lay_out_every(n, length)
+    return _split(_lay_out_every(split.batch * split.length, split.length), _lay_out_every(n, length), split)
 
 
-def _lay_out_every(n: int) -> Layout:
+def _lay_out_every(n: int, length: int) -> Layout:
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
-    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)
+    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None, length=length)
 
 
 @dataclass(frozen=True)

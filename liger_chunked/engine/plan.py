@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine import epilogue
-from liger_chunked.engine.batch import Chunk, Layout, Tile, largest, row_blocks
+from liger_chunked.engine.batch import Chunk, Layout, Tile, along, largest, row_blocks
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
@@ -47,6 +48,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
+    scattered: ScatteredRows | None = None  # if ranks split the hidden states that all of them project
 
     @classmethod
     def of_loss(
@@ -82,8 +84,10 @@ class Plan:
             several = cut(0)
             if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
                 chosen = several
+        layout, scattered = scatter_rows(layout if len(chosen[0]) == 1 else layout.by_group(), chosen[0], head.shard)
         return cls(
-            layout=layout if len(chosen[0]) == 1 else layout.by_group(),
+            layout=layout,
+            scattered=scattered,
             chunks=chosen[0],
             tiles=chosen[1],
             dtype=dtype,
@@ -111,9 +115,12 @@ class Plan:
         warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
         cut = tiles(layout.n_valid, head.columns, budget_elements(options, head.even_shape, dtype))
         every = slice(0, layout.n_valid)
+        chunks = [Chunk(every, every)]
+        layout, scattered = scatter_rows(layout, chunks, head.shard)
         return cls(
             layout=layout,
-            chunks=[Chunk(every, every)],
+            scattered=scattered,
+            chunks=chunks,
             tiles=[cut],
             dtype=dtype,
             n_contributions=row_blocks(cut),
@@ -140,8 +147,10 @@ class Plan:
         tokens, tile = chunk_and_tile(options, head.even_shape, dtype, n_valid, bytes_per_logit, wants_weight)
         found = chunks(layout, vocab_size, tokens * vocab_size)
         every = slice(0, head.columns)
+        layout, scattered = scatter_rows(layout, found, head.shard)
         return cls(
             layout=layout,
+            scattered=scattered,
             chunks=found,
             tiles=[[Tile(rows, every) for rows in pieces(0, _length(chunk), tile)] for chunk in found],
             dtype=dtype,
@@ -149,6 +158,21 @@ class Plan:
             options=options,
             shard=head.shard,
         )
+
+    def input_rows(self, flat: Tensor, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a chunk's hidden states (n, H), in the products' dtype unless told."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.scattered is not None:
+            return self.scattered.gather(flat, rows, dtype)
+        return self.layout.input_rows(flat, rows).to(dtype)
+
+    def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+        """Return what returns some rows' hidden states of a chunk."""
+        flat = input.reshape(-1, input.shape[-1])
+        if self.scattered is None:
+            return lambda part: self.layout.input_rows(flat, part).to(dtype)
+        chunk = self.scattered.gather(flat, rows, dtype)
+        return lambda part: along(chunk, slice(part.start - rows.start, part.stop - rows.start))
 
     @property
     def largest_chunk(self) -> int:

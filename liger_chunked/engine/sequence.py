@@ -9,6 +9,7 @@ gradients      dX is of the rank's positions; dW is the rank's share
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.engine.collectives import gather, gather_tensor
-from liger_chunked.types import described
+from liger_chunked.types import LossHead, described
 
 Values = TypeVar("Values", bound=Any)
 
@@ -32,7 +33,7 @@ class SequenceSplit:
     lengths: tuple[int, ...]  # positions of each rank
 
     @classmethod
-    def of(cls, group: Any, input: Tensor, name: str = "input") -> SequenceSplit | None:
+    def of(cls, group: Any, head: LossHead, input: Tensor, name: str = "input") -> SequenceSplit | None:
         """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device.
 
         Raises:
@@ -44,7 +45,8 @@ class SequenceSplit:
             raise TypeError(
                 f"sequence_group must be a torch.distributed process group, as dist.group.WORLD, got {described(group)}"
             )
-        mine = torch.tensor([input.shape[0] if input.ndim == 3 else 1, input.shape[-2]], device=input.device)
+        *batch, length = head.token_shape(input)
+        mine = torch.tensor([math.prod(batch), length], device=input.device)
         sizes, lengths = zip(*gather_tensor(mine, group).tolist(), strict=True)
         if len(set(sizes)) > 1:
             raise ValueError(

@@ -38,11 +38,11 @@ from liger_chunked.types import (
 
 
 def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
-    layout, rows = plan.layout, plan.chunks[0].rows
-    x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
+    rows = plan.chunks[0].rows
+    x = plan.input_rows(input.reshape(-1, input.shape[-1]), rows)
     if u is not None:
-        u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(plan.dtype)
-    return Tokens(x, layout.target, rows, plan.tiles[0], u)
+        u = plan.input_rows(u.reshape(-1, u.shape[-1]), rows)
+    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u)
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
@@ -121,7 +121,9 @@ class _LinearTokenStats(torch.autograd.Function):
         gradients = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
         flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:5])
         flat_u = None if u is None else u.reshape(-1, u.shape[-1])
-        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u)
+        grads = head_pass.grads = HeadGradients(
+            layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+        )
         if layout.n_valid:
             with gemms(input.device, plan.dtype):
                 head_pass.backward(_tokens(plan, input, u), gradients)
@@ -216,7 +218,7 @@ def linear_token_stats(
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
-    check_target(target, input, weight=weight)
+    check_target(target, input, head=head)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
     stats = token_stats(head, input, layout, outputs, options)
     return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))

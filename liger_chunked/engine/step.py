@@ -91,7 +91,9 @@ class Step:
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
         if any(needs):
-            grads = HeadGradients(layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u)
+            grads = HeadGradients(
+                layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+            )
         head_pass = self.make_pass(head.to(plan.dtype), grads)
 
         parts: list[Any] = []
@@ -100,8 +102,8 @@ class Step:
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
-                x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
-                chunk_u = None if flat_u is None else layout.input_rows(flat_u, chunk.rows).to(plan.dtype)
+                x = plan.input_rows(flat, chunk.rows)
+                chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
                 tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles, chunk_u)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None

@@ -239,7 +239,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
+        check_target(target, input, head=head)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
         if num_items is not None:
@@ -253,7 +253,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             dft=self.dft,
             class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
-        split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, input)
+        split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, head, input)
         target = whole(target.long(), split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)

@@ -148,7 +148,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, input))
+        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, head, input))
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
         route = (
@@ -174,21 +174,21 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         mask: Tensor | None,
         split: SequenceSplit | None,
     ) -> Layout:
-        shape = input.shape[:-1]
+        shape = head.token_shape(input)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
                 raise TypeError(f"mask must be a bool tensor, got {got}")
             if mask.shape != shape or mask.device != input.device:
                 raise ValueError(
-                    f"mask must be {tuple(shape)} on {input.device}, one value for each row of input, "
+                    f"mask must be {shape} on {input.device}, one value for each row of input, "
                     f"got {tuple(mask.shape)} on {mask.device}"
                 )
         if target is None:
             if mask is None:
-                return lay_out_every(shape.numel(), split)
+                return lay_out_every(shape, split)
             return lay_out(whole(mask.long() - 1, split), self._group, -1, head.vocab_size, split=split)
-        check_target(target, input, weight=head.weight)
+        check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)

@@ -250,7 +250,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
+        check_target(target, input, head=head)
         if input.ndim != 3:
             raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
         check_side("advantages", advantages, target, per_sequence=True)
@@ -265,7 +265,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
-        split = SequenceSplit.of(sequence_group, input)
+        split = SequenceSplit.of(sequence_group, head, input)
         whole_target = whole(target.long(), split)
         layout = lay_out(whole_target, self._group, self.options.ignore_index, head.vocab_size, split=split)
         arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))

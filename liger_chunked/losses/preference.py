@@ -217,7 +217,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
+        check_target(target, input, head=head)
         if input.ndim != 3:
             raise ValueError(f"input must be (2 n, T, H), chosen then rejected sequences, got {tuple(input.shape)}")
         if input.shape[0] % 2:
@@ -226,8 +226,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 f"in {tuple(input.shape)}"
             )
         target = target.long()
-        union = target if nll_target is None else self._union(target, nll_target, input)
-        split = SequenceSplit.of(sequence_group, input)
+        union = target if nll_target is None else self._union(target, nll_target, input, head)
+        split = SequenceSplit.of(sequence_group, head, input)
         layout = lay_out(whole(union, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         ref_logps = reference_logps(reference, self, head, target, layout, split, required=self.use_ref_model)
@@ -258,10 +258,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 
-    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead) -> Tensor:
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
-        check_target(nll_target, input, "nll_target")
+        check_target(nll_target, input, "nll_target", head=head)
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
         if bool((in_both & (target != nll_target)).any()):

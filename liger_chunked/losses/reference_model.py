@@ -57,7 +57,7 @@ def reference_logps(
     if ref_input is not None and ref_weight is not None:
         ref_head = LossHead(ref_weight, ref_bias, head.shard)
         check_projection(ref_head, ref_input, "ref_", f"{infix}input")
-        if ref_input.shape[:-1] != target.shape:
+        if ref_head.token_shape(ref_input) != target.shape:
             raise ValueError(
                 f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
                 f"got {tuple(ref_input.shape)}"

@@ -60,11 +60,11 @@ def mismatched_kl(
             f"got {', '.join(given) or 'neither'}"
         )
     check_projection(head, kl_input, input_name="kl_input")
-    check_target(kl_target, kl_input, "kl_target", "kl_input")
+    check_target(kl_target, kl_input, "kl_target", "kl_input", head=head)
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
-    split = SequenceSplit.of(sequence_group, kl_input, "kl_input")
+    split = SequenceSplit.of(sequence_group, head, kl_input, "kl_input")
     layout = lay_out(
         whole(target, split), "sequence", loss.options.ignore_index, head.vocab_size, "kl_target", split=split
     )

@@ -156,14 +156,14 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
+        check_target(target, input, head=head)
         if input.ndim != 3:
             raise ValueError(f"input must be (n, T, H), a sequence a row, got {tuple(input.shape)}")
         preference_labels = _labels(preference_labels, input)
         if example_weights is not None:
             _check_weights(example_weights, input)
         target = target.long()
-        split = SequenceSplit.of(sequence_group, input)
+        split = SequenceSplit.of(sequence_group, head, input)
         layout = lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
