@@ -130,6 +130,7 @@ def dpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     loss_type: str | Callable[[Pairs], Tensor] | Sequence[str | Callable[[Pairs], Tensor]] = "sigmoid",
@@ -198,6 +199,7 @@ def dpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -215,6 +217,7 @@ def orpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     ignore_index: int = -100,
@@ -258,6 +261,7 @@ def orpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -275,6 +279,7 @@ def cpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     cpo_alpha: float = 1.0,
@@ -329,6 +334,7 @@ def cpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -346,6 +352,7 @@ def simpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     gamma: float = 0.5,
@@ -400,6 +407,7 @@ def simpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -424,6 +432,7 @@ def kto_loss(
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     loss_type: str = "kto",
@@ -484,6 +493,7 @@ def kto_loss(
         delta=delta,
         example_weights=example_weights,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -508,6 +518,7 @@ def bco_loss(
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     average_log_prob: bool = False,
@@ -562,6 +573,7 @@ def bco_loss(
         delta=delta,
         example_weights=example_weights,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 
@@ -583,6 +595,7 @@ def grpo_loss(
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
     sequence_group: ProcessGroup | None = None,
     beta: float = 0.0,
     surrogate: str = "clip",
@@ -662,6 +675,7 @@ def grpo_loss(
         importance_weights=importance_weights,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
         sequence_group=sequence_group,
     )
 

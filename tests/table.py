@@ -353,7 +353,7 @@ def _unpaired(
 
     def arguments(batch: Batch, options: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {**batch}
-        n, device = len(batch["target"]), batch["target"].device
+        n, device = len(batch["preference_labels"]), batch["target"].device
         result |= {name: value for name, value in (("kl", kl), ("delta", delta)) if value is not None}
         if weights:
             result["example_weights"] = torch.linspace(0.5, 2.0, n, dtype=torch.float64, device=device)

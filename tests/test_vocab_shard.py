@@ -28,6 +28,7 @@ from liger_chunked import (
     linear_token_stats,
 )
 from liger_chunked.engine import collectives, scattered
+from liger_chunked.functional import dpo_loss
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -236,6 +237,20 @@ def scattered_contracts(rank: int, folder: str) -> None:
 
     with pytest.raises(ValueError, match=r"target must be \(1, 64\), one token id for each row .* on each rank"):
         loss(w, x, target[:, : n // 2], vocab_shard=shard)
+
+    # Sequences without padding, whose rows are split evenly.
+    wide = torch.randn(n, hidden, generator=generator, dtype=torch.float64)
+    whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+    given = {"target": target[0], "cu_seqlens": torch.tensor([0, 3, 25, 60, n]), "use_ref_model": False}
+    x, w = wide.clone().requires_grad_(), whole.clone().requires_grad_()
+    expected, _ = dpo_loss(w, x, **given)
+    expected.backward()
+    own, rows = slice(rank * n // 2, (rank + 1) * n // 2), slice(rank * vocab // 2, (rank + 1) * vocab // 2)
+    own_x, own_w = wide[own].clone().requires_grad_(), whole[rows].clone().requires_grad_()
+    found, _ = dpo_loss(own_w, own_x, **given, vocab_shard=shard, logits_budget=8 * 20 * 10)
+    found.backward()
+    for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad[own]), (own_w.grad, w.grad[rows])):
+        assert relative_error(ours, exact) < 1e-9
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.packed import Packing, Sequences
 from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import survey
 from liger_chunked.types import TokenStats
@@ -75,7 +76,8 @@ class Layout:
     group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
     shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
-    length: int = 1  # positions of a sequence
+    length: int = 1  # rows of the input of which ranks may split each stretch
+    row_of: Tensor | None = None  # the input's row at each place of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
 
     def local(self, whole_batch: bool = False) -> Layout:
@@ -157,14 +159,16 @@ class Layout:
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
-        # Dense (i, s, t) is the input's row s * n_pairs + i.
+        # Dense (i, s, t) is the target's row s * n_pairs + i.
         rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
         slots, target = None, self.target
         if self.slots is not None:
             slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
             rows = rows[slots]
             target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
-        return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
+        target = target[rows]
+        rows = rows if self.row_of is None else self.row_of[rows]
+        return dataclasses.replace(self, target=target, rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[Any]) -> Any:
         """Join the chunks' NamedTuples; statistics become dense."""
@@ -198,16 +202,20 @@ def lay_out(
     ignore_index: int,
     vocab_size: int,
     name: str = "target",
-    split: SequenceSplit | None = None,
+    sequences: Sequences = None,
 ) -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError for targets out of range.
 
-    Pairs are stacked: all chosen sequences first. Waits for the device once. With `split`, the target is whole.
+    Pairs are stacked: all chosen sequences first. Waits for the device once. The target is whole and padded.
     """
     whole = _lay_out(target, group, ignore_index, vocab_size, name)
-    if split is None:
+    if sequences is None:
         return whole
-    return _split(whole, _lay_out(target[..., split.own], group, ignore_index, vocab_size, name), split)
+    if isinstance(sequences, Packing):
+        row_of = sequences.rows.view(-1)
+        rows = row_of if whole.rows is None else row_of[whole.rows]
+        return dataclasses.replace(whole, rows=rows, row_of=row_of, length=sum(sequences.lengths))
+    return _split(whole, _lay_out(target[..., sequences.own], group, ignore_index, vocab_size, name), sequences)
 
 
 def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str) -> Layout:

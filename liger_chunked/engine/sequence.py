@@ -95,8 +95,3 @@ class SequenceSplit:
         part = self.own
         length = max(1, part.stop - part.start)
         return own.div(length, rounding_mode="floor") * self.length + part.start + own % length
-
-
-def whole(x: Tensor, split: SequenceSplit | None) -> Tensor:
-    """Return the values (..., T) of whole sequences."""
-    return x if split is None else split.whole(x)

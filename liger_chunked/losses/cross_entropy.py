@@ -257,7 +257,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         target = whole(target.long(), split)
         if weights is not None:
             weights = whole(weights, split).reshape(-1)
-        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size, split=split)
+        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size, sequences=split)
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:

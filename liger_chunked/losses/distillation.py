@@ -187,12 +187,12 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         if target is None:
             if mask is None:
                 return lay_out_every(shape, split)
-            return lay_out(whole(mask.long() - 1, split), self._group, -1, head.vocab_size, split=split)
+            return lay_out(whole(mask.long() - 1, split), self._group, -1, head.vocab_size, sequences=split)
         check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
+        return lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, sequences=split)
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher's V rows, or None for a top-k."""

@@ -15,12 +15,13 @@ from liger_chunked.calls import entry_point
 from liger_chunked.engine import (
     Group,
     Layout,
-    SequenceSplit,
     along,
     check_projection,
     check_target,
     check_values,
+    count,
     lay_out,
+    sequences_of,
     whole,
 )
 from liger_chunked.losses.base import StatsLoss
@@ -195,6 +196,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        cu_seqlens: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
         """Compute the loss and its metrics.
@@ -209,6 +211,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
+                without padding.
             sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
                 sequences.
 
@@ -218,23 +222,23 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
         check_target(target, input, head=head)
-        if input.ndim != 3:
-            raise ValueError(f"input must be (2 n, T, H), chosen then rejected sequences, got {tuple(input.shape)}")
-        if input.shape[0] % 2:
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences")
+        n = count(input, sequences)
+        if n % 2:
             raise ValueError(
-                f"input must stack as many chosen as rejected sequences on dim 0, got an odd {input.shape[0]} "
-                f"in {tuple(input.shape)}"
+                f"input must stack as many chosen as rejected sequences on dim 0, got an odd {n} in "
+                f"{tuple(input.shape)}"
             )
-        target = target.long()
+        target, ignore_index = target.long(), self.options.ignore_index
         union = target if nll_target is None else self._union(target, nll_target, input, head)
-        split = SequenceSplit.of(sequence_group, head, input)
-        layout = lay_out(whole(union, split), self._group, self.options.ignore_index, head.vocab_size, split=split)
+        whole_union = whole(union, sequences, ignore_index)
+        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        ref_logps = reference_logps(reference, self, head, target, layout, split, required=self.use_ref_model)
+        ref_logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
         if nll_target is not None:
-            target, nll_target = whole(target, split), whole(nll_target, split)
+            target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
         batch = self._batch(head, target, nll_target, layout, ref_logps)
-        n_pairs = max(1, target.shape[0] // 2)
+        n_pairs = max(1, n // 2)
         summed: dict[int, Tensor] = {}  # by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:

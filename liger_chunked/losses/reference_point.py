@@ -66,7 +66,7 @@ def mismatched_kl(
     target = kl_target.long()
     split = SequenceSplit.of(sequence_group, head, kl_input, "kl_input")
     layout = lay_out(
-        whole(target, split), "sequence", loss.options.ignore_index, head.vocab_size, "kl_target", split=split
+        whole(target, split), "sequence", loss.options.ignore_index, head.vocab_size, "kl_target", sequences=split
     )
     lengths = layout.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
