@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Chunk, Layout, Tile, along, largest, row_blocks
 from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
 from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
@@ -48,6 +49,7 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
+    filter: SamplingFilter | None = None
     scattered: ScatteredRows | None = None  # if ranks split the hidden states that all of them project
 
     @classmethod
@@ -110,10 +112,16 @@ class Plan:
         outputs: tuple[str, ...],
         options: LogitOptions,
         class_weight: Tensor | None = None,
+        filter: SamplingFilter | None = None,
     ) -> Plan:
         """Plan a forward whose backward comes later."""
         warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
-        cut = tiles(layout.n_valid, head.columns, budget_elements(options, head.even_shape, dtype))
+        elements = budget_elements(options, head.even_shape, dtype)
+        if filter is None:
+            cut = tiles(layout.n_valid, head.columns, elements)
+        else:
+            whole_rows = pieces(0, layout.n_valid, max(1, elements // head.columns))
+            cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
         every = slice(0, layout.n_valid)
         chunks = [Chunk(every, every)]
         layout, scattered = scatter_rows(layout, chunks, head.shard)
@@ -128,6 +136,7 @@ class Plan:
             outputs=outputs,
             class_weight=class_weight,
             shard=head.shard,
+            filter=filter,
         )
 
     @classmethod
@@ -198,8 +207,12 @@ class Plan:
         return made
 
     def make_head_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
-        kind = HeadPass if head.shard is None else ShardedPass
-        made = kind(head, self.options, self.outputs, self.class_weight, grads)
+        made: HeadPass
+        if self.filter is not None:
+            made = FilteredPass(head, self.options, self.outputs, grads=grads, filter=self.filter)
+        else:
+            kind = HeadPass if head.shard is None else ShardedPass
+            made = kind(head, self.options, self.outputs, self.class_weight, grads)
         made.reserve(self.largest_tile)
         return made
 
