@@ -560,6 +560,9 @@ def torchtitan_worker(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
         loss(whole, case.target, valid)
     set_spmd_backend("spmd_types")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"set training\.disable_cuda_graphs"):
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        loss(whole, case.target, valid)
 
     # FSDP, which shards the norm and the head together: each rank has sequences of its own.
     class Decoder(nn.Module):

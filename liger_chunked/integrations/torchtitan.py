@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
@@ -30,8 +31,11 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     parallelism, the weight is a DTensor ("partial_dtensor"), or plain rows of this rank ("spmd_types"): then the
     hidden states' gradient is the rank's share, which the backward of the norm sums.
 
+    `compile_config` is not used.
+
     Raises:
         ValueError: "full_dtensor" as `spmd_backend`.
+        RuntimeError: under a CUDA graph.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,6 +62,8 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError("lm_head must be set before the first call: call set_lm_head")
         if get_spmd_backend() == "full_dtensor":
             raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
         with spmd.local():
             loss = _call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
             if global_valid_tokens is not None:
