@@ -62,7 +62,7 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError("lm_head must be set before the first call: call set_lm_head")
         if get_spmd_backend() == "full_dtensor":
             raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
-        if torch.cuda.is_current_stream_capturing():
+        if pred.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
         with spmd.local():
             loss = _call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
