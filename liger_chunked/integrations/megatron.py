@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.functional import cross_entropy_loss
-from liger_chunked.integrations.tensor_parallel import even_shard, gather_sequence
+from liger_chunked.integrations.tensor_parallel import even_shard
 
 __all__ = ["OutputProcessor"]
 
@@ -28,8 +28,8 @@ class OutputProcessor:
 
     Args:
         fn: called with `(weight, hidden, target, bias, vocab_shard=...)`: a function of `liger_chunked.functional`, or
-            a loss module. `hidden` is (b, s, h), `target` (b, s). None: the cross entropy of each token, (b, s), as
-            without an output processor.
+            a loss module. `hidden` is (b, s, h), or the rank's part of s, `target` (b, s). None: the cross entropy of
+            each token, (b, s), as without an output processor.
         vocab_size: size of the vocabulary without padding. None: padded rows are in the softmax, as in Megatron.
 
     `output_processor_context` may be a dict of more keywords of `fn`:
@@ -70,15 +70,18 @@ class OutputProcessor:
             )
         _check_head(output_layer, config)
         weight = output_layer.weight if output_weight is None else output_weight
-        group, gathers = output_layer.tp_group, output_layer.sequence_parallel
-        hidden = gather_sequence(hidden_states, group) if gathers else hidden_states
         target = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
         options = dict(context or {})
         scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones(())))
         if scale != 1.0:
             options["logit_scale"] = scale
-        shard = even_shard(weight, group, "partial" if gathers else "all_reduce", vocab_size=self.vocab_size)
-        return self.fn(weight, hidden.transpose(0, 1), target, output_layer.bias, vocab_shard=shard, **options)
+        shard = even_shard(
+            weight,
+            output_layer.tp_group,
+            "reduce_scatter" if output_layer.sequence_parallel else "all_reduce",
+            vocab_size=self.vocab_size,
+        )
+        return self.fn(weight, hidden_states.transpose(0, 1), target, output_layer.bias, vocab_shard=shard, **options)
 
 
 def _check_head(output_layer: Any, config: Any) -> None:

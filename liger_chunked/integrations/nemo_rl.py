@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.functional import linear_token_stats
-from liger_chunked.integrations.tensor_parallel import budget_of, even_shard, gather_sequence
+from liger_chunked.integrations.tensor_parallel import budget_of, even_shard
 
 __all__ = ["ChunkedDistributedHiddenStatesToLogprobs"]
 
@@ -39,9 +39,9 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             logps = linear_token_stats(
                 weight,
-                gather_sequence(tensor_parallel_hidden_states, tp_group).transpose(0, 1),
+                tensor_parallel_hidden_states.transpose(0, 1),
                 target,
-                vocab_shard=even_shard(weight, tp_group, "partial", rows=rows),
+                vocab_shard=even_shard(weight, tp_group, "reduce_scatter", rows=rows),
                 logits_budget=budget_of(tokens, weight),
             ).logps
         assert logps is not None

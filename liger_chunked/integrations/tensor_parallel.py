@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.types import VocabShard, described
 
-# The second names are deprecated since torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def even_shard(
     weight: Tensor,
     group: Any,
-    input_grad: Literal["all_reduce", "partial"],
+    input_grad: Literal["all_reduce", "partial", "reduce_scatter"],
     *,
     rows: range | None = None,
     vocab_size: int | None = None,
@@ -49,23 +44,3 @@ def budget_of(tokens: int | None, weight: Tensor) -> int | None:
     if tokens < 1:
         raise ValueError(f"chunk_size must be a positive number of tokens or None, got {tokens}")
     return tokens * weight.shape[0] * weight.itemsize
-
-
-def gather_sequence(x: Tensor, group: Any) -> Tensor:
-    """Gather the ranks' parts of dim 0, in rank order. The gradient is summed over the ranks and scattered."""
-    return x if dist.get_world_size(group) == 1 else _GatherSequence.apply(x, group)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        whole = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        _all_gather(whole, x.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        part = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        _reduce_scatter(part, grad.contiguous(), group=ctx.group)
-        return part, None
