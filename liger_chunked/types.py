@@ -34,8 +34,10 @@ class TokenStats(NamedTuple):
     - `is_top1`: `argmax == y`
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    The first four are differentiable. Fields have the tokens' shape, or are None if not requested. Floats are float32,
-    or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
+    - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
+
+    The first four and the last are differentiable. Other fields have the tokens' shape, or are None if not requested.
+    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
     (`kernels/target_logit.py`).
     """
 
@@ -46,6 +48,10 @@ class TokenStats(NamedTuple):
     argmax: Tensor | None = None
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
+    candidate_logps: Tensor | None = None
+
+
+OUTPUTS = tuple(name for name in TokenStats._fields if name != "candidate_logps")
 
 
 class DeclaredStats(TokenStats):

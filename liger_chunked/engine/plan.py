@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_chunked.engine import epilogue
 from liger_chunked.engine.batch import Chunk, Layout, Tile, along, largest, row_blocks
+from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.epilogue import EpiloguePass
 from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
@@ -50,6 +51,7 @@ class Plan:
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
     filter: SamplingFilter | None = None
+    candidates: Tensor | None = None  # (n_valid, K) ids
     scattered: ScatteredRows | None = None  # if ranks split the hidden states that all of them project
 
     @classmethod
@@ -113,8 +115,9 @@ class Plan:
         options: LogitOptions,
         class_weight: Tensor | None = None,
         filter: SamplingFilter | None = None,
+        candidates: Tensor | None = None,
     ) -> Plan:
-        """Plan a forward whose backward comes later."""
+        """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
         elements = budget_elements(options, head.even_shape, dtype)
         if filter is None:
@@ -125,9 +128,12 @@ class Plan:
         every = slice(0, layout.n_valid)
         chunks = [Chunk(every, every)]
         layout, scattered = scatter_rows(layout, chunks, head.shard)
+        if candidates is not None and layout.slots is not None:
+            candidates = candidates[layout.slots]
         return cls(
             layout=layout,
             scattered=scattered,
+            candidates=candidates,
             chunks=chunks,
             tiles=[cut],
             dtype=dtype,
@@ -213,6 +219,8 @@ class Plan:
         else:
             kind = HeadPass if head.shard is None else ShardedPass
             made = kind(head, self.options, self.outputs, self.class_weight, grads)
+        if self.candidates is not None:
+            made.candidates = Candidates(self.candidates)
         made.reserve(self.largest_tile)
         return made
 

@@ -41,6 +41,8 @@ class ShardedPass(HeadPass):
 
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         partial = functools.reduce(merge, gather(self._partial(tokens), self._shard.group))
+        if self.candidates is not None:
+            of_one_rank(self.candidates.logits, self._shard.group)
         return partial, finish(partial, tokens.target, self.vocab_size, self.outputs)
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:

@@ -30,6 +30,7 @@ from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
+    OUTPUTS,
     AdaptedWeight,
     HeadTensors,
     LogitOptions,
@@ -255,9 +256,9 @@ def fused_loss(
     The caller has checked tensors. `differentiates`: the `outputs` that the gradient may reach. `whole_batch`: the
     objective needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
     """
-    unknown = [name for name in outputs if name not in TokenStats._fields]
+    unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
-        raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
+        raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = Plan.of_loss(
         head,
         layout.local(whole_batch),
@@ -270,5 +271,5 @@ def fused_loss(
         class_weight=class_weight,
     )
     loss, values = run_step(Step(plan, objective, plan.make_pass), head, input)
-    present = [name for name in TokenStats._fields if name in outputs]
+    present = [name for name in OUTPUTS if name in outputs]
     return loss, TokenStats(**dict(zip(present, values, strict=True)))
