@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -192,12 +193,32 @@ def assert_same(ours: Log, stock: Log, common: bool = False, entries: int = 5) -
         assert {k: mine[k] for k in keys} == pytest.approx({k: theirs[k] for k in keys}, rel=2e-5, abs=1e-5)
 
 
-SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
-
-
 def rare(*values: Any) -> Any:
     """Settings that change what TRL's own code does, or a second value of one: not in every run."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("name", ["GRPO", rare("SFT"), rare("DPO"), rare("KTO"), rare("RLOO")])
+def test_chunked_heads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own trainer, and a subclass, with our head; afterwards TRL's functions are in their places."""
+    stock = run(tmp_path, name, ours=False)
+    calls = []
+    monkeypatch.setattr(base, "add_chunked_lm_head", lambda *a, **k: (calls.append(k), add_chunked_lm_head(*a, **k))[1])
+    kind, theirs = KINDS[name], base._THEIRS
+    subclass = type("Own", (kind.stock(),), {})
+    monkeypatch.setattr(Kind, "stock", lambda self: subclass)
+    with integration.chunked_heads(logits_budget="1MiB"):
+        ours = run(tmp_path, name, ours=False)
+        fresh = ModuleType("made_inside")
+        fresh.add_fused_lm_head = sys.modules["trl.trainer.utils"].add_fused_lm_head  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "made_inside", fresh)
+    assert calls and all(call["logits_budget"] == 2**20 for call in calls)
+    assert_same(ours, stock)
+    held = [m.add_fused_lm_head for m in [*sys.modules.values()] if "add_fused_lm_head" in getattr(m, "__dict__", {})]
+    assert fresh in sys.modules.values() and all(function is theirs for function in held)
+
+
+SEQUENCES = {"temperature": 0.8, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}
 
 
 CASES = [

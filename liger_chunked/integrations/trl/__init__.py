@@ -54,14 +54,14 @@ _TRAINERS = {
     "GOLD": ("distillation", "trl.experimental.gold"),
 }
 
-__all__ = sorted([*(f"Liger{kind}Trainer" for kind in _TRAINERS), "add_chunked_lm_head"])
+__all__ = sorted([*(f"Liger{kind}Trainer" for kind in _TRAINERS), "add_chunked_lm_head", "chunked_heads"])
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "add_chunked_lm_head":
-        return importlib.import_module(f"{__name__}.base").add_chunked_lm_head
+    if not name.startswith("Liger"):
+        return getattr(importlib.import_module(f"{__name__}.base"), name)
     kind = name.removeprefix("Liger").removesuffix("Trainer")
     file, module = _TRAINERS[kind]
     mixin = getattr(importlib.import_module(f"{__name__}.{file}"), f"{kind}Mixin")

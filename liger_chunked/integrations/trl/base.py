@@ -16,6 +16,7 @@ import trl
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer import utils
 from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
 from liger_chunked.engine import linear_token_stats
@@ -312,7 +313,9 @@ class LigerTrainerMixin(_Trainer):
         self.logits_budget = budget
         # TRL casts such a head itself, without an adapter.
         casts = getattr(config, "cast_lm_head_to_fp32", False)
-        with _chunked_heads(type(self), budget, self.share_prefix), nullcontext() if casts else _lora_heads(type(self)):
+        _check_has_head(type(self))
+        heads = chunked_heads(logits_budget=budget, share_prefix=self.share_prefix)
+        with heads, nullcontext() if casts else _lora_heads(type(self)):
             super().__init__(*args, **kwargs)
         for name in self.models_without_head:
             model = getattr(self, name)
@@ -426,27 +429,48 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
         return value, model(**inputs)
 
 
+_THEIRS = utils.add_fused_lm_head
+
+
+def _holds_head(module: Any) -> bool:
+    """Whether a module has TRL's `add_fused_lm_head`, or ours in its place."""
+    function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
+    return getattr(function, "__wrapped__", function) is _THEIRS
+
+
 @contextmanager
-def _chunked_heads(
-    trainer: type[LigerTrainerMixin], logits_budget: int | None, share_prefix: bool | str
+def chunked_heads(
+    *, logits_budget: int | float | str | None = None, share_prefix: bool | str = False
 ) -> Iterator[None]:
-    """Replace TRL's `add_fused_lm_head` during a trainer's `__init__`."""
-    modules: list[Any] = [sys.modules[cls.__module__] for cls in trainer.__mro__]
-    theirs = [(module, module.add_fused_lm_head) for module in modules if "add_fused_lm_head" in vars(module)]
-    if not theirs and "model" not in trainer.models_without_head:
-        raise RuntimeError(
-            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
-            "TRL 1.15 and 1.16 do"
-        )
-    budget = HEAD_BUDGET if logits_budget is None else logits_budget
+    """Give trainers that are made inside the block `add_chunked_lm_head` where they call TRL's `add_fused_lm_head`.
+
+        with chunked_heads():
+            trainer = GRPOTrainer(...)
+
+    For trainers of TRL, experimental ones included, and yours. The arguments are those of `add_chunked_lm_head`;
+    `logits_budget` is 512 MiB by default.
+    """
+    budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
+    with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
+    ours = functools.wraps(_THEIRS)(with_settings)
+    before = {name: module.add_fused_lm_head for name, module in [*sys.modules.items()] if _holds_head(module)}
     try:
-        for module, function in theirs:
-            ours = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
-            module.add_fused_lm_head = functools.wraps(function)(ours)
+        for name in before:
+            sys.modules[name].add_fused_lm_head = ours  # type: ignore[attr-defined]
         yield
     finally:
-        for module, function in theirs:
-            module.add_fused_lm_head = function
+        for name, module in [*sys.modules.items()]:
+            if _holds_head(module):  # also modules that the block imported
+                module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
+
+
+def _check_has_head(trainer: type[LigerTrainerMixin]) -> None:
+    if not any(_holds_head(sys.modules[cls.__module__]) for cls in trainer.__mro__):
+        if "model" not in trainer.models_without_head:
+            raise RuntimeError(
+                f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
+                "TRL 1.15 and 1.16 do"
+            )
 
 
 class _Unsupported(type):
