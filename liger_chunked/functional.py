@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_chunked import losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
+from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
@@ -29,6 +30,7 @@ from liger_chunked.types import (
 )
 
 __all__ = [
+    "adaptive_entropy_coef",
     "bco_loss",
     "cosine_similarity_loss",
     "cpo_loss",
@@ -40,6 +42,7 @@ __all__ = [
     "kto_loss",
     "linear_token_stats",
     "orpo_loss",
+    "rollout_importance_weights",
     "simpo_loss",
     "tvd_loss",
 ]
@@ -605,15 +608,23 @@ def grpo_loss(
     epsilon_high: float = 0.2,
     delta: float | None = None,
     max_completion_length: int | None = None,
+    kl_estimator: str = "k3",
     use_bias_correction_kl: bool = True,
+    off_policy_mask_threshold: float | None = None,
     entropy_coef: float = 0.0,
     top_entropy_quantile: float = 1.0,
+    cispo_epsilon_low: float = 0.0,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
     vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0,
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    kl_cov_ratio: float = 2e-4,
+    ppo_kl_coef: float = 1.0,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -645,15 +656,23 @@ def grpo_loss(
         epsilon_high=epsilon_high,
         delta=delta,
         max_completion_length=max_completion_length,
+        kl_estimator=kl_estimator,
         use_bias_correction_kl=use_bias_correction_kl,
+        off_policy_mask_threshold=off_policy_mask_threshold,
         entropy_coef=entropy_coef,
         top_entropy_quantile=top_entropy_quantile,
+        cispo_epsilon_low=cispo_epsilon_low,
         sapo_temperature_pos=sapo_temperature_pos,
         sapo_temperature_neg=sapo_temperature_neg,
         vespo_k_pos=vespo_k_pos,
         vespo_lambda_pos=vespo_lambda_pos,
         vespo_k_neg=vespo_k_neg,
         vespo_lambda_neg=vespo_lambda_neg,
+        clip_cov_ratio=clip_cov_ratio,
+        clip_cov_lb=clip_cov_lb,
+        clip_cov_ub=clip_cov_ub,
+        kl_cov_ratio=kl_cov_ratio,
+        ppo_kl_coef=ppo_kl_coef,
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,

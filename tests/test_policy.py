@@ -20,7 +20,7 @@ EXACT = 1e-12
 PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 
 by_row = pytest.mark.parametrize("row", POLICY, ids=repr)
-by_level = pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+by_level = pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "trajectory"])
 by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
 
 
@@ -66,8 +66,8 @@ def test_ratio_is_exactly_1_on_policy(level, dtype, device):
 def test_on_policy_gradient_is_reinforce(surrogate):
     """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
     batch = rollouts(SMALL, seed=1, old=False)
-    settings = {"epsilon_high": 5.0} if surrogate == "cispo" else {}
-    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings), batch)
+    settings = {"cispo": {"epsilon_high": 5.0}, "clip_cov": {"clip_cov_lb": 90.0, "clip_cov_ub": 99.0}}
+    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings.get(surrogate, {})), batch)
 
     def expected(batch: Batch) -> Tensor:
         logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]

@@ -6,7 +6,8 @@ losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; 
            cosine.py
 bases      base.py (all losses), preference.py (pairs), unpaired.py (labels), policy.py (rollouts),
            distillation.py (a teacher)
-helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO)
+helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO),
+           rollout_control.py (what a policy loss's caller computes)
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
