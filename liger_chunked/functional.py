@@ -15,7 +15,6 @@ from torch import Tensor
 from liger_chunked import losses
 from liger_chunked.calls import entry_point, once
 from liger_chunked.engine import linear_token_stats
-from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.types import (
     CrossEntropyMetrics,
     DistillationMetrics,
@@ -30,7 +29,6 @@ from liger_chunked.types import (
 )
 
 __all__ = [
-    "adaptive_entropy_coef",
     "bco_loss",
     "cosine_similarity_loss",
     "cpo_loss",
@@ -42,7 +40,6 @@ __all__ = [
     "kto_loss",
     "linear_token_stats",
     "orpo_loss",
-    "rollout_importance_weights",
     "simpo_loss",
     "tvd_loss",
 ]

@@ -225,7 +225,9 @@ def grpo(
             case "cispo":
                 cost = -weights * torch.clamp(ratio.detach(), cispo_epsilon_low, epsilon_high) * advantage * logps
             case "gmpo":
-                bounds = [(0.0, math.exp(epsilon_high)) if a > 0 else (math.exp(-epsilon_low), math.inf) for a in advantage]
+                bounds = [
+                    (0.0, math.exp(epsilon_high)) if a > 0 else (math.exp(-epsilon_low), math.inf) for a in advantage
+                ]
                 bounded = torch.stack([r.clamp(*bound) for r, bound in zip(ratio, bounds, strict=True)])
                 cost = -weights * bounded.log().mean().exp() * advantage
             case "clip_cov":

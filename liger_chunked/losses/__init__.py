@@ -23,6 +23,7 @@ from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
@@ -44,4 +45,6 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "adaptive_entropy_coef",
+    "rollout_importance_weights",
 ]

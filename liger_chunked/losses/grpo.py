@@ -51,7 +51,7 @@ class SurrogateSettings:
             if not 0 < share <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {share}")
         for name in ("clip_cov_lb", "clip_cov_ub"):
-            check_number(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}")
         if self.cispo_epsilon_low > self.epsilon_high:
@@ -157,9 +157,11 @@ def _highest(values: Tensor, share: float, r: Rollouts, candidates: Tensor) -> T
 
 
 def _clip_cov(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    covariance, clipped = _covariance(r), _clipped_by_clip(r, s)
+    covariance = _covariance(r)
     inside = (covariance > s.clip_cov_lb) & (covariance < s.clip_cov_ub)
-    detached = _highest(covariance, s.clip_cov_ratio, r, r.mask & inside & ~(clipped.low | clipped.high))
+    low, high = _clipped_by_clip(r, s)
+    assert low is not None
+    detached = _highest(covariance, s.clip_cov_ratio, r, r.mask & inside & ~(low | high))
     return torch.where(detached, 0.0, _clip(r, s))
 
 
@@ -271,12 +273,12 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Levels except "token", `gmpo`, `vespo` and `off_policy_mask_threshold` cost one more GEMM for a sequence over budget,
-    `clip_cov` and `kl_cov` for a batch over budget.
+    Levels other than "token", `gmpo`, `vespo` and `off_policy_mask_threshold` cost one more GEMM for a sequence over
+    budget; `clip_cov` and `kl_cov`, for a batch over budget.
 
     Args:
         epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, of the ratio's log from 0.
+            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, bounds of the ratio's log.
         cispo_epsilon_low: the smallest ratio, the paper's `1 - epsilon_low`, which is 0 there: no bound.
         delta: upper bound of `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.

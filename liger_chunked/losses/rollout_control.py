@@ -108,7 +108,7 @@ def adaptive_entropy_coef(
 
     Args:
         coef: `c_k`; keep the returned one, also in checkpoints.
-        entropy: mean per token of a whole step, in nats: `PolicyMetrics.entropy`, averaged over micro-batches and ranks.
+        entropy: mean per token of a whole step, in nats: `PolicyMetrics.entropy` over micro-batches and ranks.
 
     >>> coef, entropy_coef = 0.0, 0.0
     >>> for entropy in (0.15, 0.19, 0.3):
