@@ -278,7 +278,7 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
 
     Args:
         epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, bounds of the ratio's log.
+            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, bounds of `log r`.
         cispo_epsilon_low: the smallest ratio, the paper's `1 - epsilon_low`, which is 0 there: no bound.
         delta: upper bound of `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from liger_chunked.engine import Packing
 from liger_chunked.losses.rollouts import sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive
 from liger_chunked.types import shown
@@ -29,6 +30,7 @@ def rollout_importance_weights(
     mode: str = "sequence_mask",
     clip_min: float | None = None,
     clip_max: float | None = 3.0,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Return the `importance_weights` of a policy loss for tokens that another engine sampled.
 
@@ -50,9 +52,10 @@ def rollout_importance_weights(
         mask: (B, T), True or 1 at the completion's tokens: `target != -100`.
         mode: see above.
         clip_min, clip_max: bounds of the ratio; None is no bound.
+        cu_seqlens: of sequences without padding, (N,) for (B, T), as in the loss.
 
     Returns:
-        (B, T), 1 at other tokens, or (B, 1), without gradient, in at least float32.
+        (B, T) or (N,), 1 at other tokens, or (B, 1), without gradient, in at least float32.
 
     >>> import torch
     >>> old, sampled = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.1, 0.9]]).log()
@@ -70,14 +73,19 @@ def rollout_importance_weights(
         raise ValueError(f"mode {mode!r} needs clip_min or clip_max, got None for both")
     if clip_min is not None and clip_max is not None and not clip_min < clip_max:
         raise ValueError(f"clip_min={clip_min} must be below clip_max={clip_max}")
+    shape = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
     for name, x in (("old_logps", old_logps), ("sampling_logps", sampling_logps), ("mask", mask)):
-        if not isinstance(x, Tensor) or x.ndim != 2 or x.shape != old_logps.shape:
+        if not isinstance(x, Tensor) or x.ndim != (2 if cu_seqlens is None else 1) or x.shape != old_logps.shape:
             got = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise ValueError(f"{name} must be (B, T), the shape of old_logps, got {got}")
+            raise ValueError(f"{name} must be {shape}, the shape of old_logps, got {got}")
     mask = mask.bool()
     dtype = torch.promote_types(torch.promote_types(old_logps.dtype, sampling_logps.dtype), torch.float32)
     scored = mask & ~sampling_logps.isnan()
-    ratio = _LEVELS[level](torch.where(scored, old_logps.to(dtype) - sampling_logps.to(dtype), 0.0), mask).exp()
+    log_ratio = torch.where(scored, old_logps.to(dtype) - sampling_logps.to(dtype), 0.0)
+    if cu_seqlens is not None and level != "token":
+        packing = Packing.of(cu_seqlens, len(mask), mask.device)
+        log_ratio, mask = packing.whole(log_ratio), packing.whole(mask, False)
+    ratio = _LEVELS[level](log_ratio, mask).exp()
     if bounded == "truncate":
         return ratio.clamp(clip_min, clip_max).to(dtype)
     outside = torch.zeros_like(ratio, dtype=torch.bool)
