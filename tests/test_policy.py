@@ -97,6 +97,9 @@ def test_ratio_of_a_sequence_across_chunks(level, tokens_in_budget):
         pytest.param({}, 3, id="tokens-never-outgrow-the-budget"),
         pytest.param({"importance_level": "sequence"}, 4, id="a-sequence-does"),
         pytest.param({"surrogate": "vespo"}, 4, id="vespo-looks-at-sequences"),
+        pytest.param({"surrogate": "gmpo"}, 4, id="gmpo-too"),
+        pytest.param({"off_policy_mask_threshold": 0.1}, 4, id="masks-look-at-sequences"),
+        pytest.param({"surrogate": "clip_cov"}, 4, id="clip_cov-looks-at-the-batch"),
         pytest.param({"top_entropy_quantile": 0.5}, 4, id="the-batch-does"),
     ],
 )
@@ -343,8 +346,9 @@ def verl_clip_cov(batch: Batch) -> Tensor:
     ratio = torch.exp(logps - batch["old_logps"])
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
     covariance = verl_covariance(batch)
-    candidates = (covariance > 0.05) & (covariance < 2) & (mask > 0) & ~(clipped > plain)
-    assert 2 < candidates.sum() < 0.5 * mask.sum()
+    inside = (covariance > -0.5) & (covariance < 2) & (mask > 0)
+    candidates = inside & ~(clipped > plain)
+    assert 2 < candidates.sum() < inside.sum() < mask.sum()
     return verl_mean(torch.maximum(plain, clipped) * ~candidates, mask, "seq-mean-token-mean")
 
 
@@ -378,7 +382,7 @@ ELSEWHERE = {
     ),
     "clip_cov": (
         verl_clip_cov,
-        {"surrogate": "clip_cov", "clip_cov_ratio": 0.5, "clip_cov_lb": 0.05, "clip_cov_ub": 2.0},
+        {"surrogate": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": -0.5, "clip_cov_ub": 2.0},
     ),
     "kl_cov": (
         verl_kl_cov,
