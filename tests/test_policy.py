@@ -396,7 +396,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("budget", [None, PACKS])
 def test_as_elsewhere(name, budget):
     formula, settings = ELSEWHERE[name]
-    batch = rollouts(SMALL, seed=24, ref="tokens")
+    batch = rollouts(SMALL, seed=26, ref="tokens")
     ours = evaluate(partial(grpo, logits_budget=budget, **settings), batch)
     assert_same(ours, evaluate(formula, batch))
 
