@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         LigerFusedLinearSimPOLoss,
         LigerFusedLinearTVDLoss,
         LigerFusedLinearUnpairedPreferenceBase,
+        adaptive_entropy_coef,
+        rollout_importance_weights,
     )
     from liger_chunked.memory import estimate_memory
     from liger_chunked.modules import (
@@ -111,6 +113,7 @@ __all__ = [
     "TokenStats",
     "UnpairedPreferenceMetrics",
     "VocabShard",
+    "adaptive_entropy_coef",
     "estimate_memory",
     "liger_cross_entropy",
     "liger_geglu",
@@ -125,6 +128,7 @@ __all__ = [
     "liger_tvd",
     "liger_tvd_with_logits",
     "linear_token_stats",
+    "rollout_importance_weights",
     "shifted",
 ]
 

@@ -165,10 +165,10 @@ def _advice(loss: nn.Module) -> str:
         return 'preference_loss compares pairs with one another: set scope = "batch" on the class'
     if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "token":
         return 'policy_loss compares tokens with one another: set scope = "sequence" on the class'
-    if isinstance(loss, LigerFusedLinearPolicyBase):
+    if isinstance(loss, LigerFusedLinearPolicyBase) and loss.scope == "sequence":
         return (
-            "policy_loss must treat sequences independently: read batch_size and batch_tokens for the whole batch, and "
-            "subtract a baseline from advantages before the call"
+            "policy_loss must treat sequences independently: read batch_size and batch_tokens for the whole batch, "
+            'subtract a baseline from advantages before the call, or set scope = "batch" on the class'
         )
     if isinstance(loss, LigerFusedLinearUnpairedPreferenceBase):
         return "preference_loss must treat sequences independently: read batch_size and batch_counts for the batch"

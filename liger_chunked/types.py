@@ -467,7 +467,7 @@ class Rollouts:
     - `logps` (n, T): log-probabilities under the policy, in nats
     - `old_logps` (n, T): under the sampling policy, without gradient; defaults to `logps`
     - `ref_logps` (n, T): under the reference, without gradient; None without one
-    - `log_ratio`: (n, T) `logps - old_logps`, or float64 (n, 1) per sequence
+    - `log_ratio`: of the importance level, (n, T), or float64 (n, 1) per sequence
     - `advantages` (n, T), or (n, 1) per sequence
     - `importance_weights` (n, T), or (n, 1) per sequence, or None: correct for a sampler unlike the old policy
     - `entropy` (n, T): of the policy, in nats

@@ -20,7 +20,9 @@ from liger_chunked import (
     LigerFusedLinearSimPOLoss,
     LigerFusedLinearUnpairedPreferenceBase,
     LogitOptions,
+    adaptive_entropy_coef,
     linear_token_stats,
+    rollout_importance_weights,
 )
 from liger_chunked.eager.dpo import LOSS_TYPES
 
@@ -732,8 +734,49 @@ POLICY = {
     ),
     "epsilon-of-sapo": (
         lambda: LigerFusedLinearGRPOLoss(surrogate="sapo", epsilon_high=0.3),
-        r"epsilon_high=0.3 is not read by surrogate 'sapo', only by \['cispo', 'clip'\]",
+        r"epsilon_high=0.3 is not read by surrogate 'sapo', only by \['cispo', 'clip', 'clip_cov', 'gmpo'\]",
     ),
+    "level-of-gmpo": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="gmpo", importance_level="sequence"),
+        "surrogate 'gmpo' takes its ratios per token: importance_level must be 'token', got 'sequence'",
+    ),
+    "cispo-bounds": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="cispo", cispo_epsilon_low=0.8, epsilon_high=0.2),
+        "cispo_epsilon_low=0.8, the lowest ratio, must not be above epsilon_high=0.2, the highest",
+    ),
+    "covariance-bounds": (
+        lambda: LigerFusedLinearGRPOLoss(surrogate="clip_cov", clip_cov_lb=5.0),
+        "clip_cov_lb=5.0 must be below clip_cov_ub=5.0",
+    ),
+    "kl-estimator": (
+        lambda: LigerFusedLinearGRPOLoss(kl_estimator="full"),
+        "unknown kl_estimator 'full', expected one of .*k1.*k2.*k3.*abs.*low_var_kl",
+    ),
+    "weights-mode": (
+        lambda: rollout_importance_weights(f64(B, T), f64(B, T), ids(B, T), mode="mask"),
+        "unknown mode 'mask', expected one of .*token_truncate.*sequence_mask.*geometric_mask",
+    ),
+    "weights-without-bounds": (
+        lambda: rollout_importance_weights(f64(B, T), f64(B, T), ids(B, T), mode="token_truncate", clip_max=None),
+        "mode 'token_truncate' needs clip_min or clip_max, got None for both",
+    ),
+    "weights-bounds": (
+        lambda: rollout_importance_weights(f64(B, T), f64(B, T), ids(B, T), clip_min=4.0),
+        "clip_min=4.0 must be below clip_max=3.0",
+    ),
+    "weights-shape": (
+        lambda: rollout_importance_weights(f64(B, T), f64(B, T + 1), ids(B, T)),
+        rf"sampling_logps must be \(B, T\), the shape of old_logps, got \({B}, {T + 1}\)",
+    ),
+    "weights-mask": (
+        lambda: rollout_importance_weights(f64(B, T), f64(B, T), None),
+        r"mask must be \(B, T\), the shape of old_logps, got a NoneType",
+    ),
+    "entropy-coef-bounds": (
+        lambda: adaptive_entropy_coef(0.0, 0.1, entropy_coef_min=2.0),
+        "entropy_coef_min=2.0 must not be above entropy_coef_max=1.0",
+    ),
+    "entropy-nan": (lambda: adaptive_entropy_coef(0.0, float("nan")), "entropy must be finite, got nan"),
     "temperature-of-clip": (
         lambda: LigerFusedLinearGRPOLoss(sapo_temperature_pos=2.0),
         r"sapo_temperature_pos=2.0 is not read by surrogate 'clip', only by \['sapo'\]",
@@ -757,11 +800,11 @@ POLICY = {
     ),
     "length-not-read": (
         lambda: LigerFusedLinearGRPOLoss(max_completion_length=5),
-        r"max_completion_length=5 is not read by reduction 'grpo', only by \['dr_grpo'\]",
+        r"max_completion_length=5 is not read by reduction 'grpo', only by \['dr_grpo', 'seq-mean-token-sum-norm'\]",
     ),
     "num_items-not-read": (
         lambda: grpo(num_items=5),
-        r"num_items is not read by reduction 'grpo', only by \['dapo'\]",
+        r"num_items is not read by reduction 'grpo', only by \['dapo', 'token-mean'\]",
     ),
     "num_items-0": (lambda: grpo({"reduction": "dapo"}, num_items=0), "num_items must be finite and positive, got 0"),
     "num_items-shape": (

@@ -548,5 +548,5 @@ def test_a_property_may_declare():
 
 
 def test_a_wrong_scope_of_a_policy_loss():
-    with pytest.raises(ValueError, match=r"scope must be one of \('token', 'sequence'\), got 'pair'"):
+    with pytest.raises(ValueError, match=r"scope must be one of \('token', 'sequence', 'batch'\), got 'pair'"):
         type("X", (lc.LigerFusedLinearPolicyBase,), {"scope": "pair", "policy_loss": lambda self, rollouts: None})

@@ -15,12 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import LigerFusedLinearGRPOLoss, LigerFusedLinearPolicyBase, Rollouts, eager, linear_token_stats
 from liger_chunked.losses.grpo import LOSS_TYPES, SURROGATES
+from liger_chunked.losses.policy import KL_ESTIMATORS
+from liger_chunked.testing import check_loss
 
 EXACT = 1e-12
 PACKS = 8 * 9 * SMALL.vocab  # a budget of nine tokens in float64
 
 by_row = pytest.mark.parametrize("row", POLICY, ids=repr)
-by_level = pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+by_level = pytest.mark.parametrize("level", ["token", "sequence", "sequence_token", "trajectory"])
 by_surrogate = pytest.mark.parametrize("surrogate", SURROGATES)
 
 
@@ -66,8 +68,8 @@ def test_ratio_is_exactly_1_on_policy(level, dtype, device):
 def test_on_policy_gradient_is_reinforce(surrogate):
     """At a ratio of 1, every surrogate has the gradient of `-A log pi`, summed with the reduction's weights."""
     batch = rollouts(SMALL, seed=1, old=False)
-    settings = {"epsilon_high": 5.0} if surrogate == "cispo" else {}
-    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings), batch)
+    settings = {"cispo": {"epsilon_high": 5.0}, "clip_cov": {"clip_cov_lb": 90.0, "clip_cov_ub": 99.0}}
+    ours = evaluate(partial(grpo, surrogate=surrogate, reduction="bnpo", **settings.get(surrogate, {})), batch)
 
     def expected(batch: Batch) -> Tensor:
         logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
@@ -95,6 +97,9 @@ def test_ratio_of_a_sequence_across_chunks(level, tokens_in_budget):
         pytest.param({}, 3, id="tokens-never-outgrow-the-budget"),
         pytest.param({"importance_level": "sequence"}, 4, id="a-sequence-does"),
         pytest.param({"surrogate": "vespo"}, 4, id="vespo-looks-at-sequences"),
+        pytest.param({"surrogate": "gmpo"}, 4, id="gmpo-too"),
+        pytest.param({"off_policy_mask_threshold": 0.1}, 4, id="masks-look-at-sequences"),
+        pytest.param({"surrogate": "clip_cov"}, 4, id="clip_cov-looks-at-the-batch"),
         pytest.param({"top_entropy_quantile": 0.5}, 4, id="the-batch-does"),
     ],
 )
@@ -284,6 +289,204 @@ def test_loss_types_are_compositions(loss_type):
     assert loss(**batch)[0] == grpo(batch, entropy_coef=0.1, **composition, **settings)
 
 
+# As TRL 1.16 and verl compute them on full logits
+
+
+def of_tokens(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, advantages, and the mask as floats, all (B, T)."""
+    logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+    advantages = batch["advantages"] if batch["advantages"].ndim == 2 else batch["advantages"][:, None]
+    return logps, advantages.expand(logps.shape), (batch["target"] != -100).double()
+
+
+def verl_mean(cost: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """verl's `agg_loss` on one rank, without the 1e-8 that it adds to lengths."""
+    of_sequences, lengths = (cost * mask).sum(1), mask.sum(1)
+    if mode == "token-mean":
+        return of_sequences.sum() / mask.sum()
+    if mode == "seq-mean-token-mean":
+        of_sequences = of_sequences / lengths
+    if mode == "seq-mean-token-sum-norm":
+        of_sequences = of_sequences / mask.shape[1]
+    return of_sequences.sum() / (lengths > 0).sum()
+
+
+def trl_gmpo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    log_ratio = logps - batch["old_logps"]
+    clamped = log_ratio.clamp(-0.2, 0.3)
+    clipped = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
+    of_sequences = torch.exp((clipped * mask).sum(1) / mask.sum(1))
+    return -(of_sequences * batch["advantages"]).mean()
+
+
+def verl_gspo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    mean = ((logps - batch["old_logps"]) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = torch.exp(logps - logps.detach() + mean.detach())
+    cost = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.94, 1.08))
+    return verl_mean(cost, mask, "seq-mean-token-mean")
+
+
+def verl_cispo(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    ratio = torch.exp(logps - batch["old_logps"]).clamp(1 - 0.1, 1 + 0.3).detach()
+    return verl_mean(-ratio * advantages * logps, mask, "token-mean")
+
+
+def verl_covariance(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    logps = logps.detach()
+    return (advantages - (advantages * mask).sum() / mask.sum()) * (logps - (logps * mask).sum() / mask.sum())
+
+
+def verl_clip_cov(batch: Batch) -> Tensor:
+    """With more tokens to draw than candidates, verl's random choice takes all of them."""
+    logps, advantages, mask = of_tokens(batch)
+    ratio = torch.exp(logps - batch["old_logps"])
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
+    covariance = verl_covariance(batch)
+    inside = (covariance > -0.5) & (covariance < 2) & (mask > 0)
+    candidates = inside & ~(clipped > plain)
+    assert 2 < candidates.sum() < inside.sum() < mask.sum()
+    return verl_mean(torch.maximum(plain, clipped) * ~candidates, mask, "seq-mean-token-mean")
+
+
+def verl_kl_cov(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    log_ratio = logps - batch["old_logps"]
+    valid = mask.flatten().nonzero()[:, 0]
+    top = verl_covariance(batch).flatten()[valid].topk(int(0.3 * len(valid))).indices
+    chosen = torch.zeros_like(mask).flatten().index_fill(0, valid[top], 1.0).view_as(mask)
+    return verl_mean(-advantages * log_ratio.exp() + 1.5 * chosen * log_ratio.abs(), mask, "token-mean")
+
+
+def trl_off_policy_mask(batch: Batch) -> Tensor:
+    logps, advantages, mask = of_tokens(batch)
+    drift = ((batch["old_logps"] - logps.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    keep = (advantages >= 0) | (drift <= 0.01)
+    assert 0 < (keep * mask).sum() < mask.sum()
+    ratio = torch.exp(logps - batch["old_logps"])
+    cost = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * keep
+    d = batch["ref_logps"] - logps
+    cost = cost + 0.3 * (torch.exp(d) - d - 1) * ratio
+    return ((cost * mask).sum(1) / mask.sum(1)).mean()
+
+
+ELSEWHERE = {
+    "gmpo": (trl_gmpo, {"surrogate": "gmpo", "epsilon_low": 0.2, "epsilon_high": 0.3}),
+    "gspo-token": (verl_gspo, {"importance_level": "sequence_token", "epsilon_low": 0.06, "epsilon_high": 0.08}),
+    "cispo": (
+        verl_cispo,
+        {"surrogate": "cispo", "cispo_epsilon_low": 0.9, "epsilon_high": 1.3, "reduction": "token-mean"},
+    ),
+    "clip_cov": (
+        verl_clip_cov,
+        {"surrogate": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": -0.5, "clip_cov_ub": 2.0},
+    ),
+    "kl_cov": (
+        verl_kl_cov,
+        {"surrogate": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 1.5, "reduction": "token-mean"},
+    ),
+    "off_policy_mask": (trl_off_policy_mask, {"off_policy_mask_threshold": 0.01, "beta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("budget", [None, PACKS])
+def test_as_elsewhere(name, budget):
+    formula, settings = ELSEWHERE[name]
+    batch = rollouts(SMALL, seed=26, ref="tokens")
+    ours = evaluate(partial(grpo, logits_budget=budget, **settings), batch)
+    assert_same(ours, evaluate(formula, batch))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_reductions_of_verl(mode):
+    batch = rollouts(SMALL, seed=25)
+    logps, advantages, mask = of_tokens(batch)
+    expected = verl_mean(-advantages * (logps - batch["old_logps"]).exp(), mask, mode)
+    settings = {"max_completion_length": SMALL.length} if mode.endswith("norm") else {}
+    loss = grpo(batch, surrogate="reinforce", reduction=mode, **settings)
+    torch.testing.assert_close(loss, expected, rtol=EXACT, atol=0)
+
+
+def test_gspo_token_is_gspo_if_a_sequence_has_one_advantage():
+    """In value and gradient, as section 4.3 of the paper says."""
+    batch = rollouts(SMALL, seed=26)
+    settings = {"epsilon_low": 0.06, "epsilon_high": 0.08}
+    token, sequence = (
+        evaluate(partial(grpo, importance_level=level, **settings), batch) for level in ("sequence_token", "sequence")
+    )
+    assert_same(token, sequence)
+
+
+def test_clip_cov_takes_the_highest_candidates():
+    """Fewer tokens than candidates: those of the highest covariance cost nothing, and the rest as `clip`."""
+    batch = rollouts(SMALL, seed=24)
+    settings = {"surrogate": "clip_cov", "clip_cov_lb": 0.05, "clip_cov_ub": 2.0, "reduction": "bnpo"}
+    few, half = (grpo(batch, clip_cov_ratio=ratio, **settings) for ratio in (0.1, 0.5))
+    exact = [eager.grpo(**batch, clip_cov_ratio=ratio, **settings)[0] for ratio in (0.1, 0.5)]
+    torch.testing.assert_close([few, half], exact, rtol=EXACT, atol=0)
+    assert abs(few - half) > 1e-3
+    assert few == grpo(batch, clip_cov_ratio=0.1, **settings)
+
+
+# Estimates of the KL
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_kl_estimators(estimator, corrected):
+    batch = rollouts(SMALL, seed=27, ref="tokens")
+    settings = {"beta": 0.3, "kl_estimator": estimator, "use_bias_correction_kl": corrected}
+    ours = evaluate(partial(grpo, **settings), batch)
+    assert_same(ours, evaluate(lambda batch: eager.grpo(**batch, **settings)[0], batch))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected", "unbiased"),
+    [("k1", True, True), ("k3", True, True), ("k2", False, True), ("k1", False, False), ("k3", False, False)],
+)
+def test_gradient_of_kl_estimators(estimator, corrected, unbiased):
+    """In expectation over all tokens of a position. `k1` and `k3` estimate the value as well, `k2` does not."""
+    vocab = 5
+    generator = torch.Generator().manual_seed(28)
+    logits, ref = torch.randn(2, vocab, generator=generator, dtype=torch.float64)
+    weight = logits[:, None].clone().requires_grad_()
+    logps = weight[:, 0].log_softmax(0)
+    kl = (logps.exp() * (logps - ref.log_softmax(0))).sum()
+    (exact,) = torch.autograd.grad(kl, weight)
+
+    ones = torch.ones(vocab, 1, 1, dtype=torch.float64)
+    loss_fn = LigerFusedLinearGRPOLoss(
+        beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected, reduction="luspo"
+    )
+    expected = 0
+    for y in range(vocab):  # probabilities of the tokens as factors
+        value, _ = loss_fn(
+            weight, ones[:1], torch.tensor([[y]]), torch.zeros(1), ref_logps=ref.log_softmax(0)[y].view(1, 1)
+        )
+        (gradient,) = torch.autograd.grad(value, weight)
+        expected = expected + logps[y].exp().detach() * gradient
+    assert (relative_error(expected, exact) < 1e-10) == unbiased
+    if estimator == "k1" and not corrected:
+        assert expected.norm() < 1e-12
+
+
+# The entropy bonus
+
+
+def test_the_entropy_coefficient_may_change_between_steps():
+    batch = rollouts(SMALL, seed=29)
+    loss_fn = LigerFusedLinearGRPOLoss()
+    for coef in (0.0, 0.3, 0.0, 0.1):
+        loss_fn.entropy_coef = coef
+        assert_same(
+            evaluate(lambda batch: loss_fn(**batch)[0], batch), evaluate(partial(grpo, entropy_coef=coef), batch)
+        )
+
+
 # Metrics
 
 
@@ -292,6 +495,11 @@ METRICS = {
     "clip-delta": {"epsilon_low": 0.05, "epsilon_high": 0.1, "delta": 1.2},
     "gspo": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence"},
     "cispo": {"surrogate": "cispo", "epsilon_high": 1.1},
+    "cispo-lower-bound": {"surrogate": "cispo", "cispo_epsilon_low": 0.9, "epsilon_high": 1.1},
+    "gmpo": {"surrogate": "gmpo", "epsilon_low": 0.1, "epsilon_high": 0.2},
+    "gspo-token": {"epsilon_low": 0.02, "epsilon_high": 0.02, "importance_level": "sequence_token"},
+    "clip_cov": {"surrogate": "clip_cov", "clip_cov_lb": 0.1},
+    "k2": {"kl_estimator": "k2"},
     "sapo": {"surrogate": "sapo"},
     "vespo": {"surrogate": "vespo"},
     "uncorrected": {"use_bias_correction_kl": False},
@@ -370,6 +578,26 @@ def test_subclass_of_sequences(budget):
         return -(mean.exp() * batch["advantages"]).mean()
 
     assert_same(evaluate(ours, batch), evaluate(oracle, batch))
+
+
+class Centred(LigerFusedLinearPolicyBase):
+    """Subtracts the batch's mean advantage."""
+
+    scope = "batch"
+
+    def policy_loss(self, rollouts):
+        advantages = rollouts.advantages.expand(rollouts.mask.shape)
+        return -rollouts.ratio * (advantages - advantages[rollouts.mask].mean())
+
+
+@pytest.mark.parametrize("budget", [None, PACKS, 8 * 3 * SMALL.vocab], ids=["auto", "packs", "slices"])
+def test_subclass_of_the_batch(budget):
+    batch = rollouts(SMALL, seed=30)
+    ours = evaluate(lambda batch: Centred(logits_budget=budget)(**batch)[0], batch)
+    _, advantages, mask = of_tokens(batch)
+    centred = {**batch, "advantages": advantages - (advantages * mask).sum() / mask.sum()}
+    assert_same(ours, evaluate(partial(grpo, surrogate="reinforce"), centred))
+    check_loss(Centred())
 
 
 @pytest.mark.parametrize("scope", ["token", "sequence"])

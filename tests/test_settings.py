@@ -230,6 +230,14 @@ NUMBERS: list[tuple[type, str, dict[str, Any], str]] = [
         for side in ("pos", "neg")
         for name, expected in ((f"k_{side}", "finite and not negative"), (f"lambda_{side}", "finite and positive"))
     ),
+    (LigerFusedLinearGRPOLoss, "off_policy_mask_threshold", {}, "finite and not negative or None"),
+    (LigerFusedLinearGRPOLoss, "cispo_epsilon_low", {"surrogate": "cispo"}, "finite and not negative"),
+    *((LigerFusedLinearGRPOLoss, f"clip_cov_{name}", {"surrogate": "clip_cov"}, "finite") for name in ("lb", "ub")),
+    *(
+        (LigerFusedLinearGRPOLoss, f"{name}_cov_ratio", {"surrogate": f"{name}_cov"}, r"in \(0, 1\]")
+        for name in ("clip", "kl")
+    ),
+    (LigerFusedLinearGRPOLoss, "ppo_kl_coef", {"surrogate": "kl_cov"}, "finite and not negative"),
     (LigerFusedLinearCrossEntropyLoss, "label_smoothing", {}, r"in \[0, 1\]"),
     (LigerFusedLinearCrossEntropyLoss, "lse_square_scale", {}, "finite and not negative"),
     (LigerFusedLinearCrossEntropyLoss, "focal_gamma", {}, "finite and not negative"),

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from liger_chunked.eager.token_stats import token_stats
 
-SURROGATES = ("clip", "reinforce", "cispo", "sapo", "vespo")
+SURROGATES = ("clip", "reinforce", "cispo", "gmpo", "sapo", "vespo", "clip_cov", "kl_cov")
 REDUCTIONS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-IMPORTANCE_LEVELS = ("token", "sequence", "trajectory")
+VERL_REDUCTIONS = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+IMPORTANCE_LEVELS = ("token", "sequence", "sequence_token", "trajectory")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl")
 
 
 def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
@@ -21,9 +28,42 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
             return ratios
         case "sequence":  # GSPO, equation 7: (pi(y) / pi_old(y)) ** (1 / |y|)
             return (ratios.log().mean()).exp().expand_as(ratios)
+        case "sequence_token":  # GSPO-token, equation 14
+            return (ratios.log().mean()).exp().detach() * ratios / ratios.detach()
         case "trajectory":  # pi(y) / pi_old(y)
             return ratios.prod().expand_as(ratios)
     raise ValueError(f"unknown importance_level {level!r}, expected one of {IMPORTANCE_LEVELS}")
+
+
+def _kl(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
+    match estimator:
+        case "k1" | "kl":
+            return logps - ref_logps
+        case "k2" | "mse":
+            return (logps - ref_logps) ** 2 / 2
+        case "k3" | "low_var_kl":
+            return (ref_logps - logps).exp() - (ref_logps - logps) - 1
+        case "abs":
+            return (logps - ref_logps).abs()
+    raise ValueError(f"unknown kl_estimator {estimator!r}, expected one of {KL_ESTIMATORS}")
+
+
+def _covariances(logps: Tensor, advantages: Tensor, valid: Tensor) -> Tensor:
+    """Return `(log pi - mean) * (A - mean)` over the batch's tokens, NaN at ignored tokens."""
+    logps, advantages = logps.detach()[valid], advantages.expand(valid.shape)[valid].to(logps.dtype)
+    result = torch.full(valid.shape, math.nan, dtype=logps.dtype, device=logps.device)
+    result[valid] = (logps - logps.mean()) * (advantages - advantages.mean())
+    return result
+
+
+def _largest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """Return True at the `count` candidates with the largest values."""
+    places = [tuple(place) for place in candidates.nonzero().tolist()]
+    places.sort(key=lambda place: -float(values[place]))
+    chosen = torch.zeros_like(candidates)
+    for place in places[:count]:
+        chosen[place] = True
+    return chosen
 
 
 def _clip_by_sign(ratio: Tensor, advantage: Tensor, low: float, high: float, delta: float | None) -> Tensor:
@@ -63,15 +103,23 @@ def grpo(
     epsilon_high: float = 0.2,
     delta: float | None = None,
     max_completion_length: int | None = None,
+    kl_estimator: str = "k3",
     use_bias_correction_kl: bool = True,
+    off_policy_mask_threshold: float | None = None,
     entropy_coef: float = 0.0,
     top_entropy_quantile: float = 1.0,
+    cispo_epsilon_low: float = 0.0,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
     vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0,
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    kl_cov_ratio: float = 2e-4,
+    ppo_kl_coef: float = 1.0,
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -83,9 +131,12 @@ def grpo(
 
         clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
         reinforce   -r A
-        cispo       -min(r, epsilon_high) A log pi(y), no gradient through the ratio
+        cispo       -max(cispo_epsilon_low, min(r, epsilon_high)) A log pi(y), no gradient through the ratio
+        gmpo        -(prod_t c_t)^(1/|y|) A, c = min(r, e^epsilon_high) if A > 0, max(r, e^-epsilon_low) if A < 0
         sapo        -4/tau sigmoid(tau (r - 1)) A
         vespo       -phi A log pi(y), no gradient through phi, which includes w
+        clip_cov    as clip, but 0 at the largest covariances in (lb, ub) that are not clipped
+        kl_cov      -r A + ppo_kl_coef |log r| at the largest covariances, elsewhere -r A
 
         grpo        B |y|
         bnpo        tokens of the batch
@@ -93,8 +144,9 @@ def grpo(
         dr_grpo     B max_completion_length
         luspo       B
 
-    The KL is `exp(d) - d - 1`, `d = log pi_ref(y) - log pi(y)`, times `r` with bias correction. Metrics are detached,
-    and None if not applicable.
+    The KL is `-d`, `d^2 / 2`, `exp(d) - d - 1` or `|d|`, `d = log pi_ref(y) - log pi(y)`, times `r` with bias
+    correction. A negative advantage costs 0 if the sequence's mean of `log pi_old - log pi` exceeds
+    `off_policy_mask_threshold`. Metrics are detached, and None if not applicable.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -131,6 +183,20 @@ def grpo(
         entropies = stats["entropy"][valid].detach()
         threshold = float(entropies.quantile(1 - top_entropy_quantile))
 
+    chosen = torch.zeros_like(valid)
+    if surrogate in ("clip_cov", "kl_cov") and valid.any():
+        of_sequences = advantages[:, None] if advantages.ndim == 1 else advantages
+        covariances = _covariances(stats["logps"], of_sequences, valid)
+        if surrogate == "kl_cov":
+            chosen = _largest(covariances, valid, max(1, int(kl_cov_ratio * n_tokens)))
+        else:
+            now = torch.ones_like(stats["logps"])
+            if old_logps is not None:
+                now = (stats["logps"].detach() - old_logps).exp()
+            outside = torch.where(of_sequences > 0, now > 1 + epsilon_high, now < 1 - epsilon_low) & (of_sequences != 0)
+            inside = (covariances > clip_cov_lb) & (covariances < clip_cov_ub)
+            chosen = _largest(covariances, valid & inside & ~outside, max(1, int(clip_cov_ratio * n_tokens)))
+
     loss = bonus = kl_sum = stats["logps"].new_zeros(())
     n_acting = 0
     clipped_low: list[Tensor] = []
@@ -157,7 +223,18 @@ def grpo(
             case "reinforce":
                 cost = -weights * ratio * advantage
             case "cispo":
-                cost = -weights * torch.clamp(ratio.detach(), max=epsilon_high) * advantage * logps
+                cost = -weights * torch.clamp(ratio.detach(), cispo_epsilon_low, epsilon_high) * advantage * logps
+            case "gmpo":
+                bounds = [
+                    (0.0, math.exp(epsilon_high)) if a > 0 else (math.exp(-epsilon_low), math.inf) for a in advantage
+                ]
+                bounded = torch.stack([r.clamp(*bound) for r, bound in zip(ratio, bounds, strict=True)])
+                cost = -weights * bounded.log().mean().exp() * advantage
+            case "clip_cov":
+                cost = _clip_by_sign(ratio, advantage, 1 - epsilon_low, 1 + epsilon_high, None)
+                cost = weights * cost * ~chosen[i][here]
+            case "kl_cov":
+                cost = weights * (-ratio * advantage + ppo_kl_coef * (logps - old).abs() * chosen[i][here])
             case "sapo":
                 taus = [sapo_temperature_pos if a > 0 else sapo_temperature_neg for a in advantage.tolist()]
                 tau = torch.tensor(taus, dtype=dtype, device=logps.device)
@@ -179,15 +256,16 @@ def grpo(
 
         acting = entropy.detach() >= threshold
         cost = cost * acting
+        if off_policy_mask_threshold is not None and (old - logps).mean() > off_policy_mask_threshold:
+            cost = cost * (advantage >= 0)
         if ref_logps is not None:
-            difference = of_tokens(ref_logps) - logps
-            kl = torch.exp(difference) - difference - 1
+            kl = _kl(logps, of_tokens(ref_logps), kl_estimator)
             if use_bias_correction_kl:
                 kl = ratio * kl
             cost = cost + beta * kl
             kl_sum = kl_sum + kl.sum()
 
-        match reduction:
+        match VERL_REDUCTIONS.get(reduction, reduction):
             case "grpo":
                 loss = loss + cost.mean() / n_sequences
             case "bnpo":
@@ -206,9 +284,13 @@ def grpo(
         n_acting += int(acting.sum())
 
         bounded = ratio if delta is None else ratio.clamp(max=delta)
-        below = (bounded < 1 - epsilon_low) & (advantage < 0)
-        above = (bounded > (epsilon_high if surrogate == "cispo" else 1 + epsilon_high)) & (advantage > 0)
-        one_ratio = importance_level != "token" and advantages[i].numel() == 1
+        lowest, highest = {
+            "cispo": (cispo_epsilon_low, epsilon_high),
+            "gmpo": (math.exp(-epsilon_low), math.exp(epsilon_high)),
+        }.get(surrogate, (1 - epsilon_low, 1 + epsilon_high))
+        below = (bounded < lowest) & (advantage < 0)
+        above = (bounded > highest) & (advantage > 0)
+        one_ratio = importance_level in ("sequence", "trajectory") and advantages[i].numel() == 1
         clipped_low.append(below[:1] if one_ratio else below)
         clipped_high.append(above[:1] if one_ratio else above)
 
@@ -220,7 +302,8 @@ def grpo(
     def share(flags: list[Tensor]) -> Tensor:
         return torch.cat([loss.new_zeros(0), *flags]).sum() / max(1, sum(len(flag) for flag in flags))
 
-    clips_low, clips_high = surrogate == "clip", surrogate in ("clip", "cispo")
+    clips_high = surrogate in ("clip", "cispo", "gmpo", "clip_cov")
+    clips_low = cispo_epsilon_low > 0 if surrogate == "cispo" else clips_high
     either = [low | high if clips_low else high for low, high in zip(clipped_low, clipped_high, strict=True)]
     metrics = {
         "entropy": stats["entropy"].sum().detach() / n_tokens,

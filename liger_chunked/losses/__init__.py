@@ -6,7 +6,8 @@ losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; 
            cosine.py
 bases      base.py (all losses), preference.py (pairs), unpaired.py (labels), policy.py (rollouts),
            distillation.py (a teacher)
-helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO)
+helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO),
+           rollout_control.py (what a policy loss's caller computes)
 """
 
 from liger_chunked.losses.bco import LigerFusedLinearBCOLoss
@@ -22,6 +23,7 @@ from liger_chunked.losses.kto import LigerFusedLinearKTOLoss
 from liger_chunked.losses.orpo import LigerFusedLinearORPOLoss
 from liger_chunked.losses.policy import LigerFusedLinearPolicyBase
 from liger_chunked.losses.preference import LigerFusedLinearPreferenceBase
+from liger_chunked.losses.rollout_control import adaptive_entropy_coef, rollout_importance_weights
 from liger_chunked.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_chunked.losses.tvd import LigerFusedLinearTVDLoss
 from liger_chunked.losses.unpaired import LigerFusedLinearUnpairedPreferenceBase
@@ -43,4 +45,6 @@ __all__ = [
     "LigerFusedLinearSimPOLoss",
     "LigerFusedLinearTVDLoss",
     "LigerFusedLinearUnpairedPreferenceBase",
+    "adaptive_entropy_coef",
+    "rollout_importance_weights",
 ]

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from typing_extensions import Self, Unpack
 
 from liger_chunked.arguments import own_options
 from liger_chunked.losses.policy import Clipped, LigerFusedLinearPolicyBase
-from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, sum_of_logs
 from liger_chunked.losses.settings import check_finite, check_positive, refuse_unread
 from liger_chunked.types import LogitOptionsDict, Rollouts, check_number, shown
 
@@ -24,12 +24,18 @@ class SurrogateSettings:
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
+    cispo_epsilon_low: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("epsilon_low", "epsilon_high"):
@@ -37,8 +43,22 @@ class SurrogateSettings:
             check_number(name, value)
             if not value >= 0:  # infinity is no bound
                 raise ValueError(f"{name} must not be negative, got {value}")
-        for name in ("vespo_k_pos", "vespo_k_neg"):
+        for name in ("vespo_k_pos", "vespo_k_neg", "cispo_epsilon_low", "ppo_kl_coef"):
             check_finite(name, getattr(self, name), minimum=0)
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            share = getattr(self, name)
+            check_number(name, share)
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {share}")
+        for name in ("clip_cov_lb", "clip_cov_ub"):
+            check_finite(name, getattr(self, name))
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}")
+        if self.cispo_epsilon_low > self.epsilon_high:
+            raise ValueError(
+                f"cispo_epsilon_low={self.cispo_epsilon_low}, the lowest ratio, must not be above "
+                f"epsilon_high={self.epsilon_high}, the highest"
+            )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
             check_positive(name, getattr(self, name))
         check_positive("delta", self.delta, optional=True)
@@ -70,11 +90,27 @@ def _clipped_by_clip(r: Rollouts, s: SurrogateSettings) -> Clipped:
 
 
 def _cispo(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    return -r.ratio.detach().clamp(max=s.epsilon_high) * r.advantages * r.logps
+    return -r.ratio.detach().clamp(s.cispo_epsilon_low, s.epsilon_high) * r.advantages * r.logps
 
 
 def _clipped_by_cispo(r: Rollouts, s: SurrogateSettings) -> Clipped:
-    return Clipped(low=None, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
+    low = (r.ratio < s.cispo_epsilon_low) & (r.advantages < 0) if s.cispo_epsilon_low else None
+    return Clipped(low=low, high=(r.ratio > s.epsilon_high) & (r.advantages > 0))
+
+
+def _gmpo(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    low = _where(r.advantages < 0, r.advantages, -s.epsilon_low, -math.inf)
+    high = _where(r.advantages > 0, r.advantages, s.epsilon_high, math.inf)
+    log_ratio = (r.logps - r.old_logps).clamp(low, high)
+    return -(sum_of_logs(log_ratio) / r.lengths).exp() * r.advantages
+
+
+def _clipped_by_gmpo(r: Rollouts, s: SurrogateSettings) -> Clipped:
+    log_ratio = r.logps - r.old_logps
+    return Clipped(
+        low=(log_ratio < -s.epsilon_low) & (r.advantages < 0),
+        high=(log_ratio > s.epsilon_high) & (r.advantages > 0),
+    )
 
 
 def _sapo(r: Rollouts, s: SurrogateSettings) -> Tensor:
@@ -103,6 +139,37 @@ def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
     return -_vespo_weights(r, s) * r.advantages * r.logps
 
 
+def _covariance(r: Rollouts) -> Tensor:
+    """Return (n, T), a token's part of the covariance of log-probabilities and advantages over the call's tokens."""
+
+    def centred(x: Tensor) -> Tensor:
+        mean = torch.where(r.mask, x, 0.0).sum(dtype=torch.float64) / max(1, r.batch_tokens)
+        return x - mean.to(x.dtype)
+
+    return centred(r.logps.detach()) * centred(r.advantages)
+
+
+def _highest(values: Tensor, share: float, r: Rollouts, candidates: Tensor) -> Tensor:
+    """Return (n, T), True at the candidates with the highest values: `share` of the call's tokens, at least one."""
+    ranked = values.masked_fill(~candidates, -math.inf).flatten()
+    top = ranked.topk(min(max(1, int(share * r.batch_tokens)), ranked.numel())).indices
+    return torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, top, True).view_as(candidates) & candidates
+
+
+def _clip_cov(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    covariance = _covariance(r)
+    inside = (covariance > s.clip_cov_lb) & (covariance < s.clip_cov_ub)
+    low, high = _clipped_by_clip(r, s)
+    assert low is not None
+    detached = _highest(covariance, s.clip_cov_ratio, r, r.mask & inside & ~(low | high))
+    return torch.where(detached, 0.0, _clip(r, s))
+
+
+def _kl_cov(r: Rollouts, s: SurrogateSettings) -> Tensor:
+    penalized = _highest(_covariance(r), s.kl_cov_ratio, r, r.mask)
+    return _reinforce(r, s) + s.ppo_kl_coef * torch.where(penalized, r.log_ratio.abs(), 0.0)
+
+
 class _ClippedBy(Protocol):
     def __call__(self, r: Rollouts, s: SurrogateSettings) -> Clipped: ...
 
@@ -112,21 +179,39 @@ class _Surrogate(NamedTuple):
     reads: tuple[str, ...] = ()  # fields of SurrogateSettings
     clipped: _ClippedBy | None = None
     clips_low: bool = False  # `clipped` fills Clipped.low
-    mixes_tokens: bool = False  # needs whole sequences
+    scope: Literal["token", "sequence", "batch"] = "token"  # what it needs at once
+    needs_tokens: bool = False  # only importance level "token"
     weighs: bool = False  # applies the importance weights itself
 
 
 SURROGATES: Mapping[str, _Surrogate] = {
     "clip": _Surrogate(_clip, reads=("epsilon_low", "epsilon_high", "delta"), clipped=_clipped_by_clip, clips_low=True),
     "reinforce": _Surrogate(_reinforce),
-    "cispo": _Surrogate(_cispo, reads=("epsilon_high",), clipped=_clipped_by_cispo),
+    "cispo": _Surrogate(_cispo, reads=("epsilon_high", "cispo_epsilon_low"), clipped=_clipped_by_cispo),
+    "gmpo": _Surrogate(
+        _gmpo,
+        reads=("epsilon_low", "epsilon_high"),
+        clipped=_clipped_by_gmpo,
+        clips_low=True,
+        scope="sequence",
+        needs_tokens=True,
+    ),
     "sapo": _Surrogate(_sapo, reads=("sapo_temperature_pos", "sapo_temperature_neg")),
     "vespo": _Surrogate(
         _vespo,
         reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        mixes_tokens=True,
+        scope="sequence",
         weighs=True,
     ),
+    "clip_cov": _Surrogate(
+        _clip_cov,
+        reads=("epsilon_low", "epsilon_high", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+        clipped=_clipped_by_clip,
+        clips_low=True,
+        scope="batch",
+        needs_tokens=True,
+    ),
+    "kl_cov": _Surrogate(_kl_cov, reads=("kl_cov_ratio", "ppo_kl_coef"), scope="batch", needs_tokens=True),
 }
 
 # TRL's names.
@@ -152,12 +237,23 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     |---|---|---|
     | `clip` | `-min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)` | PPO 1707.06347; 2505.07291 |
     | `reinforce` | `-r A` | |
-    | `cispo` | `-sg(min(r, epsilon_high)) A log pi` | 2506.13585, equation 4; 2510.13786 |
+    | `cispo` | `-sg(clamp(r, cispo_epsilon_low, epsilon_high)) A log pi` | 2506.13585, equation 4; 2510.13786 |
+    | `gmpo` | `-exp(mean over the sequence of log c) A`, `c` below | 2507.20673 |
     | `sapo` | `-4 / tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | 2511.20347 |
     | `vespo` | `-sg(phi(w)) A log pi`, `phi(w) = w^k e^(lambda (1 - w))` by the sign of `A` | 2602.10693 |
+    | `clip_cov` | as `clip`, but 0 for `clip_cov_ratio` of the tokens | Clip-Cov, 2505.22617 |
+    | `kl_cov` | `-r A`, plus `ppo_kl_coef abs(log r)` for `kl_cov_ratio` of the tokens | KL-Cov, 2505.22617 |
 
-    `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not
-    apply again. Without `old_logps`, `r` is 1 with the gradient of `log pi`. See `LigerFusedLinearPolicyBase`.
+    `c` is `min(r, e^epsilon_high)` for a positive `A`, `max(r, e^-epsilon_low)` for a negative one; the paper has 0.4
+    for both. `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo`
+    does not apply again.
+
+    `clip_cov` and `kl_cov` choose the tokens with the highest `(log pi - mean log pi) (A - mean A)`, means over the
+    call's tokens, at least one. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
+    does not clip. There the paper draws at random; a choice by value needs no generator and is the same for every
+    budget and rank of a split sequence.
+
+    Without `old_logps`, `r` is 1 with the gradient of `log pi`. See `LigerFusedLinearPolicyBase`.
 
     TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight. Variants:
 
@@ -170,19 +266,24 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | SAPO | `surrogate="sapo", reduction="grpo"` |
     | VESPO | `surrogate="vespo", reduction="dapo"` |
     | GSPO, 2507.18071 | `importance_level="sequence", reduction="grpo", epsilon_low=3e-4, epsilon_high=4e-4` |
+    | GSPO-token | as GSPO, with `importance_level="sequence_token"` |
+    | GMPO | `surrogate="gmpo", reduction="grpo", epsilon_low=0.4, epsilon_high=0.4` |
     | LUSPO, 2602.05261 | `importance_level="sequence", reduction="luspo"` |
     | PPO's policy term, 1707.06347 | `reduction="dapo"`, with advantages (B, T) of its critic |
     | RLOO, 2402.14740, as TRL clips it | `importance_level="trajectory", reduction="grpo"` |
     | REINFORCE | `surrogate="reinforce", importance_level="trajectory", reduction="grpo"` |
 
-    Sequence and trajectory level and `vespo` cost one more GEMM for a sequence over budget.
+    Levels other than "token", `gmpo`, `vespo` and `off_policy_mask_threshold` cost one more GEMM for a sequence over
+    budget; `clip_cov` and `kl_cov`, for a batch over budget.
 
     Args:
         epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5.
+            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, bounds of `log r`.
+        cispo_epsilon_low: the smallest ratio, the paper's `1 - epsilon_low`, which is 0 there: no bound.
         delta: upper bound of `clip`, above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
+        clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef: see above; verl's names and defaults.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens
@@ -203,15 +304,23 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         epsilon_high: float = 0.2,
         delta: float | None = None,
         max_completion_length: int | None = None,
+        kl_estimator: str = "k3",
         use_bias_correction_kl: bool = True,
+        off_policy_mask_threshold: float | None = None,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
+        cispo_epsilon_low: float = 0.0,
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
+        clip_cov_ratio: float = 2e-4,
+        clip_cov_lb: float = 1.0,
+        clip_cov_ub: float = 5.0,
+        kl_cov_ratio: float = 2e-4,
+        ppo_kl_coef: float = 1.0,
         **options: Unpack[LogitOptionsDict],
     ) -> None:
         if "loss_type" in options:
@@ -224,20 +333,33 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
             epsilon_low=epsilon_low,
             epsilon_high=epsilon_high,
             delta=delta,
+            cispo_epsilon_low=cispo_epsilon_low,
             sapo_temperature_pos=sapo_temperature_pos,
             sapo_temperature_neg=sapo_temperature_neg,
             vespo_k_pos=vespo_k_pos,
             vespo_lambda_pos=vespo_lambda_pos,
             vespo_k_neg=vespo_k_neg,
             vespo_lambda_neg=vespo_lambda_neg,
+            clip_cov_ratio=clip_cov_ratio,
+            clip_cov_lb=clip_cov_lb,
+            clip_cov_ub=clip_cov_ub,
+            kl_cov_ratio=kl_cov_ratio,
+            ppo_kl_coef=ppo_kl_coef,
         )
         refuse_unread(settings, definition.reads, f"surrogate {surrogate!r}", SURROGATES)
+        if definition.needs_tokens and importance_level != "token":
+            raise ValueError(
+                f"surrogate {surrogate!r} takes its ratios per token: importance_level must be 'token', "
+                f"got {shown(importance_level)}"
+            )
         super().__init__(
             beta=beta,
             reduction=reduction,
             importance_level=importance_level,
             max_completion_length=max_completion_length,
+            kl_estimator=kl_estimator,
             use_bias_correction_kl=use_bias_correction_kl,
+            off_policy_mask_threshold=off_policy_mask_threshold,
             entropy_coef=entropy_coef,
             top_entropy_quantile=top_entropy_quantile,
             clipped=None if definition.clipped is None else functools.partial(definition.clipped, s=settings),
@@ -245,10 +367,10 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
         )
         self.surrogate = surrogate
         self.settings = settings
-        mixes_tokens = definition.mixes_tokens or IMPORTANCE_LEVELS[importance_level].mixes_tokens
-        self.scope = "sequence" if mixes_tokens else "token"
+        mixes_tokens = IMPORTANCE_LEVELS[importance_level].mixes_tokens
+        self.scope = "sequence" if mixes_tokens and definition.scope == "token" else definition.scope
         self.weighs = definition.weighs
-        self.clips_low = definition.clips_low
+        self.clips_low = definition.clips_low or cispo_epsilon_low > 0
 
     @classmethod
     def from_loss_type(cls, loss_type: str, **settings: Any) -> Self:

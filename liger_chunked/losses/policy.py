@@ -15,7 +15,15 @@ from liger_chunked.calls import entry_point
 from liger_chunked.engine import Group, check_projection, check_target, count, lay_out, sequences_of, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
-from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows, whole_side
+from liger_chunked.losses.rollouts import (
+    IMPORTANCE_LEVELS,
+    Arrangement,
+    RolloutBatch,
+    check_side,
+    rows,
+    sum_of_logs,
+    whole_side,
+)
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
     LogitOptions,
@@ -75,6 +83,35 @@ REDUCTIONS: Mapping[str, _Reduction] = {
     "dr_grpo": _Reduction(_dr_grpo, needs_length=True),
     "dapo": _Reduction(_dapo, counts_items=True),
     "luspo": _Reduction(_luspo),
+    # verl's names
+    "seq-mean-token-mean": _Reduction(_grpo),
+    "seq-mean-token-sum": _Reduction(_luspo),
+    "seq-mean-token-sum-norm": _Reduction(_dr_grpo, needs_length=True),
+    "token-mean": _Reduction(_dapo, counts_items=True),
+}
+
+
+def _k1(d: Tensor) -> Tensor:
+    return -d
+
+
+def _k2(d: Tensor) -> Tensor:
+    return d.square() / 2
+
+
+def _k3(d: Tensor) -> Tensor:
+    return torch.expm1(d) - d
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "abs": torch.abs,
+    # verl's names
+    "kl": _k1,
+    "mse": _k2,
+    "low_var_kl": _k3,
 }
 
 
@@ -92,6 +129,12 @@ def _high_entropy(rollouts: Rollouts, share: float) -> Tensor:
     if valid.numel() == 0:
         return rollouts.mask
     return rollouts.mask & (entropy >= torch.quantile(valid, 1 - share))
+
+
+def _near_sampler(rollouts: Rollouts, threshold: float) -> Tensor:
+    """Return (n, T) or (n, 1), False at negative advantages in sequences beyond the threshold."""
+    drift = sum_of_logs(rollouts.old_logps - rollouts.logps.detach()) / rollouts.lengths
+    return (rollouts.advantages >= 0) | (drift <= threshold)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -114,16 +157,31 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `dr_grpo` | `B * max_completion_length` | independent of the lengths (2503.20783) |
     | `luspo` | `B` | mean over the sequences of the sum over their tokens (2602.05261) |
 
-    `weight` is `importance_weights`, or 1. `kl` is Schulman's estimate in nats, `exp(d) - d - 1` with
-    `d = log pi_ref - log pi`. Sequences without valid tokens add 0, but count in `B`.
+    verl's names are `seq-mean-token-mean` for `grpo`, `token-mean` for `dapo`, `seq-mean-token-sum-norm` for `dr_grpo`
+    and `seq-mean-token-sum` for `luspo`. Sequences without valid tokens add 0, but count in `B`, unlike in verl.
+
+    `weight` is `importance_weights`, or 1. `kl` is in nats (http://joschu.net/blog/kl-approx.html), with
+    `d = log pi_ref - log pi`:
+
+    | kl_estimator | estimate |
+    |---|---|
+    | `k1`, `kl` | `-d` |
+    | `k2`, `mse` | `d^2 / 2` |
+    | `k3`, `low_var_kl` | `exp(d) - d - 1` |
+    | `abs` | `abs(d)` |
 
     Args:
         beta: weight of the KL; above 0, a reference is required.
-        importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean (GSPO,
-            https://arxiv.org/abs/2507.18071); "trajectory", their product.
+        importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
+            https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
+            advantages per token (GSPO-token, its equation 14); "trajectory", their product.
         max_completion_length: in tokens, for `dr_grpo` only.
+        kl_estimator: see above. Its gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2`
+            without; the gradient of `k1` without is zero on average.
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
+        off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
+            `old_logps - logps` is above it (DeepSeek-V3.2, equation 9). The paper's old policy is the sampler.
         entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
         top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
@@ -131,11 +189,11 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         **options: see `LogitOptions`; use the sampler's `temperature`, also for the reference.
     """
 
-    scope: Literal["token", "sequence"] = "sequence"
+    scope: Literal["token", "sequence", "batch"] = "sequence"
     token_outputs: tuple[str, ...] = ()
     weighs: bool = False
     clips_low: bool = True
-    _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence")
+    _scopes: ClassVar[tuple[str, ...]] = ("token", "sequence", "batch")
 
     def __init__(
         self,
@@ -144,7 +202,9 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         reduction: str = "grpo",
         importance_level: str = "token",
         max_completion_length: int | None = None,
+        kl_estimator: str = "k3",
         use_bias_correction_kl: bool = True,
+        off_policy_mask_threshold: float | None = None,
         entropy_coef: float = 0.0,
         top_entropy_quantile: float = 1.0,
         clipped: Callable[[Rollouts], Clipped] | None = None,
@@ -157,6 +217,8 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
             raise ValueError(
                 f"unknown importance_level {shown(importance_level)}, expected one of {list(IMPORTANCE_LEVELS)}"
             )
+        if kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"unknown kl_estimator {shown(kl_estimator)}, expected one of {list(KL_ESTIMATORS)}")
         check_number("max_completion_length", max_completion_length, whole=True, optional=True)
         if REDUCTIONS[reduction].needs_length:
             if max_completion_length is None or max_completion_length < 1:
@@ -170,13 +232,16 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 f"only by {readers}"
             )
         check_finite("beta", beta, minimum=0)
+        check_finite("off_policy_mask_threshold", off_policy_mask_threshold, minimum=0, optional=True)
         check_finite("entropy_coef", entropy_coef)
         check_finite("top_entropy_quantile", top_entropy_quantile, minimum=0, maximum=1)
         self.beta = beta
         self.reduction = reduction
         self.importance_level = importance_level
         self.max_completion_length = max_completion_length
+        self.kl_estimator = kl_estimator
         self.use_bias_correction_kl = use_bias_correction_kl
+        self.off_policy_mask_threshold = off_policy_mask_threshold
         self.entropy_coef = entropy_coef
         self.top_entropy_quantile = top_entropy_quantile
         self.clipped = clipped
@@ -189,12 +254,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     @property
     def _group(self) -> Group:
         check_scope(type(self).__name__, self.scope, self._scopes)
-        by_sequence = self.scope == "sequence" or IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
-        return "sequence" if by_sequence else "token"
+        by_token = self.scope == "token" and not IMPORTANCE_LEVELS[self.importance_level].mixes_tokens
+        return "token" if by_token and self.off_policy_mask_threshold is None else "sequence"
 
     @property
     def _whole_batch(self) -> bool:
-        return self.top_entropy_quantile < 1
+        return self.top_entropy_quantile < 1 or self.scope == "batch"
 
     @property
     def _outputs(self) -> tuple[str, ...]:
@@ -207,8 +272,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     def kl(self, rollouts: Rollouts) -> Tensor:
         """Return the estimate (n, T) of KL(policy || reference) in nats; needs `rollouts.ref_logps`."""
         assert rollouts.ref_logps is not None
-        difference = rollouts.ref_logps - rollouts.logps
-        estimate = torch.expm1(difference) - difference
+        estimate = KL_ESTIMATORS[self.kl_estimator](rollouts.ref_logps - rollouts.logps)
         return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
 
     @entry_point
@@ -305,7 +369,10 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         acting = mask if self.top_entropy_quantile == 1 else _high_entropy(rollouts, self.top_entropy_quantile)
         if rollouts.importance_weights is not None and not self.weighs:
             cost = cost * rollouts.importance_weights
-        cost = torch.where(acting, cost, 0.0)
+        kept = acting
+        if self.off_policy_mask_threshold is not None:
+            kept = acting & _near_sampler(rollouts, self.off_policy_mask_threshold)
+        cost = torch.where(kept, cost, 0.0)
         if self.beta:
             cost = cost + self.beta * torch.where(mask, self.kl(rollouts), 0.0)
         loss = (cost * batch.weights[index]).sum(dtype=torch.float64)

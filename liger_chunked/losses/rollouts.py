@@ -13,20 +13,29 @@ from liger_chunked.engine import Layout, Sequences, SequenceSplit, whole
 from liger_chunked.types import Rollouts, TokenStats
 
 
-def _sum(log_ratio: Tensor) -> Tensor:
-    """Sum in float64: exp() makes its error relative."""
+def sum_of_logs(log_ratio: Tensor) -> Tensor:
+    """Sum over the sequence in float64: exp() makes the sum's error relative."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _value_of_sequence_gradient_of_token(log_ratio: Tensor, lengths: Tensor) -> Tensor:
+    mean = (sum_of_logs(log_ratio) / lengths).to(log_ratio.dtype)
+    return mean.detach() + (log_ratio - log_ratio.detach())
 
 
 class _Level(NamedTuple):
     log_ratio: Callable[[Tensor, Tensor], Tensor]  # (per token (n, T), lengths (n, 1)) -> `Rollouts.log_ratio`
-    mixes_tokens: bool
+    mixes_tokens: bool = False
+    per_sequence: bool = False  # (n, 1)
 
 
 IMPORTANCE_LEVELS: Mapping[str, _Level] = {
-    "token": _Level(lambda log_ratio, lengths: log_ratio, mixes_tokens=False),
-    "sequence": _Level(lambda log_ratio, lengths: _sum(log_ratio) / lengths, mixes_tokens=True),
-    "trajectory": _Level(lambda log_ratio, lengths: _sum(log_ratio), mixes_tokens=True),
+    "token": _Level(lambda log_ratio, lengths: log_ratio),
+    "sequence": _Level(
+        lambda log_ratio, lengths: sum_of_logs(log_ratio) / lengths, mixes_tokens=True, per_sequence=True
+    ),
+    "sequence_token": _Level(_value_of_sequence_gradient_of_token, mixes_tokens=True),
+    "trajectory": _Level(lambda log_ratio, lengths: sum_of_logs(log_ratio), mixes_tokens=True, per_sequence=True),
 }
 
 

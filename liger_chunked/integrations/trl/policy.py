@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, fitted, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.types import LogitOptions
 
 # TRL's names of the metrics, and ours.
@@ -95,10 +96,11 @@ class GRPOMixin(SharedPromptsMixin):
     def _log_metrics(self, step: Step) -> None:
         mask = step.target != -100
         tokens, sequences = mask.sum(), mask.any(-1).sum()
+        per_sequence = IMPORTANCE_LEVELS[self.loss_override.importance_level].per_sequence
         for name, field in _LOGGED.items():
             metric = getattr(step.metrics, field)
             if metric is not None:
-                one_a_sequence = name.startswith("clip_ratio") and self.loss_override.importance_level != "token"
+                one_a_sequence = name.startswith("clip_ratio") and per_sequence
                 # GRPO's metrics include repeated samples, unlike other trainers'.
                 mean = self.global_mean(metric, sequences if one_a_sequence else tokens, with_repeated=True)
                 self.mode_metrics[name].append(mean)

@@ -1,0 +1,127 @@
+"""Weights against the sampler, and the coefficient of the entropy, as TRL 1.16 computes them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from table import SMALL, evaluate, relative_error, rollouts
+from torch import Tensor
+
+from liger_chunked import LigerFusedLinearGRPOLoss, adaptive_entropy_coef, eager, rollout_importance_weights
+
+BOUNDS = [(None, 1.3), (0.8, 1.3), (0.8, None)]
+
+
+def samples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(SMALL.sequences, SMALL.length, generator=generator, dtype=torch.float64)
+    sampled = old + 0.2 * torch.randn(old.shape, generator=generator, dtype=torch.float64)
+    mask = torch.rand(old.shape, generator=generator) < 0.7
+    mask[1] = False
+    return old.to(dtype), sampled.to(dtype), mask
+
+
+def trl(old: Tensor, sampled: Tensor, mask: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
+    level, kind = mode.split("_")
+    difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
+    if level != "token":
+        difference = difference.sum(-1, keepdim=True)
+    if level == "geometric":
+        difference = difference / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = difference.exp()
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if kind == "truncate":
+        return ratio.clamp(low, high)
+    return ratio * ((ratio >= low) & (ratio <= high))
+
+
+@pytest.mark.parametrize("mode", [f"{a}_{b}" for a in ("token", "sequence", "geometric") for b in ("truncate", "mask")])
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_weights(mode, low, high):
+    old, sampled, mask = samples()
+    sampled[0, 2] = math.nan
+    expected = trl(old, sampled, mask, mode, low, high)
+    weights = rollout_importance_weights(old, sampled, mask, mode=mode, clip_min=low, clip_max=high)
+    assert weights.shape == ((SMALL.sequences, SMALL.length) if mode.startswith("token") else (SMALL.sequences, 1))
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=0)
+    assert 0 < (weights != 1).sum() < weights.numel()
+
+
+def test_padding_may_hold_anything():
+    old, sampled, mask = samples()
+    expected = rollout_importance_weights(old, sampled, mask, mode="token_mask")
+    old, sampled = old.masked_fill(~mask, math.nan), sampled.masked_fill(~mask, math.inf)
+    weights = rollout_importance_weights(old, sampled, mask.long(), mode="token_mask")
+    assert torch.equal(weights, expected)
+    assert (weights[~mask] == 1).all()
+
+
+def test_a_nan_of_the_training_engine_is_not_hidden():
+    old, sampled, mask = samples()
+    place = tuple(mask.nonzero()[0].tolist())
+    old[place] = math.nan
+    assert rollout_importance_weights(old, sampled, mask, mode="token_truncate")[place].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes(dtype):
+    old, sampled, mask = samples(dtype)
+    weights = rollout_importance_weights(old.requires_grad_(), sampled, mask, clip_max=None, clip_min=0.0)
+    exact = rollout_importance_weights(old.double(), sampled.double(), mask, clip_max=None, clip_min=0.0)
+    assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not weights.requires_grad
+    # The differences are rounded once to the result's dtype, and sums are float64.
+    torch.testing.assert_close(weights.double(), exact, rtol=8 * torch.finfo(weights.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "geometric_truncate"])
+def test_sequences_without_padding(mode):
+    old, sampled, mask = samples()
+    lengths = torch.tensor([7, 0, 3, 5, 1, 6])
+    keep = torch.arange(SMALL.length) < lengths[:, None]
+    ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    padded = rollout_importance_weights(old, sampled, mask & keep, mode=mode, clip_max=1.3)
+    packed = rollout_importance_weights(old[keep], sampled[keep], mask[keep], mode=mode, clip_max=1.3, cu_seqlens=ends)
+    torch.testing.assert_close(packed, padded[keep] if mode.startswith("token") else padded, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_weights_in_the_loss(mode):
+    """The loss multiplies costs by them, and masked tokens still count in the denominator, as in TRL."""
+    batch = rollouts(SMALL, seed=1)
+    noise = 0.2 * torch.randn(batch["old_logps"].shape, generator=torch.Generator().manual_seed(1))
+    mask = batch["target"] != -100
+    weights = rollout_importance_weights(batch["old_logps"], batch["old_logps"] - noise, mask, mode=mode, clip_max=1.2)
+    low, high = (None, 1.2)
+    expected_weights = trl(batch["old_logps"], batch["old_logps"] - noise, mask, mode, low, high)
+
+    def formula(batch: dict[str, Tensor]) -> Tensor:
+        logps = eager.token_stats(batch["weight"], batch["input"], batch["target"], batch["bias"])["logps"]
+        ratio, advantages = (logps - batch["old_logps"]).exp(), batch["advantages"][:, None]
+        cost = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * expected_weights
+        return ((cost * mask).sum(1) / mask.sum(1)).mean()
+
+    def ours(batch: dict[str, Tensor]) -> Tensor:
+        return LigerFusedLinearGRPOLoss()(**batch, importance_weights=weights)[0]
+
+    exact = evaluate(formula, batch)
+    for name, value in evaluate(ours, batch).items():
+        assert relative_error(value, exact[name]) < 1e-12, name
+
+
+def test_entropy_coefficient_follows_trl():
+    """TRL keeps a coefficient and the last entropy, and applies the one where the other is at most the target."""
+    entropies = [0.5, 0.19, 0.2, 0.1, 0.05, 0.21, 0.3, 0.3, 0.3, 0.1] + 5 * [0.01]
+    settings = {"entropy_target": 0.2, "entropy_coef_delta": 0.3, "entropy_coef_min": 0.1, "entropy_coef_max": 1.0}
+    theirs, last, expected, steps = 0.4, math.inf, [], []
+    coef, applied = 0.4, 0.0
+    for entropy in entropies:
+        expected.append(theirs if last <= 0.2 else 0.0)
+        theirs = min(theirs + 0.3, 1.0) if entropy <= 0.2 else max(theirs - 0.3, 0.1)
+        last = entropy
+        steps.append(applied)
+        coef, applied = adaptive_entropy_coef(coef, torch.tensor(entropy, dtype=torch.float64), **settings)
+    assert steps == expected
+    assert len({*steps}) > 3
