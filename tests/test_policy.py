@@ -412,7 +412,7 @@ def test_reductions_of_verl(mode):
 
 
 def test_gspo_token_is_gspo_if_a_sequence_has_one_advantage():
-    """In value and gradient, as section 4.3 of the paper says."""
+    """In value and gradient, where advantages are per sequence."""
     batch = rollouts(SMALL, seed=26)
     settings = {"epsilon_low": 0.06, "epsilon_high": 0.08}
     token, sequence = (

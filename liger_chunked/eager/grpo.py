@@ -28,7 +28,7 @@ def _importance_ratio(logps: Tensor, old_logps: Tensor, level: str) -> Tensor:
             return ratios
         case "sequence":  # GSPO, equation 7: (pi(y) / pi_old(y)) ** (1 / |y|)
             return (ratios.log().mean()).exp().expand_as(ratios)
-        case "sequence_token":  # GSPO-token, equation 14
+        case "sequence_token":  # GSPO-token
             return (ratios.log().mean()).exp().detach() * ratios / ratios.detach()
         case "trajectory":  # pi(y) / pi_old(y)
             return ratios.prod().expand_as(ratios)

@@ -174,14 +174,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         beta: weight of the KL; above 0, a reference is required.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
-            advantages per token (GSPO-token, its equation 14); "trajectory", their product.
+            advantages per token (GSPO-token); "trajectory", their product.
         max_completion_length: in tokens, for `dr_grpo` only.
         kl_estimator: see above. Its gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2`
             without; the gradient of `k1` without is zero on average.
         use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556).
         off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
-            `old_logps - logps` is above it (DeepSeek-V3.2, equation 9). The paper's old policy is the sampler.
+            `old_logps - logps` is above it (DeepSeek-V3.2). The paper's old policy is the sampler.
         entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
         top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
