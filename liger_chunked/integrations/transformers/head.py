@@ -396,8 +396,22 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
     parts = []
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        parts.append(layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        u = layer.lora_A[name](layer.lora_dropout[name](x))
+        # PEFT scales the output of `lora_B`, and `u * scaling` may exceed float16.
+        parts.append((u.float() if u.dtype == torch.float16 else u) * layer.scaling[name])
+    u = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if u.requires_grad:
+        u.register_hook(functools.partial(_refuse_merged, layer))
+    return u
+
+
+def _refuse_merged(layer: Any, gradient: Tensor) -> None:
+    # PEFT merges through `weight.data`, so autograd's version check does not notice.
+    if layer.merged:
+        raise RuntimeError(
+            f"the adapters {layer.merged_adapters} of lm_head were merged between forward and backward, which changes "
+            "the weight under the gradient: merge after the backward, or unmerge before it"
+        )
 
 
 def _whole(parameter: Any) -> Any:
