@@ -49,6 +49,7 @@ class Patch:
 
 
 def _patched_class(cls: Any, patch: Patch) -> Any:
+    """Return the patched subclass, or raise a ValueError."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
@@ -85,7 +86,11 @@ def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
     else:
         replacement = _layer_method(patch.binding, getattr(method, STOCK, method))
     namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
-    subclass = type(cls)(cls.__name__, (cls,), namespace)
+    try:
+        subclass = type(cls)(cls.__name__, (cls,), namespace)
+    except Exception as error:  # from a metaclass or `__init_subclass__`
+        failure = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{cls.__name__}: no subclass of it can be made ({failure}), and a patch is one") from error
     return subclass
 
 
@@ -208,12 +213,11 @@ def _class_forward(stock: Method) -> Method:
 
 
 def _install(model: PreTrainedModel) -> None:
-    _refuse_foreign_forward(model)
-    own = own_forward(model)
-    if own is None or _calls_ours(own):
+    own = _forward_to_wrap(model)
+    if own is None:
         set_patch(model, Patch())
         return
-    # A framework's. A partial can be pickled.
+    # A partial can be pickled.
     forward = functools.update_wrapper(functools.partial(head.forward, model, own), own)
     vars(forward)[STOCK] = own
     vars(model)[forward_slot(model)] = forward
@@ -233,11 +237,12 @@ def _calls_ours(own: Callable[..., Any]) -> bool:
     return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 
-def _refuse_foreign_forward(model: PreTrainedModel) -> None:
-    """Raise if a fused step would skip a user's forward."""
+def _forward_to_wrap(model: PreTrainedModel) -> Callable[..., Any] | None:
+    """Return a framework's forward on this instance, or None if the class can be patched, or raise a ValueError."""
     own = own_forward(model)
     if own is None or _calls_ours(own):
-        return
+        _patched_class(stock_class(type(model)), Patch())
+        return None
     if (code := detect.foreign_code(own, stock_class(type(model)))) is not None:
         name = f"{getattr(code, '__module__', None)}.{getattr(code, '__qualname__', type(code).__qualname__)}"
         raise ValueError(
@@ -245,6 +250,7 @@ def _refuse_foreign_forward(model: PreTrainedModel) -> None:
             "not call it. Set it after patching, so that it calls the patched forward, or define it in a subclass; or "
             "leave the head alone (apply_liger_kernel: fused_linear_cross_entropy=False)"
         )
+    return own
 
 
 def fuse(owner: PreTrainedModel | type[PreTrainedModel], fusion: Fusion | None) -> None:
@@ -278,8 +284,12 @@ def attach_head(model: nn.Module) -> None:
     torch.Size([1, 8])
     """
     inner = inner_model(model)
-    head.head_facts(inner)
-    _update(inner, head_fn=True)
+    try:
+        head.head_facts(inner)
+        _update(inner, head_fn=True)
+    finally:
+        if STATE not in vars(inner):
+            head.forget_facts(inner)
 
 
 def detach_head(model: nn.Module) -> None:
@@ -349,6 +359,11 @@ class _Rope:
         if not self._holders:
             self._patches.undo()
 
+    def give_up(self) -> None:
+        """Restore the function, which is no longer what holders replaced."""
+        self._holders.clear()
+        self._patches.undo()
+
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         self._patches.undo()
@@ -372,6 +387,7 @@ class _Found:
 
     layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
     ropes: tuple[tuple[str, str], ...] = ()
+    other_ropes: tuple[tuple[str, str], ...] = ()  # not served
     heads: tuple[str, ...] = ()  # switches
     left: dict[str, str] = field(default_factory=dict)
 
@@ -384,22 +400,31 @@ class _Found:
     def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
         if binding is None:
             reason = _VARIANT if source.looks_like_layer(cls) else None
-        elif (reason := binding.refusal(module) or verify.difference(binding, module, cls)) is None:
+        elif (reason := self._refusal(owner, module, cls, binding)) is None:
             self.layers.append((binding.switch(module), owner, binding))
         if reason is not None:
             self.left.setdefault(owner_of(module).__name__, reason)
 
+    @staticmethod
+    def _refusal(owner: Any, module: nn.Module, cls: Any, binding: Binding) -> str | None:
+        reason = binding.refusal(module) or verify.difference(binding, module, cls)
+        if reason is None and owner is module:
+            try:
+                _patched_class(cls, Patch(binding))
+            except ValueError as refusal:
+                return str(refusal)
+        return reason
+
     def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
-        keys = []
+        keys: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for key in sorted(set().union(*map(source.rotary_functions, classes))):
             stock = ROPES(*key).stock
             ours = rope_of(stock)
             reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
-            if reason is None:
-                keys.append(key)
-            else:
+            keys[reason is None].append(key)
+            if reason is not None:
                 self.left.setdefault(key[1], reason)
-        self.ropes = tuple(keys)
+        self.ropes, self.other_ropes = tuple(keys[True]), tuple(keys[False])
 
     def chosen(self, family: str, switches: dict[str, bool | None]) -> list[str]:
         if unknown := switches.keys() - set(overrides.SWITCHES):
@@ -465,7 +490,7 @@ def _head_refusal(model: PreTrainedModel) -> str | None:
     try:
         state = vars(model).get(STATE)
         if state is None or not state.head_fn:  # else our forward stays
-            _refuse_foreign_forward(model)
+            _forward_to_wrap(model)
         head.head_facts(model, causal_loss=True)
     except ValueError as refusal:
         return str(refusal)
@@ -541,6 +566,8 @@ def apply_liger_kernel(
 
 
 def _hold_ropes(found: _Found, on: list[str], applied: Applied) -> None:
+    for key in found.other_ropes:  # code that they call may have changed since another model was patched
+        ROPES(*key).give_up()
     if "rope" in on:
         applied.ropes = found.ropes
         applied.hold_ropes()
