@@ -39,6 +39,15 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return backbone
 
 
+def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the causal model inside a model without a backbone (Llama 4 for images and text), which has its head."""
+    lm_head = model.get_output_embeddings()
+    if lm_head is None or model.base_model is not model or getattr(model, "model", None) is not None:
+        return None
+    children = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return next((child for child in children if child.get_output_embeddings() is lm_head), None)
+
+
 @dataclass(frozen=True)
 class Projection:
     """A Linear inside `lm_head`, maybe in a LoRA layer of PEFT with `adapters` in use."""
