@@ -91,8 +91,10 @@ def build(family: str, dtype: str, seed: int, device: str) -> PreTrainedModel:
 @torch.no_grad()
 def nudge(model: PreTrainedModel) -> None:
     """Move every weight to the next float32. A bfloat16 step is up to 1%, so only one weight moves."""
-    single = model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]
-    for weight in [single] if model.dtype == torch.bfloat16 else model.parameters():
+    weights = model.parameters()
+    if model.dtype == torch.bfloat16:
+        weights = iter([model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]])
+    for weight in weights:
         weight.copy_(torch.nextafter(weight, weight.new_tensor(torch.inf)))
 
 

@@ -275,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         stock, fused = (run.distance(kind, variant) for variant in (STOCK, FUSED))
         seconds = time.perf_counter() - begin
         print(
-            f"{kind:14s} float32: {run.difference(kind, FUSED):.1e}  bfloat16 to float32: stock {stock:.4f}, fused {fused:.4f}"
-            f", ratio {fused / stock:.3f}  {seconds:.0f} s",
+            f"{kind:14s} float32: {run.difference(kind, FUSED):.1e}, nudged {run.difference(kind, NUDGED):.1e}  "
+            f"bfloat16 to float32: {fused:.4f}, stock {stock:.4f}, ratio {fused / stock:.3f}  {seconds:.0f} s",
             flush=True,
         )
     settings = {
