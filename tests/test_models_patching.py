@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
 from transformers.models.llama import modeling_llama
 
+import liger_chunked
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
 from liger_chunked.integrations.transformers.patch import is_patched
 
@@ -411,3 +412,19 @@ def test_a_model_whose_class_has_no_plain_subclass():
     assert_same_step(ours, stock)
     revert_liger_kernel(model)
     assert state_of(model) == before
+
+
+def test_an_error_keeps_the_patch_of_a_family():
+    apply = liger_chunked.apply_liger_kernel_to_llama
+    stock = modeling_llama.LlamaRMSNorm.forward
+    try:
+        apply()
+        found = str(apply())
+        patched = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
+        with pytest.raises(ValueError, match=r"geglu.* matches nothing in llama"):
+            apply(geglu=True)
+        assert (modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb) == patched
+        assert str(apply()) == found and modeling_llama.LlamaRMSNorm.forward is not stock
+    finally:
+        revert_liger_kernel("llama")
+    assert modeling_llama.LlamaRMSNorm.forward is stock
