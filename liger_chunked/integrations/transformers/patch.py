@@ -178,9 +178,9 @@ def apply_to_family(name: str, *, logits_budget: int | float | str | None = None
     logits_budget = budget_bytes(logits_budget)
     modeling = family_modeling(name)
     family = overrides.family_name(modeling.__name__)
-    _revert_family(modeling)
     found = found_in_classes(modeling)
     on = found.chosen(family, switches)
+    _revert_family(modeling)
     applied = Applied(family, left=found.left)
     for chosen in on:
         for switch, cls, binding in found.layers:
