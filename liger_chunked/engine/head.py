@@ -67,6 +67,7 @@ class HeadPass:
     grads: HeadGradients | None = None
     normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows, without gradients
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
+    smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, if a sampling filter drops some
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
 
@@ -168,14 +169,19 @@ class HeadPass:
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None
-            dz = logits_grad_(
-                logits=logits,
-                target=along(target, tile.rows),
-                cotangents=cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows),
-                options=self.options,
-                vocab_size=self.vocab_size,
-                vocab_start=self.vocab_start + tile.vocab.start,
-                class_weight=self._class_weight(tile),
-            )
+            of_rows = cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows)
+            dz = self._gradient(logits, along(target, tile.rows), tile, of_rows)
             self.grads.add(tile, dz, x, self.head.weight, dx)
         self.grads.close_chunk(dx, rows)
+
+    def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
+        """Overwrite a tile's logits with their gradient."""
+        return logits_grad_(
+            logits=logits,
+            target=target,
+            cotangents=cotangents,
+            options=self.options,
+            vocab_size=self.vocab_size,
+            vocab_start=self.vocab_start + tile.vocab.start,
+            class_weight=self._class_weight(tile),
+        )

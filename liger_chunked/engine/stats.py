@@ -16,6 +16,7 @@ from liger_chunked.calls import entry_point
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, lay_out
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
@@ -38,11 +39,11 @@ from liger_chunked.types import (
 
 
 def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
-    layout, rows = plan.layout, plan.chunks[0].rows
-    x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
+    rows = plan.chunks[0].rows
+    x = plan.input_rows(input.reshape(-1, input.shape[-1]), rows)
     if u is not None:
-        u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(plan.dtype)
-    return Tokens(x, layout.target, rows, plan.tiles[0], u)
+        u = plan.input_rows(u.reshape(-1, u.shape[-1]), rows)
+    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u)
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
@@ -94,9 +95,9 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         assert head_pass.normalisers is not None
         maximum, sum_exp, *_, entropy = head_pass.normalisers
-        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale
+        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale, head_pass.smallest_kept
         ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
-        head_pass.normalisers = head_pass.logps_grad_scale = None
+        head_pass.normalisers = head_pass.logps_grad_scale = head_pass.smallest_kept = None
         ctx.plan = _holding(plan)
         ctx.head_pass = None if hooks_active() else head_pass
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
@@ -107,12 +108,13 @@ class _LinearTokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return (None,) * 6
-        input, weight, bias, u, up, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
+        input, weight, bias, u, up, maximum, sum_exp, entropy, *rest = ctx.saved_tensors
+        logps_grad_scale, smallest_kept, *plan_tensors = rest
         plan = _holding(ctx.plan, *plan_tensors)
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
         head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
-        head_pass.logps_grad_scale = logps_grad_scale
+        head_pass.logps_grad_scale, head_pass.smallest_kept = logps_grad_scale, smallest_kept
 
         def compact(g: Tensor) -> Tensor:
             g = g.reshape(-1) if layout.slots is None else g.reshape(-1)[layout.slots]
@@ -121,7 +123,9 @@ class _LinearTokenStats(torch.autograd.Function):
         gradients = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
         flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:5])
         flat_u = None if u is None else u.reshape(-1, u.shape[-1])
-        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u)
+        grads = head_pass.grads = HeadGradients(
+            layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+        )
         if layout.n_valid:
             with gemms(input.device, plan.dtype):
                 head_pass.backward(_tokens(plan, input, u), gradients)
@@ -137,10 +141,18 @@ def token_stats(
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
+    filter: SamplingFilter | None = None,
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
-    dtype = compute_dtype(head, input)
-    plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
+    plan = Plan.of_statistics(
+        head,
+        layout.local(),
+        compute_dtype(head, input),
+        outputs=outputs,
+        options=options,
+        class_weight=class_weight,
+        filter=filter,
+    )
     return run_statistics(plan, head, input)
 
 
@@ -166,6 +178,8 @@ def linear_token_stats(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     vocab_shard: VocabShard | None = None,
@@ -187,6 +201,9 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
+        top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
+            sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
+            target has `logps` -inf. Sorts the logits without `top_k`.
         vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
@@ -216,7 +233,8 @@ def linear_token_stats(
         raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
-    check_target(target, input, weight=weight)
+    check_target(target, input, head=head)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
-    stats = token_stats(head, input, layout, outputs, options)
+    filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
+    stats = token_stats(head, input, layout, outputs, options, filter=filter)
     return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))

@@ -91,7 +91,9 @@ class Step:
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
         if any(needs):
-            grads = HeadGradients(layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u)
+            grads = HeadGradients(
+                layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+            )
         head_pass = self.make_pass(head.to(plan.dtype), grads)
 
         parts: list[Any] = []
@@ -100,8 +102,8 @@ class Step:
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
-                x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
-                chunk_u = None if flat_u is None else layout.input_rows(flat_u, chunk.rows).to(plan.dtype)
+                x = plan.input_rows(flat, chunk.rows)
+                chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
                 tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles, chunk_u)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None
@@ -127,7 +129,9 @@ class Step:
         joined = layout.join(parts)
         if isinstance(objective, LinearObjective):
             loss = objective.loss(joined)
-        assert loss is not None
+        else:
+            assert loss is not None
+            loss = layout.sum_of_shares(loss)
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None,) * len(needs) if grads is None else grads.finish()
 
@@ -136,7 +140,7 @@ class Step:
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
         """Return a chunk's dense statistics, share of the loss, and gradients."""
         layout, objective = self.plan.layout, cast(Objective, self.objective)
-        dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
+        dense: TokenStats = layout.dense_values(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -256,7 +260,7 @@ def fused_loss(
         raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
     plan = Plan.of_loss(
         head,
-        layout,
+        layout.local(whole_batch),
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,
