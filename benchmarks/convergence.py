@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ LOGITS_BUDGET = 2**18  # bytes: 32 tokens in float32, 64 in bfloat16
 WARMUP, MAX_NORM = 0.1, 1.0
 _DATA_SEED = 0
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
     "intermediate_size": 320,
@@ -50,10 +50,10 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _SIZES,
-    "qwen3": _SIZES,
+    "llama": SIZES,
+    "qwen3": SIZES,
     "gemma2": {
-        **_SIZES,
+        **SIZES,
         "query_pre_attn_scalar": HIDDEN // HEADS,
         "sliding_window": 32,
         "attn_logit_softcapping": 50.0,
@@ -61,7 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "mixtral": {
-        **_SIZES,
+        **SIZES,
         "intermediate_size": 160,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -76,7 +76,7 @@ def english_batches(steps: int, device: str) -> list[Batch]:
     pairs = english_preferences(_DATA_SEED).train
     passages = list({(pair.prompt, pair.chosen): pair for pair in pairs}.values())
     tokenizer = train_tokenizer([pair.prompt + pair.chosen for pair in passages], VOCABULARY)
-    encoder = Encoder(tokenizer, _SIZES["max_position_embeddings"], torch.device(device))
+    encoder = Encoder(tokenizer, SIZES["max_position_embeddings"], torch.device(device))
     return [encoder.texts(chunk) for chunk in shuffled_chunks(passages, BATCH_SIZE, steps, _DATA_SEED)]
 
 
@@ -91,8 +91,10 @@ def build(family: str, dtype: str, seed: int, device: str) -> PreTrainedModel:
 @torch.no_grad()
 def nudge(model: PreTrainedModel) -> None:
     """Move every weight to the next float32. A bfloat16 step is up to 1%, so only one weight moves."""
-    single = model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]
-    for weight in [single] if model.dtype == torch.bfloat16 else model.parameters():
+    weights = model.parameters()
+    if model.dtype == torch.bfloat16:
+        weights = iter([model.base_model.layers[0].self_attn.q_proj.weight[:1, :1]])
+    for weight in weights:
         weight.copy_(torch.nextafter(weight, weight.new_tensor(torch.inf)))
 
 
@@ -110,14 +112,19 @@ class Adam(NamedTuple):
 DEFAULT_ADAM = Adam()
 
 
-def train(model: PreTrainedModel, batches: Sequence[Batch], adam: Adam) -> list[float]:
-    """Train, and return the loss of every step, rounded to float32."""
+def labelled(batch: Batch) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward."""
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels}
+
+
+def train(model: PreTrainedModel, steps: Sequence[Mapping[str, Tensor]], adam: Adam) -> list[float]:
+    """Train on the arguments of each step, and return the loss of every step, rounded to float32."""
     optimizer = torch.optim.AdamW(model.parameters(), **adam._asdict())
-    schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP * len(batches)), len(batches))
+    schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP * len(steps)), len(steps))
     losses: list[Tensor] = []
-    for batch in batches:
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
+    for arguments in steps:
+        loss = model(**arguments).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -145,7 +152,7 @@ def trained(
         apply_liger_kernel(model, logits_budget=LOGITS_BUDGET)
     if variant == NUDGED:
         nudge(model)
-    return Curve(family, dtype, variant, seed, train(model, batches, adam))
+    return Curve(family, dtype, variant, seed, train(model, [*map(labelled, batches)], adam))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,9 +17,10 @@ from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     attach_head,
     check,
+    found,
     layers,
     overrides,
-    patch,
+    replaced,
     revert_liger_kernel,
     verify,
 )
@@ -112,11 +113,11 @@ def test_what_is_wrong_is_found(broken, message, monkeypatch):
     model = BY_ID["llama"].build()
     stock = state_of(model)
     if broken is wrong_rope:
-        for module in (patch, check):
+        for module in (found, replaced, check):
             monkeypatch.setattr(module, "rope_of", lambda function: broken)
     else:
         binding = overrides.bound(layers.Layer(broken, "rms_norm"), {})
-        monkeypatch.setattr(patch, "binding_of", lambda cls: binding if cls.__name__ == "LlamaRMSNorm" else None)
+        monkeypatch.setattr(found, "binding_of", lambda cls: binding if cls.__name__ == "LlamaRMSNorm" else None)
     with monkeypatch.context() as unchecked:
         for name in ("difference", "rotary_difference"):
             unchecked.setattr(verify, name, lambda *arguments: None)

@@ -1,4 +1,4 @@
-"""The convergence benchmark for three steps: it trains the right models, and figures can be drawn from its results."""
+"""The convergence benchmarks for three steps: they train the right models, and figures show their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from benchmarks import convergence, curves, figures, report
+from benchmarks import convergence, convergence_kinds, curves, figures, report
 from benchmarks.curves import BFLOAT16, BOUND, FLOAT32, FUSED, NUDGED, STOCK, Convergence
 from benchmarks.harness import RESULTS
 
@@ -122,3 +122,46 @@ def test_the_kept_run_is_within_its_bounds() -> None:
         stock, fused = kept.finals(family, STOCK), kept.finals(family, FUSED)
         apart = max(abs(f - s) for f, s in zip(fused, stock, strict=True))
         assert apart <= min(curves.spread(stock), curves.spread(fused)), family
+
+
+# Six kinds of models.
+
+KINDS = ("multimodal", "partial rotary")
+
+
+def test_two_kinds_for_a_few_steps(tmp_path: Path) -> None:
+    arguments = ["--kinds", *KINDS, "--steps", "3", "--seeds", "1", "--out", str(tmp_path)]
+    run = convergence_kinds.load(convergence_kinds.main(arguments))
+    assert run.kinds == list(KINDS) and not run.whole
+    for kind in KINDS:
+        trained = {(c.dtype, c.variant) for c in run.curves if c.family == kind}
+        assert trained == {(d, v) for d, variants in convergence_kinds.VARIANTS.items() for v in variants}
+        # Three steps amplify no rounding: a few units in the last place of a float32 loss.
+        assert run.difference(kind, FUSED) < 1e-6
+        assert 0 < run.distance(kind, FUSED) < 0.01
+    with pytest.raises(SystemExit, match="no complete run"):
+        convergence_kinds.main(["--docs", "page.md", "--out", str(tmp_path)])
+
+
+def test_images_reach_the_loss() -> None:
+    (batch,) = convergence.english_batches(1, "cpu")
+    kind = convergence_kinds.KINDS["multimodal"]
+    model, arguments = kind.build(FLOAT32, 0, "cpu"), kind.arguments(batch)
+    model(**arguments).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "visual" in name)
+    assert (arguments["labels"][:, :4] == -100).all()
+
+
+def test_the_kept_run_of_six_kinds_is_within_its_bounds() -> None:
+    """In float32, fused differs no more than rounding does; in bfloat16, it is as far from float32 as stock."""
+    path = report.newest_file(RESULTS, convergence_kinds.STEM)
+    assert path is not None
+    kept = convergence_kinds.load(path)
+    assert kept.kinds == list(convergence_kinds.KINDS)
+    assert (kept.settings["steps"], kept.settings["seeds"]) == (convergence_kinds.STEPS, convergence_kinds.SEEDS)
+    for kind in kept.kinds:
+        # Twice, because both are single draws of rounding.
+        assert kept.difference(kind, FUSED) <= 2 * kept.difference(kind, NUDGED), kind
+        distance = kept.distance(kind, FUSED)
+        assert distance <= convergence_kinds.LARGEST_RATIO * kept.distance(kind, STOCK), kind
+    assert convergence_kinds.markdown(kept) in (RESULTS.parent.parent / "docs" / "convergence.md").read_text()

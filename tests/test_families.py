@@ -14,11 +14,12 @@ pytest.importorskip("transformers")
 import torch
 import torch.nn.functional as F
 import transformers
-from model_zoo import BY_ID, VOCAB, ZOO, Tiny
+from model_zoo import BY_ID, HIDDEN, VOCAB, ZOO, Tiny
 from test_models import assert_same_step, labelled, state_of, step
 from torch import nn
 from transformers.activations import ACT2FN
 
+import liger_chunked
 from liger_chunked.integrations.transformers import (
     apply_liger_kernel,
     layers,
@@ -433,3 +434,60 @@ def test_a_function_named_silu():
     assert layers.GLU.refusal(F.silu, None, None, None) is None
     assert "its activation is relu" in layers.GLU.refusal(F.relu, None, None, None)
     assert layers.GLU.refusal(ACT2FN["gelu_new"], None, None, None) is None
+
+
+def turned(x):
+    """`rotate_half` of the wrong sign."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x2, -x1), dim=-1)
+
+
+class OwnHelper(nn.Module):
+    """Scales by what a global function returns."""
+
+    def __init__(self, size=8):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, x):
+        return normalized(x, self.eps) * self.weight
+
+
+def normalized(x, eps):
+    y = x.float()
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def test_a_function_that_somebody_replaced_under_a_rotation(monkeypatch):
+    """Only `rotate_half` of a module is another, after a first patch, and another model is still patched."""
+    tiny, qwen3 = BY_ID["qwen3"], modeling("qwen3")
+    stock, first, second = qwen3.apply_rotary_pos_emb, tiny.build(), tiny.build()
+    exact = step(second, labelled(tiny))
+    assert "rope" in apply_liger_kernel(first).replaced
+    monkeypatch.setattr(qwen3, "rotate_half", turned)
+    for applied in (apply_liger_kernel(second), liger_chunked.apply_liger_kernel_to_qwen3()):
+        assert "rope" not in applied.replaced
+        assert applied.left["apply_rotary_pos_emb"] == "a variant that no kernel computes"
+        assert qwen3.apply_rotary_pos_emb is stock
+    revert_liger_kernel("qwen3")
+    ours = step(second, labelled(tiny))
+    revert_liger_kernel(second)
+    assert_same_step(ours, step(second, labelled(tiny)))
+    assert abs(ours[0].loss - exact[0].loss) > 1e-3
+    monkeypatch.undo()
+    revert_liger_kernel(first)
+    assert "rope" in apply_liger_kernel(second).replaced and qwen3.apply_rotary_pos_emb is not stock
+    assert_same_step(step(second, labelled(tiny)), exact)
+    revert_liger_kernel(second)
+    assert qwen3.apply_rotary_pos_emb is stock
+
+
+def test_a_function_that_somebody_replaced_under_a_registered_class(table, monkeypatch):
+    register_layer(OwnHelper, layers.RMS_NORM)
+    model = BY_ID["llama"].build()
+    model.model.norm = OwnHelper(HIDDEN)
+    assert apply_liger_kernel(model).replaced["rms_norm"]["OwnHelper"] == 1
+    monkeypatch.setitem(globals(), "normalized", lambda x, eps: x)
+    applied = apply_liger_kernel(model)
+    assert "OwnHelper" not in applied.replaced["rms_norm"] and "differ" in applied.left["OwnHelper"]
+    revert_liger_kernel(model)

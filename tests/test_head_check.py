@@ -692,3 +692,92 @@ def test_an_attribute_of_the_model_that_changes_after_compilation():
         model.logit_scale = scale
         stock = model(**arguments).loss
         torch.testing.assert_close(compiled(**arguments, head_fn=fused), stock, rtol=1e-5, atol=0)
+
+
+LLAMA4: dict[str, Any] = {
+    "text_config": {
+        **LLAMA, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": [1],
+        "attention_chunk_size": 8,
+    },
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 2, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 16, "projector_output_dim": 16,
+        "vision_output_dim": 16,
+    },
+    "image_token_index": VOCAB - 1, "boi_token_index": VOCAB - 2, "eoi_token_index": VOCAB - 3,
+}  # fmt: skip
+
+
+def with_images() -> dict[str, Tensor]:
+    """Return text after images of four tokens."""
+    arguments = batch()
+    arguments["input_ids"][:, 1:5] = VOCAB - 1
+    arguments["labels"][:, :5] = -100
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    return {**arguments, "pixel_values": pixels}
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("way", ["patched", "attached"])
+def test_a_head_in_a_causal_model_inside(way, images):
+    """Llama 4 for images and text has no backbone: its causal model has the head."""
+    model = tiny("Llama4ForConditionalGeneration", **LLAMA4).train()
+    arguments = with_images() if images else batch()
+    expected = model(**arguments)
+    exact = gradients(model, expected.loss)
+    if way == "patched":
+        assert "fused_linear_cross_entropy" in apply_liger_kernel(model, rms_norm=False).replaced
+        output = model(**arguments)
+        assert output.logits is None and type(output) is type(expected)
+        assert (output.image_hidden_states is None) == (expected.image_hidden_states is None)
+        loss = output.loss
+    else:
+        attach_head(model)
+        loss = model(**arguments, head_fn=fused)
+    # As in `assert_served`.
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+    found = gradients(model, loss)
+    assert found.keys() == exact.keys()
+    assert images == any(name.startswith("vision_model") for name in exact)
+    largest = max(g.norm() for g in exact.values())
+    for name, g in exact.items():
+        assert (found[name] - g).norm() <= 1e-4 * g.norm() + 1e-6 * largest, name
+    if way == "patched":
+        revert_liger_kernel(model)
+        assert model(**arguments).logits.equal(expected.logits)
+
+
+class Halved(transformers.Llama4ForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+
+def test_a_causal_model_inside_that_transforms_its_logits():
+    model = tiny("Llama4ForConditionalGeneration", **LLAMA4)
+    model.language_model.__class__ = Halved
+    with pytest.raises(ValueError, match=r"causal model inside it transforms the logits: .*logit_scale=0\.5"):
+        attach_head(model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Dynamo
+def test_others_get_logits_of_a_causal_model_inside():
+    """Another thread during a step, whose own result is that of compiled code."""
+    model, arguments = tiny("Llama4ForConditionalGeneration", **LLAMA4).train(), batch()
+    lm_head, x, shapes = model.language_model.lm_head, torch.ones(1, HIDDEN), []
+    expected = model(**arguments).loss
+    apply_liger_kernel(model)
+
+    def compute(*_):
+        thread = threading.Thread(target=lambda: shapes.append(model.language_model.lm_head(x).shape))
+        thread.start()
+        thread.join()
+
+    hook = model.language_model.model.norm.register_forward_hook(compute)
+    # As in `assert_served`.
+    torch.testing.assert_close(model(**arguments).loss, expected, rtol=1e-5, atol=0)
+    assert shapes == [(1, VOCAB)] and model.language_model.lm_head is lm_head
+    hook.remove()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**arguments).loss, expected, rtol=1e-5, atol=0)

@@ -267,6 +267,26 @@ def test_peft_dpo_with_a_disabled_adapter_as_reference(kind):
     assert_same_training(model, batch, fused, dpo_on_logits)
 
 
+class Halved(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh() / 2
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("kind", ["lora", "two adapters", "only the head"])
+def test_parametrized_adapters_are_served(kind, part):
+    """Their weight is a function of a parameter, which gets the gradient."""
+    from liger_chunked import attach_head
+
+    model, batch = peft_model(**ADAPTERS[kind]), labelled()
+    adapter = getattr(model.get_base_model().lm_head, part).default
+    torch.nn.utils.parametrize.register_parametrization(adapter, "weight", Halved())
+    attach_head(model)
+    head_fn = functools.partial(sft, budget=None)
+    assert_same_training(model, batch, lambda model, batch: model(**batch, head_fn=head_fn), sft_on_logits)
+
+
 class Quantized(torch.nn.Linear):
     """Stands for the Linears of bitsandbytes, torchao and FP8, which have their own product."""
 
@@ -289,6 +309,11 @@ def quantized_module(model: Any) -> None:
     head.base_layer = base.double()
 
 
+def quantized_up(model: Any) -> None:
+    up = model.get_base_model().lm_head.lora_B
+    up["default"] = Quantized(up.default.in_features, up.default.out_features, bias=False).double()
+
+
 def quantized_tensor(model: Any) -> None:
     base = model.get_base_model().lm_head.base_layer
     base._parameters["weight"] = base.weight.detach().as_subclass(QuantizedTensor)
@@ -309,6 +334,7 @@ UNSUPPORTED = {
     "dora": ({"use_dora": True}, None, "adapter 'default' of the kind DoraLinearVariant"),
     "alora": ({"alora_invocation_tokens": [3, 4]}, None, "adapter 'default' of the kind ALoraLinearVariant"),
     "quantized": ({}, quantized_module, "computed by .*Quantized.* Leave lm_head out of quantization"),
+    "quantized lora_B": ({}, quantized_up, "computed by .*Quantized.* a fused loss needs a weight in floating point"),
     "torchao": ({}, quantized_tensor, "weight.weight must be a plain dense torch.Tensor.* the dequantized one"),
     "parametrized": (
         {}, lambda m: torch.nn.utils.parametrizations.weight_norm(m.get_base_model().lm_head.base_layer),
@@ -332,7 +358,37 @@ def test_unsupported_heads_are_refused(case):
         change(model)
     with pytest.raises(ValueError if case != "torchao" else TypeError, match=message):
         attach_head(model)
+        assert "lora_B" not in case or "hook" in case, "refused at the first step only"
         model(**labelled(), head_fn=logps_of)
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize("budget", [None, 3 * 8 * 64], ids=["one-chunk", "chunks"])
+@pytest.mark.parametrize("loss", [sft, logps_of])
+def test_adapters_merged_before_the_backward(loss, budget):
+    """PEFT writes to `weight.data`, which has no version. Unmerged again, the gradient is that of the forward."""
+    from liger_chunked import attach_head
+
+    if loss is logps_of and budget is not None:
+
+        def head_fn(head: Any, input: Any) -> Tensor:
+            stats = linear_token_stats(head.weight, input.hidden_states, input.target, head.bias, logits_budget=budget)
+            return stats.logps.sum()
+    else:
+        head_fn = functools.partial(sft, budget=budget) if loss is sft else lambda *args: logps_of(*args).sum()
+    model, batch = peft_model(), labelled()
+    attach_head(model)
+    expected = gradients_of(model, model(**batch, head_fn=head_fn))
+    model.zero_grad()  # the refused backward reaches some parameters
+    found = model(**batch, head_fn=head_fn)
+    lm_head = model.get_base_model().lm_head
+    lm_head.merge()
+    with pytest.raises(RuntimeError, match=r"the adapters \['default'\] of lm_head were merged between forward and"):
+        found.backward(retain_graph=True)
+    lm_head.unmerge()
+    for name, gradient in gradients_of(model, found).items():
+        # Merging and unmerging rounds the weight.
+        assert relative_error(gradient, expected[name]) < 1e-9, name
 
 
 @PEFT_WARNINGS
@@ -592,6 +648,55 @@ def test_float16_with_small_and_large_gradients(adapter, budget, device):
 
     for found, exact in zip(run(torch.float16, adapter, budget), run(*2 * [torch.float64], None), strict=True):
         assert found.isfinite().all() and relative_error(found, exact) < 3e-3
+
+
+@PEFT_WARNINGS
+@pytest.mark.parametrize(
+    ("adapter", "largest", "scaling"),
+    [
+        ("float32", 0.05, 2.0),
+        ("float32", 2.0, 2.0),
+        ("float32", 2e5, 2.0),
+        ("float16", 2.0, 2.0),
+        ("float16", 5e4, 4.0),
+    ],
+)
+def test_float16_head_with_small_and_large_inputs_of_lora_b(adapter, largest, scaling):
+    """Up to those beyond float16.
+
+    PEFT's float32 adapters have no overflow. Its float16 adapters overflow in `lora_A(x)`, not in the scaling.
+    """
+    from liger_chunked import attach_head
+
+    errors: dict[str, list[tuple[float, float, float]]] = {}
+    for seed in range(8):
+        model, batch = peft_model(targets=["lm_head"], lora_alpha=3 * scaling), labelled(16)
+        lm_head = model.get_base_model().lm_head
+        torch.manual_seed(seed)
+        seen = []
+        hook = lm_head.lora_A.default.register_forward_hook(lambda *call, to=seen: to.append(call[-1]))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p)).copy_(p.half())
+            model(batch["input_ids"])
+            factor = largest / float(seen[0].abs().max())
+            lm_head.lora_A.default.weight.mul_(factor)
+            lm_head.lora_B.default.weight.div_(factor * scaling)
+            for p in lm_head.parameters():
+                p.copy_(p.half() if adapter == "float16" else p.float())
+        hook.remove()
+        exact = gradients_of(model, sft_on_logits(model, batch))
+        for name, p in model.named_parameters():
+            p.data = p.data.float() if "lora_" in name and adapter == "float32" else p.data.half()
+        eager = gradients_of(model, sft_on_logits(model, batch).float())
+        attach_head(model)
+        ours = gradients_of(model, model(**batch, head_fn=functools.partial(sft, budget=None)))
+        for name in exact:
+            off = [float((g[name].double() - exact[name]).norm()) for g in (ours, eager)]
+            errors.setdefault(name, []).append((off[0], off[1], float(exact[name].norm())))
+    for name, found in errors.items():
+        of_ours, of_eager, norms = map(list, zip(*found, strict=True))
+        assert rms(of_ours, norms) <= FACTOR * rms(of_eager, norms), name
 
 
 @pytest.mark.parametrize("id", ["ce", "dpo-sigmoid", "jsd", "grpo", "stats-all"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from test_models import assert_same_step, labelled, step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
+from transformers.models.llama import modeling_llama
 
+import liger_chunked
 from liger_chunked.integrations.transformers import apply_liger_kernel, attach_head, detach_head, revert_liger_kernel
 from liger_chunked.integrations.transformers.patch import is_patched
 
@@ -357,3 +360,71 @@ def test_cross_entropy_of_a_shallow_copy():
     assert twin.loss_function is stock and model.loss_function is not stock
     revert_liger_kernel(model)
     assert model.loss_function is stock and "_loss_function" not in vars(model)
+
+
+class KeyedNorm(modeling_llama.LlamaRMSNorm):
+    """Its subclasses must pass a keyword."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+
+
+class KeyedModel(transformers.LlamaForCausalLM):
+    def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+def state_of(model: nn.Module) -> Any:
+    return [(type(m), sorted(vars(m))) for m in model.modules()], modeling_llama.apply_rotary_pos_emb
+
+
+def test_a_layer_whose_class_has_no_plain_subclass_is_left_alone():
+    model, arguments = BY_ID["llama"].build(), labelled(BY_ID["llama"])
+    model.model.norm.__class__ = KeyedNorm
+    stock, before = step(model, arguments), state_of(model)
+    applied = apply_liger_kernel(model)
+    assert applied.replaced["rms_norm"] == {"LlamaRMSNorm": 4}
+    reason = r"no subclass of it can be made \(TypeError: .*__init_subclass__\(\) missing .* 'key'\)"
+    assert re.search(reason, applied.left["LlamaRMSNorm"])
+    assert_same_step(step(model, arguments), stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+
+
+def test_a_model_whose_class_has_no_plain_subclass():
+    """Nothing is changed or reverted before an error."""
+    model, arguments = KeyedModel(transformers.LlamaConfig(**BY_ID["llama"].config)), labelled(BY_ID["llama"])
+    stock, before = step(model, arguments), state_of(model)
+    message = "KeyedModel: no subclass of it can be made"
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernel(model, fused_linear_cross_entropy=True)
+    with pytest.raises(ValueError, match=message):
+        attach_head(model)
+    assert state_of(model) == before
+    apply_liger_kernel(model, fused_linear_cross_entropy=False)
+    between = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernel(model, rope=False, fused_linear_cross_entropy=True)
+    assert state_of(model) == between
+    assert message in apply_liger_kernel(model).left["LlamaForCausalLM"]
+    ours = step(model, arguments)
+    assert ours[0].logits is not None
+    assert_same_step(ours, stock)
+    revert_liger_kernel(model)
+    assert state_of(model) == before
+
+
+def test_an_error_keeps_the_patch_of_a_family():
+    apply = liger_chunked.apply_liger_kernel_to_llama
+    stock = modeling_llama.LlamaRMSNorm.forward
+    try:
+        apply()
+        found = str(apply())
+        patched = modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb
+        with pytest.raises(ValueError, match=r"geglu.* matches nothing in llama"):
+            apply(geglu=True)
+        assert (modeling_llama.LlamaRMSNorm.forward, modeling_llama.apply_rotary_pos_emb) == patched
+        assert str(apply()) == found and modeling_llama.LlamaRMSNorm.forward is not stock
+    finally:
+        revert_liger_kernel("llama")
+    assert modeling_llama.LlamaRMSNorm.forward is stock

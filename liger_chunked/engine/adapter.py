@@ -11,6 +11,10 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
 from liger_chunked.types import AdaptedWeight
 
+# float16 holds neither a `u` of 1e5 nor an `up` of 1e-7: `up` is small, above all early in training. All ranks use one
+# number, because a split vocabulary sums their gradients of `u`.
+_RANGE = 256.0
+
 
 class _Rounded(torch.autograd.Function):
     """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
@@ -52,6 +56,8 @@ def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tupl
             f"column of weight.up, got {described(u)}"
         )
     up = weight.up
+    if dtype == torch.float16 and u.dtype != dtype:
+        u, up = u / _RANGE, up * _RANGE
     if max(u.dtype.itemsize, up.dtype.itemsize) > dtype.itemsize and not autocasts(input.device.type):
         (u, u_rest), (up, up_rest) = _parts(u, dtype), _parts(up, dtype)
         u, up = torch.cat([u, u_rest, u], -1), torch.cat([up, up, up_rest], -1)

@@ -1,7 +1,12 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
 head.py            a patched model's head and loss
+head_forward.py    installs that forward in models and classes
 patch.py           patches and restores models
+patched_class.py   builds and sets the classes of patched modules
+replaced.py        replaced attributes and rotary functions
+found.py           what the kernels serve of a model or family
+report.py          what was patched, and what was left alone
 layers.py          layers that base kernels replace
 detect.py          parts of a model, and whose code runs
 source.py          whether functions are the same code
@@ -19,17 +24,16 @@ from typing import Any
 
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
+from liger_chunked.integrations.transformers.head_forward import attach_head, detach_head
 from liger_chunked.integrations.transformers.patch import (
-    Applied,
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
     apply_liger_kernel,
-    attach_head,
-    detach_head,
     family_function,
     register_layer,
     revert_liger_kernel,
 )
+from liger_chunked.integrations.transformers.report import Applied
 from liger_chunked.integrations.transformers.shared_prefix import (
     SharedBatch,
     share_batch,

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_chunked.integrations.transformers import patch, verify
+from liger_chunked.integrations.transformers import verify
 from liger_chunked.integrations.transformers.detect import inner_model
 from liger_chunked.integrations.transformers.head import STATE
 from liger_chunked.integrations.transformers.overrides import rope_of
-from liger_chunked.integrations.transformers.patch import APPLIED, Applied, apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.transformers.patch import FAMILY_WIDE, apply_liger_kernel, revert_liger_kernel
+from liger_chunked.integrations.transformers.patched_class import has_our_layer, patch_of, stock_class
+from liger_chunked.integrations.transformers.replaced import ROPES
+from liger_chunked.integrations.transformers.report import APPLIED, FUSED, Applied
 
 _CHANGED = (STATE, APPLIED, "_loss_function", "forward", "_old_forward", "training")
 
@@ -106,20 +109,20 @@ def check_model(
         if options or APPLIED not in vars(inner):
             apply_liger_kernel(inner, **options)
         applied = vars(inner)[APPLIED]
-        if applied.family in patch.FAMILY_WIDE:
+        if applied.family in FAMILY_WIDE:
             raise ValueError(
                 f"the classes of {applied.family} are patched, so there is no stock model to compare with: "
                 f"revert_liger_kernel({applied.family!r}) first"
             )
         arguments = _arguments(inner, input_ids, labels)
-        without_logits: dict[str, Any] = {"skip_logits": True} if patch.FUSED in applied.replaced else {}
+        without_logits: dict[str, Any] = {"skip_logits": True} if FUSED in applied.replaced else {}
         ours = _step(model, {**arguments, **without_logits})
-        layers = {type(module).__name__: module for module in filter(patch.has_our_layer, inner.modules())}
+        layers = {type(module).__name__: module for module in filter(has_our_layer, inner.modules())}
         with _stock_ropes(applied):
             found = {name: _difference(_check_patched, module) for name, module in layers.items()}
             rotary = [module for module in inner.modules() if "Rotary" in type(module).__name__]
             for key in applied.ropes:
-                stock_rope: Any = patch.ROPES(*key).stock
+                stock_rope: Any = ROPES(*key).stock
                 found[key[1]] = verify.rotary_difference(rope_of(stock_rope), stock_rope, rotary)
         revert_liger_kernel(inner)
         with _stock_ropes(applied):
@@ -166,7 +169,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 def _stock_ropes(applied: Applied) -> Iterator[None]:
     with contextlib.ExitStack() as suspended:
         for key in applied.ropes:
-            suspended.enter_context(patch.ROPES(*key).suspended())
+            suspended.enter_context(ROPES(*key).suspended())
         yield
 
 
@@ -214,5 +217,5 @@ def _difference(check: Callable[[Any], None], subject: Any) -> str | None:
 
 
 def _check_patched(module: nn.Module) -> None:
-    found: Any = patch.patch_of(module)
-    verify.check_layer(found.binding, module, patch.stock_class(type(module)))
+    found: Any = patch_of(module)
+    verify.check_layer(found.binding, module, stock_class(type(module)))

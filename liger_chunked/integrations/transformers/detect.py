@@ -39,6 +39,15 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return backbone
 
 
+def nested_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the causal model inside a model without a backbone (Llama 4 for images and text), which has its head."""
+    lm_head = model.get_output_embeddings()
+    if lm_head is None or model.base_model is not model or getattr(model, "model", None) is not None:
+        return None
+    children = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return next((child for child in children if child.get_output_embeddings() is lm_head), None)
+
+
 @dataclass(frozen=True)
 class Projection:
     """A Linear inside `lm_head`, maybe in a LoRA layer of PEFT with `adapters` in use."""
@@ -60,7 +69,7 @@ class Projection:
         return [
             (self.layer, self.layer),
             (self.layer.base_layer, self.linear),
-            *((module, _linear_in(module)) for module in of_adapters),
+            *((module, _linear_in(module, parametrized=True)) for module in of_adapters),
         ]
 
 
@@ -86,8 +95,9 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
     if _is_linear(module):
         yield Projection(module)
     elif _is_lora(module):
-        adapters = _adapters_in_use(module)
-        yield Projection(_linear_in(module.base_layer), module, adapters)
+        found = Projection(_linear_in(module.base_layer), module, _adapters_in_use(module))
+        _ = found.entered  # raises unless each `lora_B` is a Linear
+        yield found
     elif _WRAPPERS & _base_names(module):
         for child in module.children():
             yield from _projections_in(child)
@@ -95,21 +105,21 @@ def _projections_in(module: nn.Module) -> Iterator[Projection]:
         raise ValueError(_head_refusal(module))
 
 
-def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_linear(module: nn.Module, parametrized: bool = False) -> TypeGuard[nn.Linear]:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    if is_parametrized(module):
+    if is_parametrized(module) and not parametrized:
         raise ValueError(_head_refusal(module))
     return True
 
 
-def _linear_in(module: Any) -> nn.Linear:
+def _linear_in(module: Any, parametrized: bool = False) -> nn.Linear:
     """Return the Linear in `module`, or raise a ValueError."""
-    if _is_linear(module):
+    if _is_linear(module, parametrized):
         return module
     children = list(module.children())
     if "FullyShardedDataParallel" in _base_names(module) and len(children) == 1:
-        return _linear_in(children[0])
+        return _linear_in(children[0], parametrized)
     raise ValueError(_head_refusal(module))
 
 

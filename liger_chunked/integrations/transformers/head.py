@@ -312,20 +312,58 @@ def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = No
         kwargs["output_router_logits"] = True
     kwargs.setdefault("use_cache", False)
     kwargs["return_dict"] = True
-    for name in facts.dropped:
-        kwargs.pop(name, None)
-    for name, value in facts.constants:
-        kwargs.setdefault(name, value)
-    if facts.backbone_takes_labels:
-        kwargs["labels"] = labels
-
-    outputs = detect.backbone_of(model)(**kwargs)
+    if facts.nested:
+        outputs = _without_head(model, forward or type(model).forward, kwargs)
+    else:
+        for name in facts.dropped:
+            kwargs.pop(name, None)
+        for name, value in facts.constants:
+            kwargs.setdefault(name, value)
+        if facts.backbone_takes_labels:
+            kwargs["labels"] = labels
+        outputs = detect.backbone_of(model)(**kwargs)
     aux_loss: Any = None
     aux_loss_coef = 0.0
     if balance is not None:
         aux_loss, aux_loss_coef = balance.loss(model, outputs, kwargs.get("attention_mask")), balance.coefficient(model)
     hidden_states = _kept(outputs.last_hidden_state, logits_to_keep)
     return HeadInput(hidden_states, options, outputs, labels, shift_labels, num_items, aux_loss, aux_loss_coef)
+
+
+class _Recorder(nn.Module):
+    """Replaces `lm_head`: records and returns its input in this thread, and computes logits in others."""
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.reached: list[Tensor] = []
+        self.real = (lm_head,)  # a tuple, not a submodule
+
+    @property
+    def weight(self) -> Any:  # some forwards read its dtype
+        return self.real[0].weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if threading.get_ident() != self.thread:
+            return self.real[0](hidden_states)
+        self.reached.append(hidden_states)
+        return hidden_states
+
+
+@torch.compiler.disable(reason="the head is in a model inside this one")
+def _without_head(model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> ModelOutput:
+    """Run the forward of a model whose head is in a causal model inside it, and return hidden states, not logits."""
+    lm_head = model.get_output_embeddings()
+    owner, name = next((m, n) for m in model.modules() for n, child in m._modules.items() if child is lm_head)
+    with _LOCKS.setdefault(lm_head, threading.RLock()):
+        owner._modules[name] = recorder = _Recorder(lm_head)
+        try:
+            outputs = getattr(forward, STOCK, forward)(model, **kwargs)
+        finally:
+            owner._modules[name] = lm_head
+    fields = {name: x for name, x in outputs.items() if name not in ("loss", "logits")}
+    (hidden_states,) = recorder.reached
+    return ModelOutput(last_hidden_state=hidden_states, **fields)
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -396,8 +434,22 @@ def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
     parts = []
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        parts.append(layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        u = layer.lora_A[name](layer.lora_dropout[name](x))
+        # PEFT scales the output of `lora_B`, and `u * scaling` may exceed float16.
+        parts.append((u.float() if u.dtype == torch.float16 else u) * layer.scaling[name])
+    u = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if u.requires_grad:
+        u.register_hook(functools.partial(_refuse_merged, layer))
+    return u
+
+
+def _refuse_merged(layer: Any, gradient: Tensor) -> None:
+    # PEFT merges through `weight.data`, so autograd's version check does not notice.
+    if layer.merged:
+        raise RuntimeError(
+            f"the adapters {layer.merged_adapters} of lm_head were merged between forward and backward, which changes "
+            "the weight under the gradient: merge after the backward, or unmerge before it"
+        )
 
 
 def _whole(parameter: Any) -> Any:

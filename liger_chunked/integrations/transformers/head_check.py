@@ -6,11 +6,12 @@ return known values, and other modules with parameters raise. It takes milliseco
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
-from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, HOOKS, backbone_of, projections
+from liger_chunked.integrations.transformers.detect import (
+    FORWARD_SLOTS,
+    HOOKS,
+    backbone_of,
+    nested_of,
+    parsed,
+    projections,
+)
 from liger_chunked.types import LogitOptions
 
 _LENGTH, _MASKED = 6, 4  # positions, and the first masked one
@@ -47,6 +55,7 @@ class HeadFacts:
     constants: tuple[tuple[str, Any], ...] = ()  # the forward adds these
     dropped: tuple[str, ...] = ()  # it does not pass these on
     backbone_takes_labels: bool = False
+    nested: bool = False  # the head is in a causal model inside this one
 
 
 def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts:
@@ -62,17 +71,29 @@ def check_head(model: PreTrainedModel, forward: Callable[..., Any]) -> HeadFacts
                 f"what reaches lm_head is {factor:.7g} times the backbone's last hidden state, and lm_head has a bias"
             )
         options = trial.transform(_logits_of(observed.output), factor)
+        if trial.nested and options != LogitOptions():
+            raise _Difference(f"the causal model inside it transforms the logits: {options}")
         if "logits_to_keep" in _parameters(forward):
             kept = trial.observe(logits_to_keep=_KEPT)
             trial.factor(kept.reached, trial.hidden_states[:, -_KEPT:])
-        labels = observed.given["input_ids"].clone()
+        labels = trial.labels()
         observed = trial.observe(lambda *args, **kwargs: torch.zeros(()), labels=labels)
+        read = _read_for_loss(forward) if trial.nested else None  # this forward runs, except for its loss
         taken = {*observed.passed, *_parameters(type(trial.backbone).forward), *_OF_HEAD, *_FREE}
         own = inspect.signature(forward).parameters.values()
-        of_forward = tuple(
-            p.name for p in [*own][1:] if p.name not in taken and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        )
-        return _passed_on(observed, options, of_forward)
+        names = [p.name for p in [*own][1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        of_forward = tuple(name for name in names if name not in taken and (read is None or name in read))
+        return replace(_passed_on(observed, options, of_forward), nested=trial.nested)
+
+
+def _read_for_loss(forward: Callable[..., Any]) -> set[str] | None:
+    """Return the names that a forward reads under `if labels`, or None without source."""
+    try:
+        nodes = list(ast.walk(parsed(inspect.unwrap(forward))))
+    except (OSError, TypeError):
+        return None
+    blocks = [n for n in nodes if isinstance(n, ast.If) and "labels" in ast.unparse(n.test)]
+    return {n.id for block in blocks for n in ast.walk(block) if isinstance(n, ast.Name)}
 
 
 def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -80,7 +101,7 @@ def check_loss(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
     trial = _Trial(model, forward)
     with _explained(forward):
         trial.prepare()
-        labels = _arguments(forward, trial.logits)["input_ids"].clone()
+        labels = trial.labels()
         labels[:, 1] = -100
         for arguments in ({}, _if_taken(forward, num_items_in_batch=torch.tensor(_NUM_ITEMS))):
             output = trial.observe(labels=labels, **arguments).output
@@ -132,7 +153,9 @@ class _Trial:
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.model, self.forward = model, forward
-        self.backbone, self.projection = backbone_of(model), projections(model)[0]
+        nested = nested_of(model)
+        self.backbone, self.projection = backbone_of(nested or model), projections(model)[0]
+        self.nested = nested is not None
 
     def prepare(self, scale: Tensor | float = 1.0) -> None:
         """Draw what the stand-ins return."""
@@ -169,7 +192,7 @@ class _Trial:
         copy = _copy(model, "", stand_ins, {model} | _containing(model, real_head) | _containing(model, core))
         if loss_function is not None:
             vars(copy)["_loss_function"] = loss_function
-        given = _arguments(forward, self.logits) | arguments
+        given = self.arguments() | arguments
         output = forward(copy, **given, **_if_taken(forward, return_dict=True, output_router_logits=False))
         for part, calls in (("its backbone", stand_in.calls), ("lm_head", head.inputs)):
             if len(calls) != 1:
@@ -184,6 +207,19 @@ class _Trial:
                 )
             expected = stand_in.calls[1]
         return _Observed(head.inputs[0], output, given, stand_in.calls[0], expected)
+
+    def arguments(self) -> dict[str, Any]:
+        mask = torch.ones(1, _LENGTH, dtype=torch.long)
+        mask[:, _MASKED:] = 0
+        optional = {"attention_mask": mask, "position_ids": torch.arange(_LENGTH)[None] + 1}
+        names = _parameters(self.forward)
+        # The causal model inside gets embeddings.
+        tokens = {"inputs_embeds": self.hidden_states + 1} if self.nested else {"input_ids": self.labels()}
+        return {**tokens, **{name: x for name, x in optional.items() if name in names}}
+
+    def labels(self) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(self.logits.shape[-1], (1, _LENGTH), generator=generator)
 
     def _exact(self, measured: Tensor) -> float:
         value = measured.item()
@@ -322,16 +358,6 @@ def _if_taken(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: x for name, x in arguments.items() if open_ended or name in parameters}
-
-
-def _arguments(forward: Callable[..., Any], logits: Tensor) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.ones(1, _LENGTH, dtype=torch.long)
-    mask[:, _MASKED:] = 0
-    optional = {"attention_mask": mask, "position_ids": torch.arange(_LENGTH)[None] + 1}
-    names = _parameters(forward)
-    ids = torch.randint(logits.shape[-1], (1, _LENGTH), generator=generator)
-    return {"input_ids": ids, **{name: x for name, x in optional.items() if name in names}}
 
 
 def _logits_of(output: Any) -> Tensor:

@@ -97,7 +97,7 @@ _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {
 
 
 @functools.cache
-def _read(path: str, method: str = "") -> tuple[str, tuple[str, ...]] | None:
+def _read(path: str, method: str = "") -> source.Source | None:
     """Read a stock class's method or a stock function; None if this transformers has no such code."""
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
@@ -111,15 +111,19 @@ def binding_of(cls: Any) -> Binding | None:
     for known, binding in _REGISTERED.items():
         if detect.runs_code_of(cls, known, binding.layer.method):
             return binding
-    return _recognised(cls, detect.stock_method(cls, "forward"), detect.stock_method(cls, "_apply_gate"))
+    methods = ((name, detect.stock_method(cls, name)) for name in ("forward", "_apply_gate"))
+    read = tuple((name, source.source_of(method, cls)) for name, method in methods if _takes_one_tensor(method))
+    return _recognised(read)
 
 
 @functools.cache
-def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
-    for name, method in (("forward", forward), ("_apply_gate", apply_gate)):
-        if not inspect.isfunction(method) or len(inspect.signature(method).parameters) != 2:
-            continue
-        read = source.source_of(method, cls)
+def _takes_one_tensor(method: Any) -> bool:
+    return inspect.isfunction(method) and len(inspect.signature(method).parameters) == 2
+
+
+@functools.cache
+def _recognised(methods: tuple[tuple[str, source.Source | None], ...]) -> Binding | None:
+    for name, read in methods:
         if read is None or "Mult()" not in read[0]:  # all rows multiply
             continue
         for path, layer, names in _ROWS:
@@ -133,9 +137,12 @@ def _recognised(cls: Any, forward: Any, apply_gate: Any) -> Binding | None:
     return None
 
 
-@functools.cache
 def rope_of(function: Any) -> Any:
-    read = source.source_of(function)
+    return _rope_of_source(source.source_of(function))
+
+
+@functools.cache
+def _rope_of_source(read: source.Source | None) -> Any:
     rows = ((_read(f"{family}.apply_rotary_pos_emb"), ours) for family, ours in _ROTARY)
     return next((ours for row, ours in rows if read is not None and row == read), None)
 

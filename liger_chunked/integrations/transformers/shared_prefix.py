@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, _kept
-from liger_chunked.integrations.transformers.patch import attach_head
+from liger_chunked.integrations.transformers.head_forward import attach_head
 from liger_chunked.integrations.transformers.trie import PackedTrie, gather_rows, pack_trie
 from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
 from liger_chunked.types import Head

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,24 +16,55 @@ from liger_chunked.integrations.transformers.detect import STOCK, foreign_code, 
 
 _READ: dict[int, Any] = {}  # objects that texts refer to by id
 
+Source = tuple[str, tuple[str, ...]]
+Lookup = tuple[Callable[..., Any], tuple[Any, ...], Any]  # function, arguments and result
 
-@functools.cache
-def source_of(function: Any, cls: Any = None) -> tuple[str, tuple[str, ...]] | None:
+_SOURCES: dict[Any, tuple[Source | None, list[Lookup]]] = {}
+
+
+def source_of(function: Any, cls: Any = None) -> Source | None:
     """Return a function's syntax tree without names, and the attributes of `cls` that it reads.
 
     Functions with equal trees do the same with their arguments and, in order, these attributes. None without source.
+    Cached until a name that the function uses, itself or through others, refers to another object.
     """
-    reader = _Reader(cls)
+    return _read(function, cls)[0]
+
+
+def _read(function: Any, cls: Any) -> tuple[Source | None, list[Lookup]]:
+    known = _SOURCES.get((function, cls))
+    if known is None or any(look(*arguments) is not found for look, arguments, found in known[1]):
+        reader, result = _Reader(cls), None
+        with contextlib.suppress(OSError, TypeError, ValueError, SyntaxError, RecursionError):
+            result = reader.read(function), tuple(reader.attributes)
+        known = _SOURCES[function, cls] = result, reader.lookups
+    return known
+
+
+def _global(names: dict[str, Any], name: str) -> Any:
+    return names.get(name, vars(builtins).get(name, _ABSENT))
+
+
+def _content(cell: Any) -> Any:
     try:
-        return reader.read(function), tuple(reader.attributes)
-    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
-        return None
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _ABSENT
+
+
+_ABSENT = object()
 
 
 class _Reader:
     def __init__(self, cls: type | None) -> None:
         self.cls = cls
         self.attributes: dict[str, int] = {}
+        self.lookups: list[Lookup] = []
+
+    def look(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        found = function(*arguments)
+        self.lookups.append((function, arguments, found))
+        return found
 
     def read(self, function: Any) -> str:
         *wrappers, function = unwrapped(function)
@@ -48,7 +81,7 @@ class _Reader:
         return ast.dump(_Renamed(self, function, tree).visit(tree))
 
     def attribute(self, name: str) -> str:
-        value = inspect.getattr_static(self.cls, name, None)
+        value = self.look(inspect.getattr_static, self.cls, name, None)
         if _has_text(value):
             return f"method {_Reader.read(self, value)}"
         return f"attribute {self.attributes.setdefault(name, len(self.attributes))}"
@@ -62,9 +95,8 @@ class _Renamed(ast.NodeTransformer):
     """Replaces a function's names by their order or the objects that they name."""
 
     def __init__(self, reader: _Reader, function: Any, tree: ast.AST) -> None:
-        self.reader, self.scope = reader, {**vars(builtins), **function.__globals__}
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-        self.scope |= {name: cell.cell_contents for name, cell in cells}
+        self.reader, self.globals = reader, function.__globals__
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         nodes = list(ast.walk(tree))
         arguments = [n.arg for n in nodes if isinstance(n, ast.arg)]
         local = arguments + [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
@@ -87,16 +119,21 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node) if found is None else ast.Name(found, ast.Load())
 
     def referred(self, node: ast.expr) -> str | None:
-        names = ast.unparse(node).split(".")
-        if not all(map(str.isidentifier, names)) or names[0] in self.local or names[0] not in self.scope:
+        first, *names = ast.unparse(node).split(".")
+        if not all(map(str.isidentifier, (first, *names))) or first in self.local:
             return None
-        value = self.scope[names[0]]
-        for name in names[1:]:
-            if not isinstance(value, ModuleType) or not hasattr(value, name):
-                return None
-            value = getattr(value, name)
+        look = self.reader.look
+        value = look(_content, self.cells[first]) if first in self.cells else look(_global, self.globals, first)
+        for name in names:
+            value = look(getattr, value, name, _ABSENT) if isinstance(value, ModuleType) else _ABSENT
+        if value is _ABSENT:
+            if first in self.cells:
+                raise ValueError(f"{first} has no value yet")
+            return None
         if _has_text(value):
-            if text := source_of(getattr(value, STOCK, value)):
+            text, lookups = _read(getattr(value, STOCK, value), None)
+            self.reader.lookups += lookups
+            if text:
                 return f"function {text[0]}"
         if isinstance(value, (bool, int, float, str)):
             return repr(value)

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from liger_chunked.integrations.transformers.found import found_in, owner_of
 from liger_chunked.integrations.transformers.overrides import LAYER_SWITCHES
-from liger_chunked.integrations.transformers.patch import FUSED, found_in, owner_of
+from liger_chunked.integrations.transformers.report import FUSED
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, WIDE = 131, 64, 4, 16, 48
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from liger_chunked.integrations.transformers import layers as kinds
 from liger_chunked.integrations.transformers.detect import FORWARD_SLOTS, stock_method
 from liger_chunked.integrations.transformers.layers import Binding, Layer
+from liger_chunked.integrations.transformers.source import source_of
 
 _TOLERANCE = 1e-4  # relative to a token's norm, in float32
 _MOST_ROUNDED = 0.02  # share of a norm's bfloat16 values; another casting order changes a tenth
@@ -40,11 +41,11 @@ _COMPARED: dict[Any, str | None] = {}
 
 
 def difference(binding: Binding, module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Return how the layer differs from `cls`, cached by class and configuration."""
+    """Return how the layer differs from `cls`, cached by class, source and configuration."""
     plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | float | str) and name != "training"}
     parts = {name: type(x) for name, x in (*module._modules.items(), *module._parameters.items())}
     stock = stock_method(cls, binding.layer.method)
-    key = (cls, stock, binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
+    key = (cls, stock, source_of(stock, cls), binding, repr(sorted(plain.items())), repr(sorted(parts.items())))
     if key not in _COMPARED:
         try:
             check_layer(binding, module, cls)
@@ -82,7 +83,7 @@ _ROTATED: dict[Any, str | None] = {}
 def rotary_difference(ours: Callable[..., Any], function: Any, rotary: Iterable[nn.Module]) -> str | None:
     """Return how our function differs on the angles of `rotary` modules."""
     modules = {type(module): module for module in rotary}
-    key = (ours, function, frozenset(modules))
+    key = (ours, function, source_of(function), frozenset(modules))
     if key not in _ROTATED:
         with _quiet():
             found = [_angles(module) for module in modules.values()] + [_llama_angles()]

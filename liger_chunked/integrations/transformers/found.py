@@ -1,0 +1,156 @@
+"""What the kernels serve of a model, or of all models of a family."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_chunked.integrations.transformers import detect, head, overrides, source, verify
+from liger_chunked.integrations.transformers.detect import own_forward
+from liger_chunked.integrations.transformers.head import STATE
+from liger_chunked.integrations.transformers.head_forward import forward_to_wrap
+from liger_chunked.integrations.transformers.layers import Binding
+from liger_chunked.integrations.transformers.overrides import binding_of, rope_of
+from liger_chunked.integrations.transformers.patched_class import Patch, patched_class, stock_class
+from liger_chunked.integrations.transformers.replaced import ROPES
+from liger_chunked.integrations.transformers.report import FUSED
+
+
+@dataclass
+class Found:
+    """Layers that kernels can serve, and reasons for others."""
+
+    layers: list[tuple[str, Any, Binding]] = field(default_factory=list)  # switch, and module or class
+    ropes: tuple[tuple[str, str], ...] = ()
+    other_ropes: tuple[tuple[str, str], ...] = ()  # not served
+    heads: tuple[str, ...] = ()  # switches
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def switches(self) -> list[str]:
+        layers = {switch for switch, *_ in self.layers}
+        found = [switch for switch in overrides.LAYER_SWITCHES if switch in layers]
+        return [*found, *(["rope"] if self.ropes else []), *self.heads]
+
+    def add_layer(self, owner: Any, module: nn.Module, cls: Any, binding: Binding | None) -> None:
+        if binding is None:
+            reason = _VARIANT if source.looks_like_layer(cls) else None
+        elif (reason := self._refusal(owner, module, cls, binding)) is None:
+            self.layers.append((binding.switch(module), owner, binding))
+        if reason is not None:
+            self.left.setdefault(owner_of(module).__name__, reason)
+
+    @staticmethod
+    def _refusal(owner: Any, module: nn.Module, cls: Any, binding: Binding) -> str | None:
+        reason = binding.refusal(module) or verify.difference(binding, module, cls)
+        if reason is None and owner is module:
+            try:
+                patched_class(cls, Patch(binding))
+            except ValueError as refusal:
+                return str(refusal)
+        return reason
+
+    def add_ropes(self, classes: Iterable[type], rotary: list[nn.Module]) -> None:
+        keys: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+        for key in sorted(set().union(*map(source.rotary_functions, classes))):
+            stock = ROPES(*key).stock
+            ours = rope_of(stock)
+            reason = _VARIANT if ours is None else verify.rotary_difference(ours, stock, rotary)
+            keys[reason is None].append(key)
+            if reason is not None:
+                self.left.setdefault(key[1], reason)
+        self.ropes, self.other_ropes = tuple(keys[True]), tuple(keys[False])
+
+    def chosen(self, family: str, switches: dict[str, bool | None]) -> list[str]:
+        if unknown := switches.keys() - set(overrides.SWITCHES):
+            raise TypeError(f"unknown switches {sorted(unknown)}; there are {sorted(overrides.SWITCHES)}")
+        for switch, on in switches.items():
+            if not (on is None or isinstance(on, bool)):
+                raise TypeError(f"{switch} must be True, False or None, got {on!r}")
+        wanted = {switch for switch, on in switches.items() if on}
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.left.items())
+        if absent := wanted - set(self.switches):
+            raise ValueError(f"{sorted(absent)} matches nothing in {family} here; it has {self.switches}{reasons}")
+        if set(overrides.HEAD_SWITCHES) <= wanted:
+            raise ValueError("cross_entropy works on logits and fused_linear_cross_entropy builds none: choose one")
+        if set(self.switches) <= {"cross_entropy"} and not wanted and switches.get(FUSED) is not False:
+            raise ValueError(f"our kernels serve nothing in {family}{reasons}")
+        off = {switch for switch, on in switches.items() if on is False}
+        off.add(FUSED if "cross_entropy" in wanted else "cross_entropy")
+        return [switch for switch in self.switches if switch not in off]
+
+
+_VARIANT = "a variant that no kernel computes"
+
+
+def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
+    """Return what the kernels serve of a model; the head only if `fused`."""
+    found = Found()
+    used = set()
+    for module in model.modules():
+        cls = stock_class(type(module))
+        binding, own = binding_of(cls), own_forward(module) is not None
+        if not own:
+            used.add(cls)
+            found.add_layer(module, module, cls, binding)
+        elif binding is not None:
+            found.left.setdefault(owner_of(module).__name__, "its forward was set on the instance")
+    found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
+    if model.get_output_embeddings() is not None:
+        owner, of_loss, reason = owner_of(model), head.has_causal_loss(model), None
+        if not owner.__module__.startswith("transformers."):
+            of_loss, reason = False, f"its forward is that of {owner.__module__}, not of transformers"
+        elif not of_loss:
+            loss = model.loss_function
+            reason = f"its loss_function is {getattr(loss, '__qualname__', loss)}, not the causal loss"
+        elif fused:
+            reason = _head_refusal(model)
+        switches = {"cross_entropy": of_loss, FUSED: fused and reason is None}
+        found.heads = tuple(switch for switch, on in switches.items() if on)
+        found.left |= {} if reason is None else {owner.__name__: reason}
+    elif model.can_generate():
+        found.left[owner_of(model).__name__] = "it is not a backbone under an lm_head"
+    return found
+
+
+def owner_of(module: nn.Module) -> type:
+    """Return the class that defines the forward: FSDP derives others."""
+    return next(cls for cls in stock_class(type(module)).__mro__ if "forward" in vars(cls))
+
+
+def _head_refusal(model: PreTrainedModel) -> str | None:
+    balance = detect.balance_of(model)
+    if balance is not None and balance.refusal is not None:
+        return f"its load-balancing loss cannot be computed: {balance.refusal}"
+    try:
+        state = vars(model).get(STATE)
+        if state is None or not state.head_fn:  # else our forward stays
+            forward_to_wrap(model)
+        head.head_facts(model, causal_loss=True)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def found_in_classes(modeling: ModuleType) -> Found:
+    """Return what kernels serve of default configurations."""
+    found = Found(heads=overrides.HEAD_SWITCHES if overrides.causal_classes(modeling) else ())
+    classes: list[Any] = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
+    classes = [cls for cls in classes if cls.__module__.partition(".")[0] != "torch"]
+    for cls in dict.fromkeys(classes):
+        binding = binding_of(cls)
+        if binding is not None:
+            try:
+                found.add_layer(cls, verify.built(binding, cls, modeling), cls, binding)
+            except (verify.Incomparable, verify.Difference) as failure:
+                found.left[cls.__name__] = f"it cannot be compared without a model ({failure})"
+        elif source.looks_like_layer(cls):
+            found.left[cls.__name__] = _VARIANT
+    found.add_ropes(classes, [])
+    return found

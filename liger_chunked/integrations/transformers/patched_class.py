@@ -1,0 +1,142 @@
+"""Patched classes: a subclass that all patched modules of a class share.
+
+Dynamo compiles them once, and a copy uses its own parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_chunked.integrations.transformers import detect, head
+from liger_chunked.integrations.transformers.detect import STOCK
+from liger_chunked.integrations.transformers.layers import Binding
+
+Method = Callable[..., Any]
+_PATCH = "_liger_patch"  # attribute of a patched class
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A method's replacement: a layer, or None for the forward of `head.py`."""
+
+    binding: Binding | None = None
+
+    @property
+    def method(self) -> str:
+        return "forward" if self.binding is None else self.binding.layer.method
+
+
+def patched_class(cls: Any, patch: Patch) -> Any:
+    """Return the patched subclass, or raise a ValueError."""
+    return _subclass(cls, patch, getattr(cls, patch.method))
+
+
+@functools.cache
+def layer_method(binding: Binding, stock: Method) -> Method:
+    """Compile a method like `stock` that passes input and attributes to the layer.
+
+    Each has its own code, because Dynamo limits compilations per code.
+    """
+    owner, input = inspect.signature(stock).parameters
+    reads = binding.reads.items()
+    attributes = "".join(f", {owner}.{n}" if needed else f", getattr({owner}, {n!r}, None)" for n, needed in reads)
+    namespace: dict[str, Any] = {"_run": binding.layer.run}
+    exec(f"def {binding.layer.method}({owner}, {input}):\n    return _run({input}{attributes})", namespace)
+    method = namespace[binding.layer.method]
+    vars(method)[STOCK] = stock
+    return method
+
+
+@functools.cache
+def _subclass(cls: Any, patch: Patch, method: Method) -> Any:
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Refer to the original class: nothing can import this one.
+        reduced = super(subclass, self).__reduce_ex__(protocol)
+        if type(self) is not subclass:
+            return reduced
+        make, arguments, *state = reduced
+        arguments = tuple(cls if argument is subclass else argument for argument in arguments)
+        return (_rebuilt, (patch, make, arguments), *state)
+
+    named = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if patch.binding is None:
+        replacement = class_forward(method)
+    else:
+        replacement = layer_method(patch.binding, getattr(method, STOCK, method))
+    namespace = {**named, "__reduce_ex__": reduce, patch.method: replacement, _PATCH: patch}
+    try:
+        subclass = type(cls)(cls.__name__, (cls,), namespace)
+    except Exception as error:  # from a metaclass or `__init_subclass__`
+        failure = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{cls.__name__}: no subclass of it can be made ({failure}), and a patch is one") from error
+    return subclass
+
+
+def _rebuilt(patch: Patch, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    module = make(*arguments)
+    object.__setattr__(module, "__class__", patched_class(type(module), patch))
+    return module
+
+
+def stock_class(cls: Any) -> Any:
+    if _PATCH in vars(cls):
+        return cls.__bases__[0]
+    return _rebased(cls) if hasattr(cls, _PATCH) else cls
+
+
+@functools.cache
+def _rebased(cls: Any) -> Any:
+    """Rebuild a class that, for example, `fully_shard` derived from a patched one."""
+    namespace = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(map(stock_class, cls.__bases__)), namespace)
+
+
+def patch_of(module: nn.Module) -> Patch | None:
+    return getattr(type(module), _PATCH, None)
+
+
+def is_patched(module: nn.Module) -> bool:
+    return patch_of(module) is not None
+
+
+def has_our_layer(module: nn.Module) -> bool:
+    patch = patch_of(module)
+    return patch is not None and patch.binding is not None
+
+
+def set_patch(module: nn.Module, patch: Patch | None) -> None:
+    """Set the module's only patch; None restores the method."""
+    stock = stock_class(type(module))
+    _set_class(module, stock if patch is None else patched_class(stock, patch))
+
+
+def _set_class(module: nn.Module, cls: Any) -> None:
+    before = type(module)
+    if before is cls:
+        return
+    object.__setattr__(module, "__class__", cls)
+    # accelerate's hooks keep the previous class's bound method.
+    for slot in detect.FORWARD_SLOTS:
+        bound = vars(module).get(slot)
+        if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
+            vars(module)[slot] = types.MethodType(cls.forward, module)
+
+
+def class_forward(stock: Method) -> Method:
+    """Return a patched class's forward, with `stock`'s signature."""
+    stock = getattr(stock, STOCK, stock)  # the family may be patched already
+
+    @functools.wraps(stock)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return head.forward(self, functools.partial(stock, self), *args, **kwargs)
+
+    vars(forward)[STOCK] = stock
+    return forward

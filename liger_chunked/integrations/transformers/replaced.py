@@ -1,0 +1,82 @@
+"""Replaced attributes, and rotary functions, which the patched models of a module share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from liger_chunked.integrations.transformers.overrides import rope_of
+
+_ABSENT = object()
+
+
+class Patches:
+    """Replaced attributes."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT), value))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restore attributes that are still ours."""
+        while self._replaced:
+            owner, name, before, value = self._replaced.pop()
+            if vars(owner).get(name) is not value:
+                continue
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class _Rope:
+    """Replaces a module's rotary function while a holder lives."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._owner, self._name = importlib.import_module(module), name
+        self._patches = Patches()
+        self._holders: dict[int, weakref.ref[Any]] = {}
+        self._stock: Any = None
+
+    @property
+    def stock(self) -> Any:
+        return self._stock if self._holders else getattr(self._owner, self._name)
+
+    def hold(self, applied: Any) -> None:
+        if not self._holders:
+            self._stock = getattr(self._owner, self._name)
+            self._replace()
+        key = id(applied)
+        self._holders[key] = weakref.ref(applied, lambda _: self.release(key))
+
+    def release(self, key: int) -> None:
+        self._holders.pop(key, None)
+        if not self._holders:
+            self._patches.undo()
+
+    def give_up(self) -> None:
+        """Restore the function, which is no longer what holders replaced."""
+        self._holders.clear()
+        self._patches.undo()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        self._patches.undo()
+        try:
+            yield
+        finally:
+            if self._holders:
+                self._replace()
+
+    def _replace(self) -> None:
+        self._patches.set(self._owner, self._name, rope_of(self._stock) or self._stock)
+
+
+ROPES = functools.cache(_Rope)

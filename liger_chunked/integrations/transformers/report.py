@@ -1,0 +1,42 @@
+"""What was patched, and what was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_chunked.integrations.transformers.replaced import ROPES, Patches
+
+FUSED = "fused_linear_cross_entropy"
+APPLIED = "_liger_applied"  # attribute of a model
+
+
+@dataclass
+class Applied:
+    """Counts of replaced classes by switch, and reasons for others; `print` shows them."""
+
+    family: str
+    replaced: dict[str, dict[str, int]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    ropes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    patches: Patches = field(default_factory=Patches, repr=False)
+
+    def count(self, switch: str, name: str) -> None:
+        counts = self.replaced.setdefault(switch, {})
+        counts[name] = counts.get(name, 0) + 1
+
+    def hold_ropes(self) -> None:
+        for key in self.ropes:
+            ROPES(*key).hold(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)  # a copy needs the rope function too
+        self.hold_ropes()
+
+    def __str__(self) -> str:
+        lines = [
+            f"  {switch}: " + ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
+            for switch, counts in self.replaced.items()
+        ]
+        left = ["Left alone:", *(f"  {name}: {reason}" for name, reason in self.left.items())] if self.left else []
+        return "\n".join([f"Kernels for {self.family}:", *lines, *left])
