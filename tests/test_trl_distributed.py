@@ -1,9 +1,10 @@
-"""Two processes: under DDP the logs equal those of TRL's trainers; under FSDP the gradients equal those of whole
-models.
+"""Two processes: under DDP and tensor parallelism the logs equal those of TRL's trainers; under FSDP the gradients equal
+those of whole models.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import warnings
@@ -20,11 +21,15 @@ import torch
 import torch.distributed as dist
 from datasets import disable_progress_bars
 from fresh_process import FreshProcesses
-from test_trl_trainers import assert_same, run
+from test_models_tensor_parallel import start
+from test_trl_trainers import KINDS, PLAIN, assert_same, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
@@ -123,3 +128,68 @@ def test_two_processes(cases: str, tmp_path: Path, fresh_process: FreshProcesses
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     fresh_process.spawn(worker, WORLD, str(tmp_path), str(port), cases)
+
+
+SHARDED = {
+    "common": [("SFT", None), ("DPO", LigerFusedLinearDPOLoss(beta=0.1))],
+    "others": [
+        ("DPO", None),
+        ("SFT", LigerFusedLinearCrossEntropyLoss()),
+        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        ("ORPO", None),
+        ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
+        ("CPO", None),
+        ("GKD", None),
+    ],
+}
+
+
+def of_kind(kind: str) -> dict[str, nn.Module]:
+    """Return the models of a trainer, with two heads of attention to split."""
+    names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
+    return {name: tiny.model(seed=seed, num_key_value_heads=2) for seed, name in enumerate(names)}
+
+
+def split(rank: int, folder: str, port: str, cases: str) -> None:
+    """Train models that `from_pretrained` shards over both ranks. Accelerate refuses this on a CPU only."""
+    from accelerate import ParallelismConfig
+
+    start(rank, folder)
+    disable_progress_bars()
+    warnings.simplefilter("ignore")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    plan = DistributedConfig(tp_size=WORLD, tp_plan="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
+        for i, (kind, loss) in enumerate(SHARDED[cases]):
+            models = {
+                name: AutoModelForCausalLM.from_pretrained(
+                    f"{folder}/{kind}-{name}", dtype=torch.float32, distributed_config=plan
+                )
+                for name in of_kind(kind)
+            }
+            ours = run(Path(folder), kind, ours=True, config=PLAIN, loss=loss, **models)
+            stock = json.loads((Path(folder) / f"{i}.json").read_text())
+            # The trainer adds up the operations of both ranks. TRL's ORPO averages logits of prompts and padding too.
+            own = ("total_flos", *([NOT_TRLS[kind]] if loss is not None and kind in NOT_TRLS else []))
+            for entry in (*ours, *stock):
+                for name in [name for name in entry if name.startswith(own)]:
+                    entry.pop(name)
+            assert_same(ours, stock, common=loss is not None)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.filterwarnings("ignore")  # of transformers and TRL, about a short run on a CPU
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("cases", ["common", pytest.param("others", marks=pytest.mark.exhaustive)])
+def test_tensor_parallelism(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    for i, (kind, _) in enumerate(SHARDED[cases]):
+        models = of_kind(kind)
+        for name, model in models.items():
+            model.save_pretrained(tmp_path / f"{kind}-{name}")
+        (tmp_path / f"{i}.json").write_text(json.dumps(run(tmp_path, kind, ours=False, config=PLAIN, **models)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fresh_process.spawn(split, WORLD, str(tmp_path), str(port), cases)
