@@ -53,6 +53,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.sizes: list[int] = []
         self.received: list[int] = []
+        self.gathers: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -61,6 +62,7 @@ class Watch(TorchDispatchMode):
         self.sizes += sizes
         if "c10d" in function.namespace:
             self.received += sizes
+            self.gathers += [sum(sizes)] if "gather" in str(function) else []
         return result
 
 
