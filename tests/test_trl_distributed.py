@@ -1,5 +1,5 @@
-"""Two processes: under DDP and tensor parallelism the logs equal those of TRL's trainers; under FSDP the gradients equal
-those of whole models.
+"""Two processes: under DDP and tensor parallelism, the logs equal those of TRL's trainers; under FSDP, the gradients
+equal those of whole models.
 """
 
 from __future__ import annotations

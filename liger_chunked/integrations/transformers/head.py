@@ -380,7 +380,7 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
 
 
 def _head_of(projection: Projection) -> Head:
-    """Return the head. Under tensor parallelism, its parts are DTensors sharded on the vocabulary, or plain and whole."""
+    """Return the head. Under tensor parallelism, its parts are DTensors sharded on rows, or plain and whole."""
     linear, layer, adapters = projection.linear, projection.layer, projection.adapters
     weight, bias = _fit(linear.weight), _fit(linear.bias)
     if not adapters:
