@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
-from liger_chunked.dtensor import distributed_like, sharded_on_rows
+from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
 from liger_chunked.integrations.transformers import detect, head_check
 from liger_chunked.integrations.transformers.detect import STOCK, Projection, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.head_check import HeadFacts
@@ -370,8 +370,10 @@ def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
     head = _head_of(projection)
-    if isinstance(hidden_states, DTensor) and all(placement.is_replicate() for placement in hidden_states.placements):
-        hidden_states = hidden_states.to_local()
+    if isinstance(hidden_states, DTensor):
+        whole = all(placement.is_replicate() for placement in hidden_states.placements)
+        if whole or not any_dtensor([head.weight]):
+            hidden_states = hidden_states.full_tensor()
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
         # For a float32 head on a bfloat16 backbone; the loss rejects the reverse.
