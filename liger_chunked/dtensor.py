@@ -38,6 +38,7 @@ def distributed_like(weight: Any, x: Tensor) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
+    x = x if torch.is_grad_enabled() else x.detach()  # torch warns otherwise
     whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=weight.placements)
 
