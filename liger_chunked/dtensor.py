@@ -48,8 +48,8 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
 
     - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`. Other weights and biases are sharded alike, or
       plain and whole, and then cut.
-    - Hidden states are replicated, or sharded on batch or sequence over that mesh dimension: these are gathered, and
-      their gradient is reduced and scattered.
+    - Hidden states are replicated, or sharded over that mesh dimension. If all are sharded on the sequence, evenly,
+      each chunk is gathered; on the batch, or with an adapter, the whole.
     - Other tensors are gathered.
 
     Raises:
@@ -62,7 +62,9 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
     dim = None if shard is None else _sharded_dim("weight", weight)
     # An adapter's `down` reads the gathered hidden states, so its gradient is the whole one.
-    grad_is_share = not isinstance(arguments.get("weight"), AdaptedWeight)
+    adapted = {name for name in _BIASES if isinstance(arguments.get(name), AdaptedWeight)}
+    grad_is_share = "weight" not in adapted
+    by_chunk = dim is not None and not adapted and _all_sequence_sharded(arguments, dim)
     scatters = False
     local = dict(arguments)
     for name, x in arguments.items():
@@ -71,13 +73,19 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
                 local[name] = _own_rows(name, x, weight, dim)
         elif not any_dtensor([x]):
             continue
+        elif name in _INPUTS and by_chunk:
+            local[name] = x.to_local(grad_placements=x.placements)
         elif name in _INPUTS:
             local[name], sharded = _replicated(name, x, dim, grad_is_share)
             scatters |= sharded and name in ("input", "hidden")
         else:
             local[name] = x.full_tensor()
     if shard is not None:
-        input_grad: Any = "partial" if scatters and grad_is_share else "all_reduce"
+        input_grad: Any = "all_reduce"
+        if scatters and grad_is_share:
+            input_grad = "partial"
+        if by_chunk:
+            input_grad = "reduce_scatter"
         local["vocab_shard"] = VocabShard(*shard, input_grad=input_grad)
     return local
 
@@ -128,6 +136,19 @@ def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
     vocab_size = weight.shape[0]
     rows = -(-vocab_size // torch.distributed.get_world_size(group))  # as torch.chunk cuts
     return group, min(vocab_size, rows * torch.distributed.get_rank(group)), vocab_size
+
+
+def _all_sequence_sharded(arguments: dict[str, Any], dim: int) -> bool:
+    """Whether the ranks hold equal parts of the sequences of all hidden states."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def is_part(x: Any) -> bool:
+        if not any_dtensor([x]) or x.shape[-2] % x.device_mesh.size(dim):
+            return False
+        places = [type(p) is Shard and p.dim % x.ndim == x.ndim - 2 for p in x.placements]
+        return places[dim] and all(i == dim or isinstance(p, Replicate) for i, p in enumerate(x.placements))
+
+    return all(is_part(arguments[name]) for name in _INPUTS if arguments.get(name) is not None)
 
 
 def _replicated(name: str, x: Any, dim: int | None, grad_is_share: bool) -> tuple[Tensor, bool]:

@@ -22,6 +22,7 @@ from liger_chunked.types import (
     Pairs,
     PolicyMetrics,
     PreferenceMetrics,
+    ProcessGroup,
     UnpairedPreferenceMetrics,
     VocabShard,
     Weight,
@@ -55,6 +56,7 @@ def cross_entropy_loss(
     token_weights: Tensor | None = None,
     ce_weight: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    sequence_group: ProcessGroup | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
@@ -111,6 +113,7 @@ def cross_entropy_loss(
         token_weights=token_weights,
         ce_weight=ce_weight,
         vocab_shard=vocab_shard,
+        sequence_group=sequence_group,
     )
 
 
@@ -127,6 +130,8 @@ def dpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     loss_type: str | Callable[[Pairs], Tensor] | Sequence[str | Callable[[Pairs], Tensor]] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
@@ -194,6 +199,8 @@ def dpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -210,6 +217,8 @@ def orpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -252,6 +261,8 @@ def orpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -268,6 +279,8 @@ def cpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     cpo_alpha: float = 1.0,
     label_smoothing: float = 0.0,
@@ -321,6 +334,8 @@ def cpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -337,6 +352,8 @@ def simpo_loss(
     ref_logps: Tensor | None = None,
     nll_target: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     gamma: float = 0.5,
     alpha: float = 1.0,
@@ -390,6 +407,8 @@ def simpo_loss(
         ref_logps=ref_logps,
         nll_target=nll_target,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -413,6 +432,8 @@ def kto_loss(
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     loss_type: str = "kto",
     desirable_weight: float = 1.0,
@@ -472,6 +493,8 @@ def kto_loss(
         delta=delta,
         example_weights=example_weights,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -495,6 +518,8 @@ def bco_loss(
     delta: float | Tensor | None = None,
     example_weights: Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.1,
     average_log_prob: bool = False,
     use_ref_model: bool | None = None,
@@ -548,6 +573,8 @@ def bco_loss(
         delta=delta,
         example_weights=example_weights,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -568,6 +595,8 @@ def grpo_loss(
     importance_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.0,
     surrogate: str = "clip",
     reduction: str = "grpo",
@@ -646,6 +675,8 @@ def grpo_loss(
         importance_weights=importance_weights,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        cu_seqlens=cu_seqlens,
+        sequence_group=sequence_group,
     )
 
 
@@ -664,6 +695,7 @@ def kl_div_loss(
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    sequence_group: ProcessGroup | None = None,
     reverse: bool = False,
     skew: float = 0.0,
     weight_hard_loss: float = 0.5,
@@ -716,6 +748,7 @@ def kl_div_loss(
         mask=mask,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        sequence_group=sequence_group,
     )
 
 
@@ -734,6 +767,7 @@ def jsd_loss(
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    sequence_group: ProcessGroup | None = None,
     beta: float = 0.5,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
@@ -784,6 +818,7 @@ def jsd_loss(
         mask=mask,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        sequence_group=sequence_group,
     )
 
 
@@ -802,6 +837,7 @@ def tvd_loss(
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    sequence_group: ProcessGroup | None = None,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
     teacher_options: LogitOptions | None = None,
@@ -850,6 +886,7 @@ def tvd_loss(
         mask=mask,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        sequence_group=sequence_group,
     )
 
 
@@ -868,6 +905,7 @@ def cosine_similarity_loss(
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     vocab_shard: VocabShard | None = None,
+    sequence_group: ProcessGroup | None = None,
     weight_hard_loss: float = 0.5,
     weight_soft_loss: float = 0.5,
     teacher_options: LogitOptions | None = None,
@@ -916,4 +954,5 @@ def cosine_similarity_loss(
         mask=mask,
         num_items=num_items,
         vocab_shard=vocab_shard,
+        sequence_group=sequence_group,
     )

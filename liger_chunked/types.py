@@ -13,6 +13,13 @@ from torch import Tensor
 
 from liger_chunked.arguments import own_options
 
+try:
+    from torch.distributed import ProcessGroup
+except ImportError:  # a torch without distributed
+
+    class ProcessGroup:  # type: ignore[no-redef]
+        """Nothing is one."""
+
 
 class TokenStats(NamedTuple):
     """Statistics of logits, per token.
@@ -27,8 +34,10 @@ class TokenStats(NamedTuple):
     - `is_top1`: `argmax == y`
     - `log_sum_sq_probs`: `log(sum(p ** 2))`
 
-    The first four are differentiable. Fields have the tokens' shape, or are None if not requested. Floats are float32,
-    or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
+    - `candidate_logps`: (..., K), `z_c - lse` of the `candidates` of `linear_token_stats`
+
+    The first four and the last are differentiable. Other fields have the tokens' shape, or are None if not requested.
+    Floats are float32, or float64 for float64 inputs. With 16-bit hidden states, `logps` uses an unrounded `z_y`
     (`kernels/target_logit.py`).
     """
 
@@ -39,6 +48,10 @@ class TokenStats(NamedTuple):
     argmax: Tensor | None = None
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
+    candidate_logps: Tensor | None = None
+
+
+OUTPUTS = tuple(name for name in TokenStats._fields if name != "candidate_logps")
 
 
 class DeclaredStats(TokenStats):
@@ -129,24 +142,27 @@ class VocabShard:
         vocab_size: size of the whole vocabulary. Rows from this id on are padding, outside the softmax, with a zero
             gradient. Shards may differ in size, or be all padding.
         input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, if the caller
-            sums over ranks.
+            sums over ranks; "reduce_scatter", if hidden states (B, T / ranks, H) are this rank's part of the sequences,
+            in rank order: that part's. All other tensors are whole.
 
     Raises:
         TypeError, ValueError: a wrong start, size or name.
     """
 
-    group: Any
+    group: ProcessGroup | None
     start: int
     vocab_size: int
-    input_grad: Literal["all_reduce", "partial"] = "all_reduce"
+    input_grad: Literal["all_reduce", "partial", "reduce_scatter"] = "all_reduce"
 
     def __post_init__(self) -> None:
         check_number("start", self.start, whole=True)
         check_number("vocab_size", self.vocab_size, whole=True)
         if self.start < 0 or self.vocab_size < 1:
             raise ValueError(f"start must be 0 or more and vocab_size positive, got {self.start} and {self.vocab_size}")
-        if self.input_grad not in ("all_reduce", "partial"):
-            raise ValueError(f"input_grad must be 'all_reduce' or 'partial', got {shown(self.input_grad)}")
+        if self.input_grad not in ("all_reduce", "partial", "reduce_scatter"):
+            raise ValueError(
+                f"input_grad must be 'all_reduce', 'partial' or 'reduce_scatter', got {shown(self.input_grad)}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -174,6 +190,12 @@ class LossHead(NamedTuple):
     @property
     def vocab_size(self) -> int:
         return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    def token_shape(self, input: Tensor) -> tuple[int, ...]:
+        """Return (B, T) or (N,), the shape of a target."""
+        *batch, length = input.shape[:-1]
+        scattered = self.shard is not None and self.shard.input_grad == "reduce_scatter"
+        return *batch, length * self.shard.ranks if scattered and self.shard is not None else length
 
     @property
     def columns(self) -> int:

@@ -251,8 +251,8 @@ def _class_weights(batch: Batch) -> Tensor:
 
 
 def _token_weights(batch: Batch) -> Tensor:
-    target = batch["target"]
-    return (torch.arange(target.numel(), dtype=torch.float64, device=target.device) % 5 / 2).view(target.shape)
+    """Return weights by id, so that a part of a batch has those of the whole."""
+    return batch["target"].double() % 5 / 2
 
 
 def _per_token(loss: Tensor) -> Tensor:
@@ -319,12 +319,12 @@ def _dpo(id: str, *, ref: str | None = "states", bias: bool = True, scope: str =
 def _reference_free(
     id: str, module: type, oracle_: Callable[..., Tensor], *, nll_target: bool = False, **settings: Any
 ) -> Row:
-    """`settings` are the module's arguments; with `nll_target` the NLL uses every other token of the target."""
+    """`settings` are the module's arguments; with `nll_target` the NLL uses the target's even ids."""
 
     def targets(batch: Batch, options: dict[str, Any]) -> Batch:
         if not nll_target:
             return batch
-        odd = torch.arange(batch["target"].shape[1], device=batch["target"].device) % 2 == 1
+        odd = batch["target"] % 2 == 1
         return {**batch, "nll_target": batch["target"].masked_fill(odd, options.get("ignore_index", -100))}
 
     def ours(batch: Batch, **options: Any) -> Tensor:
@@ -353,7 +353,7 @@ def _unpaired(
 
     def arguments(batch: Batch, options: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {**batch}
-        n, device = len(batch["target"]), batch["target"].device
+        n, device = len(batch["preference_labels"]), batch["target"].device
         result |= {name: value for name, value in (("kl", kl), ("delta", delta)) if value is not None}
         if weights:
             result["example_weights"] = torch.linspace(0.5, 2.0, n, dtype=torch.float64, device=device)

@@ -351,7 +351,7 @@ def test_a_head_that_the_epilogue_cannot_read_is_one_chunk(transposed, monkeypat
     weight = torch.empty(896, 151936, dtype=torch.bfloat16, device="meta").t()
     plan = cut.Plan.of_loss(
         LossHead(weight if transposed else weight.contiguous()),
-        lay_out_every(8192),
+        lay_out_every((8192,)),
         torch.bfloat16,
         outputs=("logps",),
         differentiates=("logps",),

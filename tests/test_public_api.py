@@ -23,8 +23,13 @@ MODULES = (
     "liger_chunked.testing",
     "liger_chunked.compat.chunked_loss",
     "liger_chunked.compat.transformers",
+    "liger_chunked.integrations.cut_cross_entropy",
+    "liger_chunked.integrations.megatron",
+    "liger_chunked.integrations.nemo_rl",
+    "liger_chunked.integrations.skyrl",
     "liger_chunked.integrations.transformers",
     "liger_chunked.integrations.trl",
+    "liger_chunked.integrations.verl",
 )
 # Names that a module serves on request and does not list in `__all__`.
 ON_REQUEST = {"liger_chunked": ("__version__", "functional"), "liger_chunked.testing": ("check_model",)}

@@ -16,6 +16,8 @@ from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import (
@@ -25,7 +27,8 @@ from liger_chunked import (
     VocabShard,
     linear_token_stats,
 )
-from liger_chunked.engine import shard as engine_shard
+from liger_chunked.engine import collectives, scattered
+from liger_chunked.functional import dpo_loss
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 
@@ -156,6 +159,105 @@ def test_dtensors(tmp_path: Path, fresh_process: FreshProcesses, world: int, eve
     fresh_process.spawn(dtensors, world, str(world), str(tmp_path), str(every))
 
 
+INPUTS = ("input", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
+
+
+def of_scattered(rank: int, world: str, folder: str, every: str) -> None:
+    """Each rank has the hidden states of its part of the sequences."""
+    initialize(rank, world, folder)
+    sizes = SMALL._replace(length=8)
+    part = slice(rank * 8 // int(world), (rank + 1) * 8 // int(world))
+    for i, row in enumerate(row for row in ROWS if row.kernels):
+        batch = row.sample(sizes, i)
+        whole = evaluate(partial(row.ours), batch)
+        for j, (way, parts) in enumerate(LAYOUTS[int(world)].items()):
+            for k, (budget, of_row) in enumerate(BUDGETS.items()):
+                if every != "True" and (i % len(LAYOUTS[int(world)]) != j or (i // 4) % 2 != k):
+                    continue
+                given = cut(batch, parts, input_grad="reduce_scatter")
+                given |= {name: given[name][:, part] for name in INPUTS if name in given}
+                ours = evaluate(partial(row.ours, logits_budget=of_row(row)), given)
+                start, (n, _) = shards(parts).start, parts[rank]
+                assert same_on_all_ranks(ours["loss"]), (row.id, way, budget)
+                for name, expected in whole.items():
+                    found = ours[name]
+                    if name in ("weight", "bias"):
+                        expected, found = expected[start : start + n], found[:n]
+                    elif name == "input":
+                        expected = expected[:, part]
+                    assert relative_error(found, expected) < 1e-9, (row.id, way, budget, name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_scattered_hidden_states(tmp_path: Path, fresh_process: FreshProcesses, world: int, every: bool) -> None:
+    fresh_process.spawn(of_scattered, world, str(world), str(tmp_path), str(every))
+
+
+class _Largest(TorchDispatchMode):
+    """Records the largest result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def scattered_contracts(rank: int, folder: str) -> None:
+    """No rank holds all hidden states, or all of dX; a bad length is refused."""
+    initialize(rank, "2", folder)
+    generator = torch.Generator().manual_seed(0)
+    vocab, hidden, n = 40, 32, 64
+    weight = torch.randn(vocab // 2, hidden, generator=generator)
+    input = torch.randn(2, n // 2, hidden, generator=generator)[rank][None]
+    target = torch.randint(vocab, (1, n), generator=generator)
+    shard = VocabShard(None, rank * vocab // 2, vocab, "reduce_scatter")
+    loss = LigerFusedLinearCrossEntropyLoss(logits_budget=8 * vocab // 2 * 4)
+    w, x = weight.clone().requires_grad_(), input.clone().requires_grad_()
+    with _Largest() as largest:
+        loss(w, x, target, vocab_shard=shard).backward()
+    assert largest.elements == input.numel() == n // 2 * hidden
+
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        reduce_scatter = scattered._reduce_scatter
+
+        def counted(out: Tensor, x: Tensor, **options: Any) -> Any:
+            sent.append(x.numel())
+            return reduce_scatter(out, x, **options)
+
+        patch.setattr(scattered, "_reduce_scatter", counted)
+        loss(w, x, target, vocab_shard=shard)
+    assert sent == [8 * hidden] * (n // 8)
+
+    with pytest.raises(ValueError, match=r"target must be \(1, 64\), one token id for each row .* on each rank"):
+        loss(w, x, target[:, : n // 2], vocab_shard=shard)
+
+    # Sequences without padding, whose rows are split evenly.
+    wide = torch.randn(n, hidden, generator=generator, dtype=torch.float64)
+    whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+    given = {"target": target[0], "cu_seqlens": torch.tensor([0, 3, 25, 60, n]), "use_ref_model": False}
+    x, w = wide.clone().requires_grad_(), whole.clone().requires_grad_()
+    expected, _ = dpo_loss(w, x, **given)
+    expected.backward()
+    own, rows = slice(rank * n // 2, (rank + 1) * n // 2), slice(rank * vocab // 2, (rank + 1) * vocab // 2)
+    own_x, own_w = wide[own].clone().requires_grad_(), whole[rows].clone().requires_grad_()
+    found, _ = dpo_loss(own_w, own_x, **given, vocab_shard=shard, logits_budget=8 * 20 * 10)
+    found.backward()
+    for ours, exact in ((found.detach(), expected.detach()), (own_x.grad, x.grad[own]), (own_w.grad, w.grad[rows])):
+        assert relative_error(ours, exact) < 1e-9
+    dist.destroy_process_group()
+
+
+def test_scattered_contracts(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    fresh_process.spawn(scattered_contracts, 2, str(tmp_path))
+
+
 def contracts(rank: int, folder: str) -> None:
     initialize(rank, "2", folder)
     generator = torch.Generator().manual_seed(0)
@@ -183,7 +285,7 @@ def contracts(rank: int, folder: str) -> None:
     # A chunk exchanges a few numbers for each token, and dX; never a weight or logits.
     sent: list[tuple[str, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        all_gather, all_reduce = engine_shard._all_gather, dist.all_reduce
+        all_gather, all_reduce = collectives._all_gather, dist.all_reduce
 
         def gathered(out: Tensor, x: Tensor, **options: Any) -> Any:
             sent.append(("gather", x.numel()))
@@ -193,7 +295,7 @@ def contracts(rank: int, folder: str) -> None:
             sent.append(("sum", x.numel()))
             return all_reduce(x, **options)
 
-        patch.setattr(engine_shard, "_all_gather", gathered)
+        patch.setattr(collectives, "_all_gather", gathered)
         patch.setattr(dist, "all_reduce", reduced)
         gradients(torch.float32, vocab_shard=shard)
         assert sent == [("gather", 3 * n), ("sum", n * hidden)]

@@ -7,6 +7,8 @@ adapter                          the low-rank term of an adapted weight
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
+packed                           sequences without padding
+shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
 precision, side_stream, hooks    float32 sums, overlapping products, hooks on saved tensors
 checks                           of inputs
 """
@@ -22,6 +24,8 @@ from liger_chunked.engine.checks import (
 )
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
+from liger_chunked.engine.packed import Sequences, count, sequences_of, whole
+from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
 from liger_chunked.engine.top_k import TopK
@@ -36,6 +40,8 @@ __all__ = [
     "LossWeights",
     "NegativeLogLikelihood",
     "Objective",
+    "SequenceSplit",
+    "Sequences",
     "Teacher",
     "TopK",
     "along",
@@ -44,6 +50,7 @@ __all__ = [
     "check_top_k",
     "check_values",
     "compute_dtype",
+    "count",
     "distillation_loss",
     "distillation_step",
     "fused_loss",
@@ -51,6 +58,8 @@ __all__ = [
     "lay_out_every",
     "linear_token_stats",
     "plain",
+    "sequences_of",
     "shifted",
     "token_stats",
+    "whole",
 ]

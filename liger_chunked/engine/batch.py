@@ -9,13 +9,16 @@ tile     rows of a chunk times a slice of the vocabulary: the logits in memory a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.packed import Packing, Sequences
+from liger_chunked.engine.sequence import SequenceSplit
 from liger_chunked.kernels import survey
 from liger_chunked.types import TokenStats
 
@@ -73,10 +76,24 @@ class Layout:
     group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
     shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
+    length: int = 1  # rows of the input of which ranks may split each stretch
+    row_of: Tensor | None = None  # the input's row at each place of the flattened target; None: the same
+    split: SplitLayout | None = None  # this rank's part, if ranks split sequences
+
+    def local(self, whole_batch: bool = False) -> Layout:
+        """Return the layout of the tokens that this rank computes; `whole_batch`: for an objective of all at once."""
+        if self.split is None:
+            return self
+        return dataclasses.replace(self.split, exchanges=True) if whole_batch else self.split
 
     @property
     def n_valid(self) -> int:
         return self.target.shape[0]
+
+    @property
+    def cut_lengths(self) -> Sequence[int] | None:
+        """The lengths of groups by which all ranks cut the same chunks."""
+        return self.group_lengths
 
     @property
     def divisors(self) -> Tensor:
@@ -110,6 +127,14 @@ class Layout:
             values = values.new_zeros(n_groups * self.tokens_per_group).scatter_(0, slots, values)
         return self._unflatten(values, n_groups)
 
+    def dense_values(self, values: Any, chunk: Chunk) -> Any:
+        """Move a NamedTuple's values."""
+        return values._make(None if f is None else self.dense(f, chunk) for f in values)
+
+    def sum_of_shares(self, loss: Tensor) -> Tensor:
+        """Return the loss of all ranks from this rank's."""
+        return loss
+
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
         """Move a chunk's dense values back to (len,)."""
         if self.group_lengths is not None:
@@ -134,14 +159,16 @@ class Layout:
         if not self.stacked:
             return self
         n_positions = self.mask.numel()
-        # Dense (i, s, t) is the input's row s * n_pairs + i.
+        # Dense (i, s, t) is the target's row s * n_pairs + i.
         rows = self._unflatten(torch.arange(n_positions, device=self.target.device), self.shape[0]).reshape(-1)
         slots, target = None, self.target
         if self.slots is not None:
             slots = torch.nonzero_static(self.mask.reshape(-1), size=self.n_valid).view(-1)
             rows = rows[slots]
             target = target.new_zeros(n_positions).scatter_(0, self.slots, target)
-        return dataclasses.replace(self, target=target[rows], rows=rows, slots=slots, stacked=False)
+        target = target[rows]
+        rows = rows if self.row_of is None else self.row_of[rows]
+        return dataclasses.replace(self, target=target, rows=rows, slots=slots, stacked=False)
 
     def join(self, parts: list[Any]) -> Any:
         """Join the chunks' NamedTuples; statistics become dense."""
@@ -169,11 +196,29 @@ class Layout:
         return chunk.rows if self.slots is None else self.slots[chunk.rows]
 
 
-def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str = "target") -> Layout:
+def lay_out(
+    target: Tensor,
+    group: Group,
+    ignore_index: int,
+    vocab_size: int,
+    name: str = "target",
+    sequences: Sequences = None,
+) -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError for targets out of range.
 
-    Pairs are stacked: all chosen sequences first. Waits for the device once.
+    Pairs are stacked: all chosen sequences first. Waits for the device once. The target is whole and padded.
     """
+    whole = _lay_out(target, group, ignore_index, vocab_size, name)
+    if sequences is None:
+        return whole
+    if isinstance(sequences, Packing):
+        row_of = sequences.rows.view(-1)
+        rows = row_of if whole.rows is None else row_of[whole.rows]
+        return dataclasses.replace(whole, rows=rows, row_of=row_of, length=sum(sequences.lengths))
+    return _split(whole, _lay_out(target[..., sequences.own], group, ignore_index, vocab_size, name), sequences)
+
+
+def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, name: str) -> Layout:
     target = target.contiguous()
     flat = target.view(-1)
     found = survey(flat.view(1, -1) if group == "token" else target, ignore_index)
@@ -207,11 +252,104 @@ def lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, na
         group_lengths=None if group == "token" else [sum(counts[i::n_groups]) for i in range(n_groups)],
         shortest=min(counts, default=0),
         stacked=group == "pair" and n_groups > 1,
+        length=target.shape[-1],
     )
 
 
-def lay_out_every(n: int) -> Layout:
-    """Return the layout of `n` valid tokens, without waiting for the device."""
+def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
+    """Return the layout of valid tokens (B, T) or (N,) on this rank, without waiting for the device."""
+    n, length = math.prod(shape), shape[-1]
+    if split is None:
+        return _lay_out_every(n, length)
+    return _split(_lay_out_every(split.batch * split.length, split.length), _lay_out_every(n, length), split)
+
+
+def _lay_out_every(n: int, length: int) -> Layout:
     mask = torch.empty(n, dtype=torch.bool, device="meta")
     target = torch.empty(n, dtype=torch.int64, device="meta")
-    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None)
+    return Layout((n,), target, None, None, mask, lengths=None, side_lengths=None, group_lengths=None, length=length)
+
+
+@dataclass(frozen=True)
+class SplitLayout(Layout):
+    """This rank's tokens, of sequences split over ranks. Dense values are of whole sequences.
+
+    Groups of several tokens are exchanged with each chunk, so that their objective sees them whole. Tokens have shares
+    of the loss of their own.
+    """
+
+    whole: Layout = field(kw_only=True)
+    ranks: SequenceSplit = field(kw_only=True)
+    longest: Sequence[int] | None = field(kw_only=True)  # of any rank's `group_lengths`
+    exchanges: bool = field(kw_only=True)
+
+    @property
+    def _of_tokens(self) -> bool:
+        return self.group_lengths is None
+
+    @property
+    def cut_lengths(self) -> Sequence[int] | None:
+        return self.longest
+
+    def _gather(self, dense: Any) -> Any:
+        """Return dense values of whole sequences."""
+        if not self._of_tokens:
+            return self.ranks.whole_values(dense)
+        rows = dense._make(None if f is None else f.view(self.ranks.batch, -1) for f in dense)
+        return dense._make(None if f is None else f.reshape(-1) for f in self.ranks.whole_values(rows))
+
+    def _scatter_tokens(self, values: Any) -> Any:
+        return values._make(None if f is None else self.scatter(f) for f in values)
+
+    def dense_values(self, values: Any, chunk: Chunk) -> Any:
+        if not self.exchanges:
+            return super().dense_values(values, chunk)
+        if not self._of_tokens:
+            return self._gather(super().dense_values(values, chunk))
+        found, slots = self._gather(self._scatter_tokens(values)), self.whole.slots
+        return found if slots is None else found._make(None if f is None else f[slots] for f in found)
+
+    def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
+        if not self.exchanges:
+            return super().compact(dense, chunk)
+        if not self._of_tokens:
+            return super().compact(dense[..., self.ranks.own], chunk)
+        own = self.whole.scatter(dense).view(self.ranks.batch, -1)[:, self.ranks.own].reshape(-1)
+        return own if self.slots is None else own[self.slots]
+
+    def index(self, chunk: Chunk) -> slice | Tensor:
+        if not self._of_tokens:
+            return super().index(chunk)
+        if self.exchanges:
+            every = slice(0, self.whole.n_valid)
+            return self.whole.index(Chunk(every, every))
+        own = super().index(chunk)
+        if isinstance(own, slice):
+            own = torch.arange(own.start, own.stop, device=self.target.device)
+        return self.ranks.slots(own)
+
+    def scatter_stats(self, values: dict[str, Tensor]) -> TokenStats:
+        found: TokenStats = self._gather(super().scatter_stats(values))
+        return found
+
+    def join(self, parts: list[Any]) -> Any:
+        if not self._of_tokens:
+            return super().join(parts)
+        if self.exchanges:
+            return self.whole.join(parts)
+        values = super().join(parts)
+        return values if isinstance(values, TokenStats) else self._gather(self._scatter_tokens(values))
+
+    def sum_of_shares(self, loss: Tensor) -> Tensor:
+        return loss if self.exchanges else self.ranks.sum(loss)
+
+
+def _split(whole: Layout, own: Layout, ranks: SequenceSplit) -> Layout:
+    """Return `whole` with this rank's part."""
+    longest = None
+    if own.group_lengths is not None:
+        parts = whole.mask.split(list(ranks.lengths), -1)
+        longest = torch.stack([mask.flatten(1).sum(1) for mask in parts]).amax(0).tolist()
+    fields = {f.name: getattr(own, f.name) for f in dataclasses.fields(Layout)}
+    part = SplitLayout(**fields, whole=whole, ranks=ranks, longest=longest, exchanges=longest is not None)
+    return dataclasses.replace(whole, split=part)

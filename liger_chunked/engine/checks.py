@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_chunked.kernels import survey_top_k
 from liger_chunked.kernels.operands import check_class_ids, described
-from liger_chunked.types import AdaptedWeight, LossHead, VocabShard, Weight
+from liger_chunked.types import AdaptedWeight, LossHead, VocabShard
 
 
 @functools.cache
@@ -169,13 +169,14 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
     # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
     group = dist.group.WORLD if shard.group is None else shard.group
+    scattered = shard.input_grad == "reduce_scatter"
     key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
-    if key not in _CHECKED:
-        _check_ranks(*key, input)
-        _CHECKED.add(key)
+    if (*key, scattered) not in _CHECKED:
+        _check_ranks(*key, input[..., :0] if scattered else input)
+        _CHECKED.add((*key, scattered))
 
 
-_CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int]] = set()
+_CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int, bool]] = set()
 
 
 def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
@@ -216,19 +217,20 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
 
 
 def check_target(
-    target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, weight: Weight | None = None
+    target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, head: LossHead | None = None
 ) -> None:
-    """Check that `target` has an integer per row of `input`. `weight` helps detect a swap."""
+    """Check that `target` has an integer per row of `input`. `head` helps detect a swap."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
-    if target.shape != input.shape[:-1]:
+    expected = tuple(input.shape[:-1]) if head is None else head.token_shape(input)
+    if target.shape != expected:
         hint = ""
-        if weight is not None and target.shape == weight.shape[:-1]:
+        if head is not None and target.shape == head.weight.shape[:-1]:
             hint = _SWAPPED
         elif target.ndim == input.ndim - 1 == 2 and abs(target.shape[1] - input.shape[1]) == 1:
             hint = f". If one of the two is shifted already, shift both: {input_name}, {name} = shifted(hidden, labels)"
         raise ValueError(
-            f"{name} must be {tuple(input.shape[:-1])}, one token id for each row of {input_name} {described(input)}, "
-            f"got {described(target)}{hint}"
+            f"{name} must be {expected}, one token id for each row of {input_name} {described(input)}"
+            f"{'' if expected == input.shape[:-1] else ' on each rank'}, got {described(target)}{hint}"
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")

@@ -13,7 +13,8 @@ The loss is linear in these values, so its gradients are known in advance.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.plan import Plan
 from liger_chunked.engine.step import LinearObjective, Step, run_step
+from liger_chunked.engine.top_k import TopK
 from liger_chunked.types import AdaptedWeight, HeadTensors, LogitOptions, LossHead, accumulation_dtype
 
 
@@ -90,6 +92,7 @@ class DistillationPass:
     grads: HeadGradients | None
     _student: HeadPass = field(init=False, repr=False)
     _teacher: HeadPass | None = field(default=None, init=False, repr=False)
+    _readers: list[Callable[[slice], Tensor]] = field(default_factory=list, init=False, repr=False)
     _gradient: Tensor | None = field(default=None, init=False, repr=False)  # of the chunk's logits
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ class DistillationPass:
         """Return divergences. With `grads`, overwrite logits with their gradient."""
         logits = self._student.project_all(tokens.x, tokens.u)
         start = tokens.rows.start
+        self._readers = self._of_teacher(tokens.rows)
         found = [
             self._measure(along(logits, rows), slice(start + rows.start, start + rows.stop))
             for rows, _ in tokens.tiles or [Tile(slice(0, 0), slice(0, 0))]
@@ -152,11 +156,14 @@ class DistillationPass:
             # After the student's first product: the GPU is idle until then.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.most_rows * self._teacher.columns)
-        layout, dtype, u = self.plan.layout, self.teacher.dtype, self.teacher.u
-        if u is not None:
-            u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(dtype)
-        flat = self.teacher.input.reshape(-1, self.teacher.input.shape[-1])
-        return self._teacher.project_all(layout.input_rows(flat, rows).to(dtype), u)
+        return self._teacher.project_all(*(read(rows) for read in self._readers))
+
+    def _of_teacher(self, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
+        """Return what reads some rows of the chunk's hidden states, and of `u`."""
+        if self.teacher is None:
+            return []
+        given = [x for x in (self.teacher.input, self.teacher.u) if x is not None]
+        return [self.plan.reader(x, chunk_rows, self.teacher.dtype) for x in given]
 
 
 def distillation_step(
@@ -173,17 +180,20 @@ def distillation_step(
     teacher_dtype = None if teacher is None else teacher.dtype
     plan = Plan.of_distillation(
         head,
-        layout,
+        layout.local(),
         dtype,
         bytes_per_logit=route.bytes_per_logit(dtype, teacher_dtype),
         options=options,
         wants_weight=torch.is_grad_enabled() and head.weight.requires_grad,
     )
+    if plan.scattered is not None and isinstance(route, TopK):
+        order = plan.scattered.order
+        route = replace(route, logps=route.logps[order], ids=route.ids[order])
     make_pass = functools.partial(DistillationPass, plan, weights, route, teacher, has_target)
     return Step(plan, weights, make_pass, teacher_dtype)
 
 
 def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss () of checked inputs, and the valid tokens' detached values."""
+    """Return the differentiable loss () of checked inputs, and the detached values of valid tokens, and maybe zeros."""
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_chunked.engine.checks import check_graph, check_values
-from liger_chunked.engine.shard import gather
+from liger_chunked.engine.collectives import gather
 from liger_chunked.kernels import divergence_grad_, divergence_stats
 from liger_chunked.kernels.transform import transform
 from liger_chunked.types import Divergence, LogitOptions, VocabShard, accumulation_dtype
@@ -74,7 +74,7 @@ class ClosedForm:
         how = (self.divergence, self.options, self.teacher_options)
         of_ranks = None
         if self.shard is not None:
-            of_ranks = functools.partial(gather, shard=self.shard)
+            of_ranks = functools.partial(gather, group=self.shard.group)
             target = None if target is None else target - self.shard.start
         stats = divergence_stats(student, teacher, target, *how, gather=of_ranks)
 

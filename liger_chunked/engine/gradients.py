@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_chunked.engine.batch import Layout, Tile, along
+from liger_chunked.engine.scattered import ScatteredRows
 from liger_chunked.kernels import add_target_rows_, occurrences, scale_
 from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
 from liger_chunked.types import HeadTensors, accumulation_dtype
@@ -78,8 +79,10 @@ class HeadGradients:
         n_contributions: int,
         u: Tensor | None = None,
         wide_input: bool = False,
+        scattered: ScatteredRows | None = None,
     ) -> None:
         self._layout = layout
+        self._scattered = scattered
         self._half = compute_dtype == torch.float16
         # Whether dX's products are float32, as to sum over ranks.
         self._wide_input = wide_input or self._half or head.shard is not None
@@ -92,7 +95,8 @@ class HeadGradients:
         direct = n_contributions <= 1 and not self._half and head.weight.dtype == compute_dtype
         self._weight_dtype = compute_dtype if direct else self._wide
         # Rows of ignored tokens are not written, and must be zero.
-        self._create_input = torch.empty if layout.n_valid == input.shape[0] else torch.zeros
+        n_written = layout.n_valid if scattered is None else scattered.own.shape[0]
+        self._create_input = torch.empty if n_written == input.shape[0] else torch.zeros
         self._create_weight = torch.empty if n_contributions and not head.is_padded else torch.zeros
         self._input: Tensor | None = None
         self._weight: Tensor | None = None
@@ -102,14 +106,18 @@ class HeadGradients:
             # float64: db is small and sums many terms.
             self._bias = torch.zeros(head.bias.shape, dtype=torch.float64, device=head.bias.device)
         self._shard = head.shard
-        self._sum: dist.Work | None = None  # of the chunk's dX over the ranks
+        self._sum: dist.Work | None = None  # of the open chunk's dX over the ranks
+        self._summed: Tensor | None = None  # this rank's part of it, if hidden states are scattered
+        self._chunk_rows = slice(0, 0)  # of the open chunk
         self._low_rank: HeadGradients | None = None
         self._chunk: tuple[Tensor, Tensor, Tensor | None] | None = None  # u, up and du of the open chunk
         if u is not None:
             assert head.up is not None
             small, its_needs = HeadTensors(head.up, shard=head.shard), Needs(needs.u, needs.up)
             # du is small, and may be float32.
-            self._low_rank = HeadGradients(layout, u, small, compute_dtype, its_needs, n_contributions, wide_input=True)
+            self._low_rank = HeadGradients(
+                layout, u, small, compute_dtype, its_needs, n_contributions, wide_input=True, scattered=scattered
+            )
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db.
@@ -145,11 +153,11 @@ class HeadGradients:
         if self._low_rank is not None:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
-        gradient = self._input_gradient()
+        gradient, self._chunk_rows = self._input_gradient(), chunk_rows
         if gradient is None:
             return None
         dtype = accumulation_dtype(x.dtype) if self._wide_input or not one_slice else x.dtype
-        if self._layout.rows is None and dtype == gradient.dtype:
+        if self._layout.rows is None and self._scattered is None and dtype == gradient.dtype:
             return along(gradient, chunk_rows)
         return torch.empty(x.shape, dtype=dtype, device=x.device)
 
@@ -179,7 +187,9 @@ class HeadGradients:
 
     def _start_sum(self, dx: Tensor) -> None:
         """Sum the ranks' shares of dX while dW is computed."""
-        if self._shard is not None and self._shard.input_grad == "all_reduce":
+        if self._scattered is not None:
+            self._sum, self._summed = self._scattered.start_reduce(dx, self._chunk_rows)
+        elif self._shard is not None and self._shard.input_grad == "all_reduce":
             self._sum = dist.all_reduce(dx, group=self._shard.group, async_op=True)
 
     @property
@@ -227,7 +237,11 @@ class HeadGradients:
             self._chunk = None
         if self._input is None or dx is None:
             return
-        if self._layout.rows is not None:
+        if self._scattered is not None:
+            assert self._summed is not None
+            self._input.index_copy_(0, self._scattered.own_rows(chunk_rows), self._summed.to(self._input.dtype))
+            self._summed = None
+        elif self._layout.rows is not None:
             self._input.index_copy_(0, along(self._layout.rows, chunk_rows), dx.to(self._input.dtype))
         elif dx.dtype != self._input.dtype:
             self._input[chunk_rows] = dx

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_chunked.engine.batch import Tile, along, row_blocks
+from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.kernels import (
     LogitsCotangents,
@@ -67,6 +68,8 @@ class HeadPass:
     grads: HeadGradients | None = None
     normalisers: LogitsCotangents | None = field(default=None, repr=False)  # of the chunk's rows, without gradients
     logps_grad_scale: Tensor | None = field(default=None, repr=False)  # from `unround_logps_`
+    candidates: Candidates | None = None
+    smallest_kept: Tensor | None = field(default=None, repr=False)  # (n,) logit, if a sampling filter drops some
     _buffer: Tensor | None = field(default=None, init=False, repr=False)
     _held: Tensor | None = field(default=None, init=False, repr=False)  # logits of the last tile
 
@@ -118,11 +121,20 @@ class HeadPass:
 
     def statistics(self, tokens: Tokens) -> TokenStats:
         """Return the statistics, with logps corrected for rounding."""
+        if self.candidates is not None:
+            self.candidates.start(tokens.x)
         partial, stats = self._reduce(tokens)
         if stats.logps is not None and tokens.x.dtype in (torch.bfloat16, torch.float16):
             self.logps_grad_scale = self._unround(stats.logps, tokens, partial)
         self.normalisers = LogitsCotangents(max=partial.max, sum_exp=partial.sum_exp, entropy_value=stats.entropy)
         return stats
+
+    def _measure(self, x: Tensor, tile: Tile, u: Tensor | None) -> Tensor:
+        """Project a tile, keep it in memory, and read its candidates."""
+        self._held = self.project(x, tile, u)
+        if self.candidates is not None:
+            self.candidates.read(self._held, tile, self.vocab_start)
+        return self._held
 
     def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
         """Correct `logps` for rounding; return the factor of its gradient."""
@@ -132,8 +144,7 @@ class HeadPass:
     def _reduce(self, tokens: Tokens) -> tuple[PartialStats, TokenStats]:
         x, target, _, tiles, u = tokens
         if len(tiles) == 1:
-            self._held = self.project(x, tiles[0], u)
-            return row_stats(self._held, target, self.options, self.outputs, self.class_weight)
+            return row_stats(self._measure(x, tiles[0], u), target, self.options, self.outputs, self.class_weight)
         partial = self._partial(tokens)
         return partial, finish(partial, target, self.vocab_size, self.outputs)
 
@@ -142,9 +153,8 @@ class HeadPass:
         x, target, _, tiles, u = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:
-            self._held = self.project(x, tile, u)
             part = logits_stats(
-                logits=self._held,
+                logits=self._measure(x, tile, u),
                 target=along(target, tile.rows),
                 options=self.options,
                 outputs=self.outputs,
@@ -163,19 +173,36 @@ class HeadPass:
         gradients = gradients or {"logps": torch.zeros_like(self.normalisers.max)}
         if self.logps_grad_scale is not None and "logps" in gradients:
             gradients = gradients | {"logps": gradients["logps"] * self.logps_grad_scale}
-        cotangents = self.normalisers._replace(**self.grads.normalize(gradients))
+        gradients = self.grads.normalize(gradients)
+        upstream = gradients.pop("candidate_logps", None)
+        if upstream is not None:
+            gradients["lse"] = gradients.get("lse", 0.0) - upstream.sum(1)
+        cotangents = self.normalisers._replace(**gradients)
         dx = self.grads.open_input(x, rows, len(tiles) == row_blocks(tiles), u, self.head.up)
         for tile in reversed(tiles):
             logits = self.project(x, tile, u) if self._held is None else self._held
             self._held = None
-            dz = logits_grad_(
-                logits=logits,
-                target=along(target, tile.rows),
-                cotangents=cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows),
-                options=self.options,
-                vocab_size=self.vocab_size,
-                vocab_start=self.vocab_start + tile.vocab.start,
-                class_weight=self._class_weight(tile),
-            )
+            of_rows = cotangents if logits.shape[0] == x.shape[0] else cotangents.at(tile.rows)
+            of_tile = along(target, tile.rows)
+            write = None
+            if upstream is not None:
+                assert self.candidates is not None
+                places = of_tile, tile, self.vocab_start, self.vocab_size
+                write = self.candidates.gradient(logits, *places, of_rows, along(upstream, tile.rows), self.options)
+            dz = self._gradient(logits, of_tile, tile, of_rows)
+            if write is not None:
+                write(dz)
             self.grads.add(tile, dz, x, self.head.weight, dx)
         self.grads.close_chunk(dx, rows)
+
+    def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
+        """Overwrite a tile's logits with their gradient."""
+        return logits_grad_(
+            logits=logits,
+            target=target,
+            cotangents=cotangents,
+            options=self.options,
+            vocab_size=self.vocab_size,
+            vocab_start=self.vocab_start + tile.vocab.start,
+            class_weight=self._class_weight(tile),
+        )

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from liger_chunked.engine import epilogue
-from liger_chunked.engine.batch import Chunk, Layout, Tile, largest, row_blocks
+from liger_chunked.engine.batch import Chunk, Layout, Tile, along, largest, row_blocks
+from liger_chunked.engine.candidates import Candidates
 from liger_chunked.engine.epilogue import EpiloguePass
+from liger_chunked.engine.filtered import FilteredPass, SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients
 from liger_chunked.engine.head import HeadPass
+from liger_chunked.engine.scattered import ScatteredRows, scatter_rows
 from liger_chunked.engine.shard import ShardedPass
 from liger_chunked.kernels.tuning.generic import (
     CHUNK_TOKENS,
@@ -47,6 +50,9 @@ class Plan:
     class_weight: Tensor | None = None
     shard: VocabShard | None = None
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
+    filter: SamplingFilter | None = None
+    candidates: Tensor | None = None  # (n_valid, K) ids
+    scattered: ScatteredRows | None = None  # if ranks split the hidden states that all of them project
 
     @classmethod
     def of_loss(
@@ -75,13 +81,17 @@ class Plan:
         def served(tiles: list[list[Tile]]) -> bool:
             return wide_tiles and epilogue.serves(head, dtype, options, class_weight, outputs, differentiates, tiles)
 
-        chosen = cut(layout.n_valid)
-        if len(chosen[0]) == 1 and wide_tiles:
+        lengths = layout.cut_lengths
+        chosen = cut(layout.n_valid if lengths is None else sum(lengths))
+        # Ranks that exchange each chunk must cut alike, and have different tiles.
+        if len(chosen[0]) == 1 and wide_tiles and lengths is layout.group_lengths:
             several = cut(0)
             if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
                 chosen = several
+        layout, scattered = scatter_rows(layout if len(chosen[0]) == 1 else layout.by_group(), chosen[0], head.shard)
         return cls(
-            layout=layout if len(chosen[0]) == 1 else layout.by_group(),
+            layout=layout,
+            scattered=scattered,
             chunks=chosen[0],
             tiles=chosen[1],
             dtype=dtype,
@@ -104,14 +114,27 @@ class Plan:
         outputs: tuple[str, ...],
         options: LogitOptions,
         class_weight: Tensor | None = None,
+        filter: SamplingFilter | None = None,
+        candidates: Tensor | None = None,
     ) -> Plan:
-        """Plan a forward whose backward comes later."""
+        """Plan a forward whose backward comes later. `candidates` (N, K) are of all tokens."""
         warn_of_few_rows(options, head.even_shape[0], dtype.itemsize, layout.n_valid)
-        cut = tiles(layout.n_valid, head.columns, budget_elements(options, head.even_shape, dtype))
+        elements = budget_elements(options, head.even_shape, dtype)
+        if filter is None:
+            cut = tiles(layout.n_valid, head.columns, elements)
+        else:
+            whole_rows = pieces(0, layout.n_valid, max(1, elements // head.columns))
+            cut = [Tile(rows, slice(0, head.columns)) for rows in whole_rows]
         every = slice(0, layout.n_valid)
+        chunks = [Chunk(every, every)]
+        layout, scattered = scatter_rows(layout, chunks, head.shard)
+        if candidates is not None and layout.slots is not None:
+            candidates = candidates[layout.slots]
         return cls(
             layout=layout,
-            chunks=[Chunk(every, every)],
+            scattered=scattered,
+            candidates=candidates,
+            chunks=chunks,
             tiles=[cut],
             dtype=dtype,
             n_contributions=row_blocks(cut),
@@ -119,6 +142,7 @@ class Plan:
             outputs=outputs,
             class_weight=class_weight,
             shard=head.shard,
+            filter=filter,
         )
 
     @classmethod
@@ -138,8 +162,10 @@ class Plan:
         tokens, tile = chunk_and_tile(options, head.even_shape, dtype, n_valid, bytes_per_logit, wants_weight)
         found = chunks(layout, vocab_size, tokens * vocab_size)
         every = slice(0, head.columns)
+        layout, scattered = scatter_rows(layout, found, head.shard)
         return cls(
             layout=layout,
+            scattered=scattered,
             chunks=found,
             tiles=[[Tile(rows, every) for rows in pieces(0, _length(chunk), tile)] for chunk in found],
             dtype=dtype,
@@ -147,6 +173,21 @@ class Plan:
             options=options,
             shard=head.shard,
         )
+
+    def input_rows(self, flat: Tensor, rows: slice, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a chunk's hidden states (n, H), in the products' dtype unless told."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.scattered is not None:
+            return self.scattered.gather(flat, rows, dtype)
+        return self.layout.input_rows(flat, rows).to(dtype)
+
+    def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+        """Return what returns some rows' hidden states of a chunk."""
+        flat = input.reshape(-1, input.shape[-1])
+        if self.scattered is None:
+            return lambda part: self.layout.input_rows(flat, part).to(dtype)
+        chunk = self.scattered.gather(flat, rows, dtype)
+        return lambda part: along(chunk, slice(part.start - rows.start, part.stop - rows.start))
 
     @property
     def largest_chunk(self) -> int:
@@ -172,8 +213,14 @@ class Plan:
         return made
 
     def make_head_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass:
-        kind = HeadPass if head.shard is None else ShardedPass
-        made = kind(head, self.options, self.outputs, self.class_weight, grads)
+        made: HeadPass
+        if self.filter is not None:
+            made = FilteredPass(head, self.options, self.outputs, grads=grads, filter=self.filter)
+        else:
+            kind = HeadPass if head.shard is None else ShardedPass
+            made = kind(head, self.options, self.outputs, self.class_weight, grads)
+        if self.candidates is not None:
+            made.candidates = Candidates(self.candidates)
         made.reserve(self.largest_tile)
         return made
 
@@ -284,16 +331,19 @@ def chunks(layout: Layout, vocab_size: int, elements: int, whole_batch: bool = F
         # A short last chunk would take as long as a long one.
         return [Chunk(rows, rows) for rows in pieces(0, n_valid, limit)]
 
-    n_groups = len(layout.group_lengths)
-    if whole_batch or n_valid <= limit:
+    cut_lengths = layout.cut_lengths
+    assert cut_lengths is not None
+    n_groups = len(cut_lengths)
+    if whole_batch or sum(cut_lengths) <= limit:
         return [Chunk(slice(0, n_valid), slice(0, n_groups))]
     result = []
-    first_row = first_group = row = 0
-    for group, length in enumerate(layout.group_lengths):
-        if row > first_row and row + length - first_row > limit:
+    first_row = first_group = row = held = 0
+    for group, (length, longest) in enumerate(zip(layout.group_lengths, cut_lengths, strict=True)):
+        if held and held + longest > limit:
             result.append(Chunk(slice(first_row, row), slice(first_group, group)))
-            first_row, first_group = row, group
+            first_row, first_group, held = row, group, 0
         row += length
+        held += longest
     result.append(Chunk(slice(first_row, n_valid), slice(first_group, n_groups)))
     return result
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from liger_chunked.calls import entry_point
 from liger_chunked.engine.adapter import apply_down
 from liger_chunked.engine.batch import Layout, lay_out
+from liger_chunked.engine.candidates import Candidates, check_candidates
 from liger_chunked.engine.checks import check_projection, check_target, compute_dtype
+from liger_chunked.engine.filtered import SamplingFilter
 from liger_chunked.engine.gradients import HeadGradients, Needs
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.engine.hooks import hooks_active
@@ -25,6 +27,7 @@ from liger_chunked.kernels import LogitsCotangents
 from liger_chunked.kernels.backend import first_derivative
 from liger_chunked.types import (
     DIFFERENTIABLE,
+    OUTPUTS,
     AdaptedWeight,
     HeadTensors,
     LogitOptions,
@@ -38,11 +41,11 @@ from liger_chunked.types import (
 
 
 def _tokens(plan: Plan, input: Tensor, u: Tensor | None) -> Tokens:
-    layout, rows = plan.layout, plan.chunks[0].rows
-    x = layout.input_rows(input.reshape(-1, input.shape[-1]), rows).to(plan.dtype)
+    rows = plan.chunks[0].rows
+    x = plan.input_rows(input.reshape(-1, input.shape[-1]), rows)
     if u is not None:
-        u = layout.input_rows(u.reshape(-1, u.shape[-1]), rows).to(plan.dtype)
-    return Tokens(x, layout.target, rows, plan.tiles[0], u)
+        u = plan.input_rows(u.reshape(-1, u.shape[-1]), rows)
+    return Tokens(x, plan.layout.target, rows, plan.tiles[0], u)
 
 
 def _make_pass(plan: Plan, given: HeadTensors) -> HeadPass:
@@ -53,20 +56,38 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
     head_pass = _make_pass(plan, given)
     with gemms(input.device, plan.dtype):
         stats = head_pass.statistics(_tokens(plan, input, u))
-    return head_pass, plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
+    dense = plan.layout.scatter_stats({name: getattr(stats, name) for name in plan.outputs})
+    if head_pass.candidates is None:
+        return head_pass, dense
+    assert head_pass.normalisers is not None
+    maximum, sum_exp, *_ = head_pass.normalisers
+    of_ids = head_pass.candidates.logps(maximum, sum_exp, plan.options)
+    if plan.layout.slots is not None:
+        places = of_ids.new_zeros(plan.layout.mask.numel(), of_ids.shape[1])
+        of_ids = places.index_copy_(0, plan.layout.slots, of_ids)
+    return head_pass, dense._replace(candidate_logps=of_ids)
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
     """Return the backward's tensors. Autograd must watch the caller's."""
     layout = plan.layout
-    return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight)))
+    return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight, plan.candidates)))
 
 
 def _holding(
-    plan: Plan, target: Any = None, rows: Any = None, slots: Any = None, class_weight: Tensor | None = None
+    plan: Plan,
+    target: Any = None,
+    rows: Any = None,
+    slots: Any = None,
+    class_weight: Tensor | None = None,
+    candidates: Tensor | None = None,
 ) -> Plan:
     layout = replace(plan.layout, target=target, rows=rows, slots=slots, mask=None)  # type: ignore[arg-type]
-    return replace(plan, layout=layout, class_weight=class_weight)
+    return replace(plan, layout=layout, class_weight=class_weight, candidates=candidates)
+
+
+def _returned(plan: Plan) -> tuple[str, ...]:
+    return plan.outputs if plan.candidates is None else (*plan.outputs, "candidate_logps")
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
@@ -94,34 +115,43 @@ class _LinearTokenStats(torch.autograd.Function):
         head_pass, dense = _statistics(plan, HeadTensors(weight, bias, up, plan.shard), input, u)
         assert head_pass.normalisers is not None
         maximum, sum_exp, *_, entropy = head_pass.normalisers
-        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale
+        of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale, head_pass.smallest_kept
         ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
-        head_pass.normalisers = head_pass.logps_grad_scale = None
-        ctx.plan = _holding(plan)
+        head_pass.normalisers = head_pass.logps_grad_scale = head_pass.smallest_kept = None
+        if head_pass.candidates is not None:
+            head_pass.candidates = None
+        ctx.plan, ctx.returned = _holding(plan), _returned(plan)
         ctx.head_pass = None if hooks_active() else head_pass
-        ctx.mark_non_differentiable(*(getattr(dense, name) for name in plan.outputs if name not in DIFFERENTIABLE))
-        return tuple(getattr(dense, name) for name in plan.outputs)
+        differentiable = (*DIFFERENTIABLE, "candidate_logps")
+        ctx.mark_non_differentiable(*(getattr(dense, name) for name in ctx.returned if name not in differentiable))
+        return tuple(getattr(dense, name) for name in ctx.returned)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return (None,) * 6
-        input, weight, bias, u, up, maximum, sum_exp, entropy, logps_grad_scale, *plan_tensors = ctx.saved_tensors
+        input, weight, bias, u, up, maximum, sum_exp, entropy, *rest = ctx.saved_tensors
+        logps_grad_scale, smallest_kept, *plan_tensors = rest
         plan = _holding(ctx.plan, *plan_tensors)
         layout, given = plan.layout, HeadTensors(weight, bias, up, plan.shard)
         head_pass, ctx.head_pass = ctx.head_pass or _make_pass(plan, given), None
+        if plan.candidates is not None:
+            head_pass.candidates = Candidates(plan.candidates)
         head_pass.normalisers = LogitsCotangents(max=maximum, sum_exp=sum_exp, entropy_value=entropy)
-        head_pass.logps_grad_scale = logps_grad_scale
+        head_pass.logps_grad_scale, head_pass.smallest_kept = logps_grad_scale, smallest_kept
 
-        def compact(g: Tensor) -> Tensor:
-            g = g.reshape(-1) if layout.slots is None else g.reshape(-1)[layout.slots]
+        def compact(name: str, g: Tensor) -> Tensor:
+            g = g if name == "candidate_logps" else g.reshape(-1)
+            g = g if layout.slots is None else g[layout.slots]
             return g.to(accumulation_dtype(plan.dtype)).contiguous()
 
-        gradients = {name: compact(g) for name, g in zip(plan.outputs, upstream, strict=True) if g is not None}
+        gradients = {name: compact(name, g) for name, g in zip(ctx.returned, upstream, strict=True) if g is not None}
         flat, needs = input.reshape(-1, input.shape[-1]), Needs(*ctx.needs_input_grad[:5])
         flat_u = None if u is None else u.reshape(-1, u.shape[-1])
-        grads = head_pass.grads = HeadGradients(layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u)
+        grads = head_pass.grads = HeadGradients(
+            layout, flat, given, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+        )
         if layout.n_valid:
             with gemms(input.device, plan.dtype):
                 head_pass.backward(_tokens(plan, input, u), gradients)
@@ -137,10 +167,20 @@ def token_stats(
     outputs: tuple[str, ...],
     options: LogitOptions,
     class_weight: Tensor | None = None,
+    filter: SamplingFilter | None = None,
+    candidates: Tensor | None = None,
 ) -> TokenStats:
     """`linear_token_stats` of checked inputs, in the dense layout; `class_weight` weighs `mean_logits`."""
-    dtype = compute_dtype(head, input)
-    plan = Plan.of_statistics(head, layout, dtype, outputs=outputs, options=options, class_weight=class_weight)
+    plan = Plan.of_statistics(
+        head,
+        layout.local(),
+        compute_dtype(head, input),
+        outputs=outputs,
+        options=options,
+        class_weight=class_weight,
+        filter=filter,
+        candidates=candidates,
+    )
     return run_statistics(plan, head, input)
 
 
@@ -152,7 +192,7 @@ def run_statistics(plan: Plan, head: LossHead, input: Tensor) -> TokenStats:
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
         return _statistics(plan, HeadTensors(weight, head.bias, up, head.shard), input, u)[1]
     values = _LinearTokenStats.apply(*given, plan)
-    return TokenStats(**dict(zip(plan.outputs, values, strict=True)))
+    return TokenStats(**dict(zip(_returned(plan), values, strict=True)))
 
 
 @entry_point
@@ -166,6 +206,9 @@ def linear_token_stats(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
+    candidates: Tensor | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     ignore_index: int = -100,
     logits_budget: int | float | str | None = None,
     vocab_shard: VocabShard | None = None,
@@ -187,6 +230,10 @@ def linear_token_stats(
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
+        candidates: (..., K) distinct ids for each target, whose log-probabilities `candidate_logps` to return too.
+        top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
+            sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
+            target has `logps` -inf. Sorts the logits without `top_k`.
         vocab_shard: which rows `weight` and `bias` hold, if ranks split the vocabulary.
 
     Returns:
@@ -210,13 +257,19 @@ def linear_token_stats(
         logits_budget=logits_budget,
     )
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    unknown = [name for name in outputs if name not in TokenStats._fields]
+    unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs or len(set(outputs)) < len(outputs):
         given = ", ".join(map(shown, outputs))
-        raise ValueError(f"outputs must name distinct fields of TokenStats {TokenStats._fields}, got ({given})")
+        raise ValueError(f"outputs must name distinct fields of TokenStats {OUTPUTS}, got ({given})")
     head = LossHead(weight, bias, vocab_shard)
     check_projection(head, input)
-    check_target(target, input, weight=weight)
+    check_target(target, input, head=head)
     layout = lay_out(target.long(), "token", ignore_index, head.vocab_size)
-    stats = token_stats(head, input, layout, outputs, options)
-    return TokenStats(*(None if value is None else value.view(target.shape) for value in stats))
+    filter = SamplingFilter.of(top_k, top_p, options, outputs, vocab_shard is not None)
+    ids = None if candidates is None else check_candidates(candidates, target, head.vocab_size)
+    stats = token_stats(head, input, layout, outputs, options, filter=filter, candidates=ids)
+    shaped = {name: None if x is None else x.view(target.shape) for name, x in zip(OUTPUTS, stats, strict=False)}
+    of_ids = stats.candidate_logps
+    if candidates is not None and of_ids is not None:
+        of_ids = of_ids.view(candidates.shape)
+    return TokenStats(**shaped, candidate_logps=of_ids)

@@ -30,6 +30,7 @@ from liger_chunked.kernels import scale_
 from liger_chunked.kernels.backend import first_derivative, has_wide_tiles
 from liger_chunked.types import (
     DIFFERENTIABLE,
+    OUTPUTS,
     AdaptedWeight,
     HeadTensors,
     LogitOptions,
@@ -91,7 +92,9 @@ class Step:
         flat, flat_u = input.reshape(-1, input.shape[-1]), None if u is None else u.reshape(-1, u.shape[-1])
         grads = None
         if any(needs):
-            grads = HeadGradients(layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u)
+            grads = HeadGradients(
+                layout, flat, head, plan.dtype, needs, plan.n_contributions, flat_u, scattered=plan.scattered
+            )
         head_pass = self.make_pass(head.to(plan.dtype), grads)
 
         parts: list[Any] = []
@@ -100,8 +103,8 @@ class Step:
         assert not has_gradient or layout.group_lengths is None  # values stay in token order
         with gemms(input.device, *(dtype for dtype in (plan.dtype, self.teacher_dtype) if dtype is not None)):
             for chunk, tiles in zip(plan.chunks, plan.tiles, strict=True):
-                x = layout.input_rows(flat, chunk.rows).to(plan.dtype)
-                chunk_u = None if flat_u is None else layout.input_rows(flat_u, chunk.rows).to(plan.dtype)
+                x = plan.input_rows(flat, chunk.rows)
+                chunk_u = None if flat_u is None else plan.input_rows(flat_u, chunk.rows)
                 tokens = Tokens(x, along(layout.target, chunk.rows), chunk.rows, tiles, chunk_u)
                 values = head_pass.statistics(tokens)
                 share: Tensor | None = None
@@ -127,7 +130,9 @@ class Step:
         joined = layout.join(parts)
         if isinstance(objective, LinearObjective):
             loss = objective.loss(joined)
-        assert loss is not None
+        else:
+            assert loss is not None
+            loss = layout.sum_of_shares(loss)
         loss = loss.to(accumulation_dtype(plan.dtype))
         return loss, joined, (None,) * len(needs) if grads is None else grads.finish()
 
@@ -136,7 +141,7 @@ class Step:
     ) -> tuple[TokenStats, Tensor, dict[str, Tensor]]:
         """Return a chunk's dense statistics, share of the loss, and gradients."""
         layout, objective = self.plan.layout, cast(Objective, self.objective)
-        dense = TokenStats(*(None if f is None else layout.dense(f, chunk) for f in stats))
+        dense: TokenStats = layout.dense_values(stats, chunk)
         leaves = {name: f for name in DIFFERENTIABLE if with_gradient and (f := getattr(dense, name)) is not None}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -251,12 +256,12 @@ def fused_loss(
     The caller has checked tensors. `differentiates`: the `outputs` that the gradient may reach. `whole_batch`: the
     objective needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
     """
-    unknown = [name for name in outputs if name not in TokenStats._fields]
+    unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
-        raise ValueError(f"token_outputs must name fields of TokenStats {TokenStats._fields}, got {unknown}")
+        raise ValueError(f"token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     plan = Plan.of_loss(
         head,
-        layout,
+        layout.local(whole_batch),
         compute_dtype(head, input),
         outputs=outputs,
         differentiates=differentiates,
@@ -266,5 +271,5 @@ def fused_loss(
         class_weight=class_weight,
     )
     loss, values = run_step(Step(plan, objective, plan.make_pass), head, input)
-    present = [name for name in TokenStats._fields if name in outputs]
+    present = [name for name in OUTPUTS if name in outputs]
     return loss, TokenStats(**dict(zip(present, values, strict=True)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_chunked.engine.collectives import gather, of_one_rank
 from liger_chunked.engine.divergences import (
     DivergenceFunction,
     Measured,
@@ -16,7 +17,6 @@ from liger_chunked.engine.divergences import (
     transformed,
     vector_jacobian,
 )
-from liger_chunked.engine.shard import gather, of_one_rank
 from liger_chunked.kernels import tail_grad_, tail_stats
 from liger_chunked.types import LogitOptions, VocabShard, accumulation_dtype
 
@@ -48,7 +48,7 @@ class TopK:
         columns = _Columns.of(self.ids[rows], self.logps[rows], target)
         raw = self._read(student, columns.index).to(wide)
         self._write(student, columns.index, torch.full_like(raw, -torch.inf))
-        of_ranks = None if self.shard is None else functools.partial(gather, shard=self.shard)
+        of_ranks = None if self.shard is None else functools.partial(gather, group=self.shard.group)
         stats = tail_stats(student, self.options, hard=target is not None, gather=of_ranks)
         hard = None if stats.hard_sum_exp is None else stats.hard_sum_exp.log()
         leaves = [raw, stats.log_sum] if hard is None else [raw, stats.log_sum, hard]
@@ -78,7 +78,7 @@ class TopK:
         found = logits.new_zeros(ids.shape)
         rows, k, columns = self._own(ids, logits.shape[1])
         found[rows, k] = logits[rows, columns]
-        return of_one_rank(found, self.shard)
+        return of_one_rank(found, self.shard.group)
 
     def _write(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
         """Write `values` (n, k) at ids, where this rank holds them."""

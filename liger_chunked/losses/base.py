@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from liger_chunked.calls import LossType
 from liger_chunked.engine import Group, Layout, LinearObjective, Objective, fused_loss
-from liger_chunked.types import LogitOptions, LossHead, TokenStats
+from liger_chunked.types import OUTPUTS, LogitOptions, LossHead, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
@@ -18,10 +18,9 @@ def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
         example = (outputs if isinstance(outputs, str) else "entropy",)
         raise TypeError(f"{name}.token_outputs must be a tuple of names, such as {example!r}, got {outputs!r}")
     if isinstance(outputs, (tuple, list)):
-        unknown = [field for field in outputs if field not in TokenStats._fields]
+        unknown = [field for field in outputs if field not in OUTPUTS]
         if unknown:
-            fields = TokenStats._fields
-            raise ValueError(f"{name}.token_outputs must name fields of TokenStats {fields}, got {unknown}")
+            raise ValueError(f"{name}.token_outputs must name fields of TokenStats {OUTPUTS}, got {unknown}")
     if scopes and not hasattr(scope, "__get__") and scope not in scopes:
         raise ValueError(f"{name}.scope must be one of {scopes}, got {scope!r}")
 

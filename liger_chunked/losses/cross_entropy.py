@@ -15,11 +15,13 @@ from liger_chunked.engine import (
     Group,
     Layout,
     NegativeLogLikelihood,
+    SequenceSplit,
     check_projection,
     check_target,
     lay_out,
     plain,
     token_stats,
+    whole,
 )
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import complement
@@ -29,6 +31,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
+    ProcessGroup,
     TokenStats,
     VocabShard,
     Weight,
@@ -214,6 +217,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         token_weights: Tensor | None = None,
         ce_weight: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
         """Return the loss, with `CrossEntropyMetrics` if a `return_...` flag is set.
 
@@ -227,13 +231,15 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
                 for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
+                sequences, `predicted_tokens` and `reduction="none"` of this rank's positions.
 
         Raises:
             ValueError, TypeError: arguments do not fit together.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
+        check_target(target, input, head=head)
         if num_items is not None and self.reduction != "mean":
             raise ValueError(f"num_items divides a mean, but reduction is {self.reduction!r}")
         if num_items is not None:
@@ -247,14 +253,18 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             dft=self.dft,
             class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
-        layout = lay_out(target.long(), self._group, self.options.ignore_index, head.vocab_size)
+        split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, head, input)
+        target = whole(target.long(), split)
+        if weights is not None:
+            weights = whole(weights, split).reshape(-1)
+        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size, sequences=split)
         if self.reduction == "none":
             loss, z_loss, stats = self._per_token(head, input, target, layout, definition, weights)
         else:
             loss, z_loss, stats = self._reduced(head, input, target, layout, definition, weights, num_items)
         if not (self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens):
             return loss
-        return loss, self._metrics(stats, target, layout, z_loss)
+        return loss, self._metrics(stats, target, layout, z_loss, split)
 
     def _token_weights(self, token_weights: Tensor | None, target: Tensor, weight: Weight) -> Tensor | None:
         if token_weights is None:
@@ -266,7 +276,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             raise ValueError(f"token_weights is on {token_weights.device}, target on {target.device}")
         if token_weights.requires_grad:
             raise ValueError("token_weights gets no gradient: detach it")
-        return token_weights.reshape(-1).to(accumulation_dtype(weight.dtype))
+        return token_weights.to(accumulation_dtype(weight.dtype))
 
     @property
     def _outputs(self) -> tuple[str, ...]:
@@ -350,7 +360,9 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         per_token, per_class = valid.sum(), by_class.sum()
         return per_token.where(per_token != 0, 1), per_class.where(per_class != 0, 1)
 
-    def _metrics(self, stats: TokenStats, target: Tensor, layout: Layout, z_loss: Tensor | None) -> CrossEntropyMetrics:
+    def _metrics(
+        self, stats: TokenStats, target: Tensor, layout: Layout, z_loss: Tensor | None, split: SequenceSplit | None
+    ) -> CrossEntropyMetrics:
         accuracy = predicted = None
         if self.return_token_accuracy:
             assert stats.is_top1 is not None
@@ -358,6 +370,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         if self.return_predicted_tokens:
             assert stats.argmax is not None
             predicted = stats.argmax.view(target.shape)
+            if split is not None:
+                predicted = predicted[..., split.own]
         if self.return_z_loss:
             z_loss = torch.zeros((), device=target.device) if z_loss is None else z_loss.detach()
         return CrossEntropyMetrics(z_loss if self.return_z_loss else None, accuracy, predicted)

@@ -16,6 +16,7 @@ from liger_chunked.engine import (
     Group,
     Layout,
     LossWeights,
+    SequenceSplit,
     Teacher,
     TopK,
     along,
@@ -27,6 +28,7 @@ from liger_chunked.engine import (
     distillation_step,
     lay_out,
     lay_out_every,
+    whole,
 )
 from liger_chunked.losses.base import FusedLoss
 from liger_chunked.losses.settings import check_finite, checked_items
@@ -36,6 +38,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
+    ProcessGroup,
     VocabShard,
     Weight,
     accumulation_dtype,
@@ -122,6 +125,7 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         mask: Tensor | None = None,
         num_items: float | Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, DistillationMetrics]:
         """Compute the loss and its metrics.
 
@@ -136,16 +140,20 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
             mask: (B, T) or (N,) bool, False at more ignored tokens.
             vocab_shard: the rows of both models' weights and biases, if ranks split the vocabulary. `teacher_ids` are
                 of the whole vocabulary.
+            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
+                sequences.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or the teacher is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        layout = self._layout(head, input, target, mask)
+        layout = self._layout(head, input, target, mask, SequenceSplit.of(sequence_group, head, input))
         given = _Given(teacher_weight, teacher_input, teacher_bias, teacher_logps, teacher_ids)
         teacher = self._teacher(head, input, given)
-        route = self._route_of_top_k(head, layout, given) if teacher is None else self._route_of_logits(vocab_shard)
+        route = (
+            self._route_of_top_k(head, layout.local(), given) if teacher is None else self._route_of_logits(vocab_shard)
+        )
         n_items: float | Tensor = max(1, layout.n_valid)
         if num_items is not None:
             n_items = checked_items(num_items, input, accumulation_dtype(weight.dtype))
@@ -158,26 +166,33 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         hard_loss = torch.zeros_like(soft_loss) if logps is None else -logps.sum() / n_items
         return loss, DistillationMetrics(soft_loss, hard_loss)
 
-    def _layout(self, head: LossHead, input: Tensor, target: Tensor | None, mask: Tensor | None) -> Layout:
-        shape = input.shape[:-1]
+    def _layout(
+        self,
+        head: LossHead,
+        input: Tensor,
+        target: Tensor | None,
+        mask: Tensor | None,
+        split: SequenceSplit | None,
+    ) -> Layout:
+        shape = head.token_shape(input)
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
                 raise TypeError(f"mask must be a bool tensor, got {got}")
             if mask.shape != shape or mask.device != input.device:
                 raise ValueError(
-                    f"mask must be {tuple(shape)} on {input.device}, one value for each row of input, "
+                    f"mask must be {shape} on {input.device}, one value for each row of input, "
                     f"got {tuple(mask.shape)} on {mask.device}"
                 )
         if target is None:
             if mask is None:
-                return lay_out_every(shape.numel())
-            return lay_out(mask.long() - 1, self._group, -1, head.vocab_size)
-        check_target(target, input, weight=head.weight)
+                return lay_out_every(shape, split)
+            return lay_out(whole(mask.long() - 1, split), self._group, -1, head.vocab_size, sequences=split)
+        check_target(target, input, head=head)
         target = target.long()
         if mask is not None:
             target = target.where(mask, self.options.ignore_index)
-        return lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
+        return lay_out(whole(target, split), self._group, self.options.ignore_index, head.vocab_size, sequences=split)
 
     def _teacher(self, head: LossHead, input: Tensor, given: _Given) -> Teacher | None:
         """Return the teacher's V rows, or None for a top-k."""

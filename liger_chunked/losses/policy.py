@@ -12,16 +12,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, check_projection, check_target, lay_out
+from liger_chunked.engine import Group, check_projection, check_target, count, lay_out, sequences_of, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.reference_model import Reference, reference_logps
-from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows
+from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS, Arrangement, RolloutBatch, check_side, rows, whole_side
 from liger_chunked.losses.settings import check_finite, check_scope, checked_items
 from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
     PolicyMetrics,
+    ProcessGroup,
     Rollouts,
     TokenStats,
     VocabShard,
@@ -228,11 +229,14 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None = None,
         num_items: float | Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PolicyMetrics]:
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, vocab_shard: as in `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
+            weight, input, target, bias, vocab_shard, cu_seqlens, sequence_group: as in
+                `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
@@ -247,12 +251,12 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
-        if input.ndim != 3:
-            raise ValueError(f"input must be (B, T, H), one sequence a completion, got {tuple(input.shape)}")
-        check_side("advantages", advantages, target, per_sequence=True)
+        check_target(target, input, head=head)
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(B, T, H), one sequence a completion")
+        n = count(input, sequences)
+        check_side("advantages", advantages, target, n)
         if importance_weights is not None:
-            check_side("importance_weights", importance_weights, target, per_sequence=True)
+            check_side("importance_weights", importance_weights, target, n)
         for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("attention_mask", attention_mask)):
             if x is not None:
                 check_side(name, x, target)
@@ -262,11 +266,20 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
-        layout = lay_out(target.long(), self._group, self.options.ignore_index, head.vocab_size)
-        arrange = Arrangement(layout, target, accumulation_dtype(weight.dtype))
+        ignore_index = self.options.ignore_index
+        whole_target = whole(target.long(), sequences, ignore_index)
+        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
+        arrange = Arrangement(layout, whole_target, accumulation_dtype(weight.dtype))
         items = self._num_items(num_items, arrange)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        dense_ref_logps = reference_logps(reference, self, head, target, layout, required=True if self.beta else None)
+        dense_ref_logps = reference_logps(
+            reference, self, head, target, layout, sequences, required=True if self.beta else None
+        )
+        advantages = whole_side("advantages", advantages, target, sequences)
+        if old_logps is not None:
+            old_logps = whole(old_logps, sequences)
+        if importance_weights is not None:
+            importance_weights = whole_side("importance_weights", importance_weights, target, sequences)
 
         @functools.cache  # built while the device computes the first product
         def batch() -> RolloutBatch:

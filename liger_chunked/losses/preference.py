@@ -12,7 +12,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, Layout, along, check_projection, check_target, check_values, lay_out
+from liger_chunked.engine import (
+    Group,
+    Layout,
+    along,
+    check_projection,
+    check_target,
+    check_values,
+    count,
+    lay_out,
+    sequences_of,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -24,6 +35,7 @@ from liger_chunked.types import (
     LossHead,
     Pairs,
     PreferenceMetrics,
+    ProcessGroup,
     TokenStats,
     VocabShard,
     Weight,
@@ -184,6 +196,8 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         ref_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -197,26 +211,34 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
+            cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
+                without padding.
+            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
+                sequences.
 
         Raises:
             ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
-        if input.ndim != 3:
-            raise ValueError(f"input must be (2 n, T, H), chosen then rejected sequences, got {tuple(input.shape)}")
-        if input.shape[0] % 2:
+        check_target(target, input, head=head)
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(2 n, T, H), chosen then rejected sequences")
+        n = count(input, sequences)
+        if n % 2:
             raise ValueError(
-                f"input must stack as many chosen as rejected sequences on dim 0, got an odd {input.shape[0]} "
-                f"in {tuple(input.shape)}"
+                f"input must stack as many chosen as rejected sequences on dim 0, got an odd {n} in "
+                f"{tuple(input.shape)}"
             )
-        target = target.long()
-        union = target if nll_target is None else self._union(target, nll_target, input)
-        layout = lay_out(union, self._group, self.options.ignore_index, head.vocab_size)
+        target, ignore_index = target.long(), self.options.ignore_index
+        union = target if nll_target is None else self._union(target, nll_target, input, head)
+        whole_union = whole(union, sequences, ignore_index)
+        layout = lay_out(whole_union, self._group, ignore_index, head.vocab_size, sequences=sequences)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
-        batch = self._batch(head, target, nll_target, layout, reference)
-        n_pairs = max(1, target.shape[0] // 2)
+        ref_logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
+        if nll_target is not None:
+            target, nll_target = (whole(x, sequences, ignore_index) for x in (target, nll_target))
+        batch = self._batch(head, target, nll_target, layout, ref_logps)
+        n_pairs = max(1, n // 2)
         summed: dict[int, Tensor] = {}  # by a chunk's first pair
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
@@ -240,10 +262,10 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         logps = torch.cat(list(summed.values())) if len(summed) > 1 else summed[0]
         return loss, self._metrics(batch, logps, stats)
 
-    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor) -> Tensor:
+    def _union(self, target: Tensor, nll_target: Tensor, input: Tensor, head: LossHead) -> Tensor:
         if not self.compute_nll_loss:
             raise ValueError("nll_target is for the NLL term, but compute_nll_loss is False")
-        check_target(nll_target, input, "nll_target")
+        check_target(nll_target, input, "nll_target", head=head)
         ignore_index = self.options.ignore_index
         in_both = (nll_target != ignore_index) & (target != ignore_index)
         if bool((in_both & (target != nll_target)).any()):
@@ -256,7 +278,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         target: Tensor,
         nll_target: Tensor | None,
         layout: Layout,
-        reference: Reference,
+        ref_logps: Tensor | None,
     ) -> _Batch:
         mask, lengths, at_least_1, nll_mask, nll_only = layout.mask, layout.lengths, layout.divisors, None, None
         batch_lengths = layout.side_lengths
@@ -281,16 +303,13 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         return _Batch(
             sequences=sequences,
             batch_lengths=batch_lengths.clamp(min=1) if may_be_empty else batch_lengths,
-            ref_logps=self._ref_logps(head, target, layout, sequences, reference),
+            ref_logps=self._ref_logps(target, sequences, ref_logps),
             has_tokens=lengths.sum(-1) > 0 if nll_target is not None or 0 in layout.group_lengths else None,
             nll_mask=nll_mask,
         )
 
-    def _ref_logps(
-        self, head: LossHead, target: Tensor, layout: Layout, sequences: _Sequences, reference: Reference
-    ) -> Tensor:
+    def _ref_logps(self, target: Tensor, sequences: _Sequences, ref_logps: Tensor | None) -> Tensor:
         """Return float64 (n, 2); zeros without a reference."""
-        ref_logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
         if ref_logps is None:
             return without_reference(self, sequences.lengths)
         if ref_logps.ndim == 3:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout, check_projection, token_stats
+from liger_chunked.engine import Layout, Sequences, check_projection, token_stats, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.types import LossHead, Weight, accumulation_dtype
 
@@ -28,6 +28,7 @@ def reference_logps(
     head: LossHead,
     target: Tensor,
     layout: Layout,
+    sequences: Sequences,
     *,
     required: bool | None,
     infix: str = "",
@@ -35,7 +36,7 @@ def reference_logps(
     """Return the reference's dense log-probabilities, detached, or None.
 
     Per token, zero at ignored tokens, or per sequence like `ref_logps`. `required` is `use_ref_model`; `infix` is for
-    messages, as in `ref_{infix}input`.
+    messages, as in `ref_{infix}input`. `target` is the caller's.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"
@@ -56,7 +57,7 @@ def reference_logps(
     if ref_input is not None and ref_weight is not None:
         ref_head = LossHead(ref_weight, ref_bias, head.shard)
         check_projection(ref_head, ref_input, "ref_", f"{infix}input")
-        if ref_input.shape[:-1] != target.shape:
+        if ref_head.token_shape(ref_input) != target.shape:
             raise ValueError(
                 f"{input_name} must be {(*target.shape, 'H_ref')}, as {target_name} {tuple(target.shape)} is, "
                 f"got {tuple(ref_input.shape)}"
@@ -71,10 +72,11 @@ def reference_logps(
             return token_stats(ref_head, ref_input, layout, ("logps",), loss.options).logps
     if ref_logps is None:
         return None
-    if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, target.shape[:1]):
+    per_sequence = (layout.mask.shape[:-1].numel(),)
+    if not isinstance(ref_logps, Tensor) or ref_logps.shape not in (target.shape, per_sequence):
         got = tuple(ref_logps.shape) if isinstance(ref_logps, Tensor) else type(ref_logps).__name__
         raise ValueError(
-            f"{logps_name} must be {tuple(target.shape)}, one value a token, or {tuple(target.shape[:1])}, "
+            f"{logps_name} must be {tuple(target.shape)}, one value a token, or {per_sequence}, "
             f"one a sequence, got {got}"
         )
     _check_device(logps_name, ref_logps, target_name, target)
@@ -83,7 +85,8 @@ def reference_logps(
     if not per_token:
         # float64: a difference of large sums has few digits in float32.
         dtype = torch.promote_types(dtype, ref_logps.dtype)
-    ref_logps = layout.arrange(ref_logps.detach().to(dtype))
+    ref_logps = ref_logps.detach().to(dtype)
+    ref_logps = layout.arrange(whole(ref_logps, sequences) if per_token else ref_logps)
     # Padding may hold any value, NaN included.
     return torch.where(layout.mask, ref_logps, 0.0) if per_token else ref_logps
 

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import check_projection, check_target, lay_out, token_stats
+from liger_chunked.engine import SequenceSplit, check_projection, check_target, lay_out, token_stats, whole
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps
 from liger_chunked.losses.reference_model import Reference, reference_logps
 from liger_chunked.losses.settings import check_finite
-from liger_chunked.types import LossHead
+from liger_chunked.types import LossHead, ProcessGroup
 
 ReferencePoint = Literal["kl", "delta"]
 
@@ -41,7 +41,12 @@ def as_scalar(name: str, value: object, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def mismatched_kl(
-    loss: StatsLoss, head: LossHead, reference: Reference, mismatched: Mismatched, average_log_prob: bool
+    loss: StatsLoss,
+    head: LossHead,
+    reference: Reference,
+    mismatched: Mismatched,
+    average_log_prob: bool,
+    sequence_group: ProcessGroup | None,
 ) -> Tensor:
     """Return KTO's estimate of `KL(pi || pi_ref)`, float64 (); zero without completions.
 
@@ -55,11 +60,14 @@ def mismatched_kl(
             f"got {', '.join(given) or 'neither'}"
         )
     check_projection(head, kl_input, input_name="kl_input")
-    check_target(kl_target, kl_input, "kl_target", "kl_input")
+    check_target(kl_target, kl_input, "kl_target", "kl_input", head=head)
     if kl_input.ndim != 3:
         raise ValueError(f"kl_input must be (m, T, H), a completion a row, got {tuple(kl_input.shape)}")
     target = kl_target.long()
-    layout = lay_out(target, "sequence", loss.options.ignore_index, head.vocab_size, "kl_target")
+    split = SequenceSplit.of(sequence_group, head, kl_input, "kl_input")
+    layout = lay_out(
+        whole(target, split), "sequence", loss.options.ignore_index, head.vocab_size, "kl_target", sequences=split
+    )
     lengths = layout.divisors[:, 0]
     ref_weight, ref_bias = (None, None) if ref_kl_input is None else (reference.weight, reference.bias)
     ref_logps = reference_logps(
@@ -68,6 +76,7 @@ def mismatched_kl(
         head,
         target,
         layout,
+        split,
         required=True,
         infix="kl_",
     )
@@ -91,6 +100,7 @@ def reference_point(
     delta: float | Tensor | None,
     mismatched: Mismatched,
     average_log_prob: bool,
+    sequence_group: ProcessGroup | None,
 ) -> Tensor:
     """Return `max(0, kl)`, `delta`, or zero, by `kind`: float64 () without gradient."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
@@ -109,7 +119,7 @@ def reference_point(
             raise ValueError(f"{type(loss).__name__} needs a reference point: pass delta")
         return as_scalar("delta", delta, device)
     if kl is None:
-        return mismatched_kl(loss, head, reference, mismatched, average_log_prob)
+        return mismatched_kl(loss, head, reference, mismatched, average_log_prob, sequence_group)
     if estimate:
         raise ValueError(f"the reference point is given twice: as kl and as {', '.join(estimate)}")
     return as_scalar("kl", kl, device).clamp(min=0)

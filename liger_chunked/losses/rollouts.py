@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_chunked.engine import Layout
+from liger_chunked.engine import Layout, Sequences, SequenceSplit, whole
 from liger_chunked.types import Rollouts, TokenStats
 
 
@@ -35,18 +35,28 @@ def rows(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values.flatten(0, 1)
 
 
-def check_side(name: str, x: Tensor, target: Tensor, per_sequence: bool = False) -> None:
-    """Require one value per token, or `per_sequence`."""
-    size, length = target.shape
-    shapes = [(size, length), *([(size,), (size, 1)] if per_sequence else [])]
-    if not isinstance(x, Tensor) or x.shape not in shapes:
+def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> None:
+    """Require one value per token, or per each of `n` sequences."""
+    of_sequences = [] if n is None else [(n,), (n, 1)]
+    if not isinstance(x, Tensor) or x.shape not in (target.shape, *of_sequences):
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        expected = f"{(size, length)}, one value a token"
-        if per_sequence:
-            expected += f", or {(size,)} or {(size, 1)}, one a sequence"
+        expected = f"{tuple(target.shape)}, one value a token"
+        if of_sequences:
+            expected += f", or {(n,)} or {(n, 1)}, one a sequence"
         raise ValueError(f"{name} must be {expected}, got {got}")
     if x.device != target.device:
         raise ValueError(f"{name} is on {x.device}, target on {target.device}: expected one device")
+
+
+def whole_side(name: str, x: Tensor, target: Tensor, sequences: Sequences) -> Tensor:
+    """Return a checked tensor for whole, padded sequences; `target` is the caller's."""
+    if isinstance(sequences, SequenceSplit) and x.ndim == 2 and 1 in (of_ranks := sequences.lengths):
+        if max(of_ranks) > 1:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} may be per token or per sequence on a rank with one position: pass (B,) for "
+                f"one value a sequence, or split sequences into longer parts than {list(of_ranks)}"
+            )
+    return whole(x, sequences) if x.shape == target.shape else x
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from liger_chunked.calls import entry_point
-from liger_chunked.engine import Group, Layout, along, check_projection, check_target, check_values, lay_out
+from liger_chunked.engine import (
+    Group,
+    Layout,
+    along,
+    check_projection,
+    check_target,
+    check_values,
+    count,
+    lay_out,
+    sequences_of,
+    whole,
+)
 from liger_chunked.losses.base import StatsLoss
 from liger_chunked.losses.formulas import sequence_logps, share_of_mean
 from liger_chunked.losses.reference_model import Reference, reference_logps, without_reference
@@ -23,6 +34,7 @@ from liger_chunked.types import (
     LogitOptions,
     LogitOptionsDict,
     LossHead,
+    ProcessGroup,
     TokenStats,
     UnpairedPreferenceMetrics,
     VocabShard,
@@ -125,6 +137,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         delta: float | Tensor | None = None,
         example_weights: Tensor | None = None,
         vocab_shard: VocabShard | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
         """Compute the loss and its metrics.
 
@@ -144,14 +158,15 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
-        check_target(target, input, weight=weight)
-        if input.ndim != 3:
-            raise ValueError(f"input must be (n, T, H), a sequence a row, got {tuple(input.shape)}")
-        preference_labels = _labels(preference_labels, input)
+        check_target(target, input, head=head)
+        sequences = sequences_of(head, input, cu_seqlens, sequence_group, "(n, T, H), a sequence a row")
+        n = count(input, sequences)
+        preference_labels = _labels(preference_labels, n, input)
         if example_weights is not None:
-            _check_weights(example_weights, input)
-        target = target.long()
-        layout = lay_out(target, self._group, self.options.ignore_index, head.vocab_size)
+            _check_weights(example_weights, n, input)
+        target, ignore_index = target.long(), self.options.ignore_index
+        whole_target = whole(target, sequences, ignore_index)
+        layout = lay_out(whole_target, self._group, ignore_index, head.vocab_size, sequences=sequences)
         reference = Reference(ref_input, ref_weight, ref_bias, ref_logps)
         point = reference_point(
             self.reference_point,
@@ -162,10 +177,11 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
             delta=delta,
             mismatched=Mismatched(kl_input, kl_target, ref_kl_input, ref_kl_logps),
             average_log_prob=self.average_log_prob,
+            sequence_group=sequence_group,
         )
-        logps = reference_logps(reference, self, head, target, layout, required=self.use_ref_model)
+        logps = reference_logps(reference, self, head, target, layout, sequences, required=self.use_ref_model)
         batch = self._batch(layout, preference_labels, example_weights, point, logps)
-        n = max(1, target.shape[0])
+        n = max(1, n)
         some_are_empty = 0 in (layout.group_lengths or ())
 
         def objective(stats: TokenStats, index: slice | Tensor) -> Tensor:
@@ -244,14 +260,14 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         return f"beta={self.beta}, {self.options}"
 
 
-def _labels(labels: Tensor, input: Tensor) -> Tensor:
+def _labels(labels: Tensor, n: int, input: Tensor) -> Tensor:
     of_integers = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not of_integers:
         got = f"{labels.dtype}".removeprefix("torch.") if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(
             f"preference_labels must be a tensor of bool, or of integers 0 and 1, one for each sequence, got {got}"
         )
-    _check_each("preference_labels", labels, input)
+    _check_each("preference_labels", labels, n, input)
     if labels.dtype == torch.bool:
         return labels
     if bool(((labels != 0) & (labels != 1)).any()):
@@ -262,18 +278,17 @@ def _labels(labels: Tensor, input: Tensor) -> Tensor:
     return labels == 1
 
 
-def _check_weights(weights: Tensor, input: Tensor) -> None:
+def _check_weights(weights: Tensor, n: int, input: Tensor) -> None:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = f"{weights.dtype}".removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"example_weights must be a floating-point tensor, one value for each sequence, got {got}")
-    _check_each("example_weights", weights, input)
+    _check_each("example_weights", weights, n, input)
 
 
-def _check_each(name: str, x: Tensor, input: Tensor) -> None:
-    if x.shape != input.shape[:1]:
+def _check_each(name: str, x: Tensor, n: int, input: Tensor) -> None:
+    if x.shape != (n,):
         raise ValueError(
-            f"{name} must be {tuple(input.shape[:1])}, one value for each sequence of input {tuple(input.shape)}, "
-            f"got {tuple(x.shape)}"
+            f"{name} must be {(n,)}, one value for each sequence of input {tuple(input.shape)}, got {tuple(x.shape)}"
         )
     if x.device != input.device:
         raise ValueError(f"{name} is on {x.device}, input on {input.device}: expected one device")

@@ -1,0 +1,107 @@
+"""Log-probabilities of more ids than the target, from the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.batch import Tile, along
+from liger_chunked.kernels import LogitsCotangents, logits_grad_
+from liger_chunked.kernels.transform import transform, transform_and_slope
+from liger_chunked.types import LogitOptions, accumulation_dtype, described
+
+
+@dataclass
+class Candidates:
+    """The ids (n, K) of a chunk, and their untransformed logits, read tile by tile."""
+
+    ids: Tensor
+    logits: Tensor = field(init=False, repr=False)
+
+    def start(self, like: Tensor) -> None:
+        self.logits = torch.zeros(self.ids.shape, dtype=like.dtype, device=like.device)
+
+    def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
+        """Return the ids' columns of the tile, and where they are in it."""
+        columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
+        inside = (columns >= 0) & (columns < tile.vocab.stop - tile.vocab.start)
+        return columns, inside
+
+    def read(self, logits: Tensor, tile: Tile, vocab_start: int) -> None:
+        if not logits.shape[1]:
+            return
+        columns, inside = self._columns(tile, vocab_start)
+        found = logits.gather(1, columns.clamp(0, logits.shape[1] - 1))
+        along(self.logits, tile.rows).copy_(torch.where(inside, found, along(self.logits, tile.rows)))
+
+    def logps(self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions) -> Tensor:
+        """Return (n, K)."""
+        z = self.logits.to(accumulation_dtype(self.logits.dtype))
+        z = transform(z, options.logit_scale, options.softcap, options.temperature)
+        return z - (maximum + sum_exp.log())[:, None]
+
+    def gradient(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        tile: Tile,
+        vocab_start: int,
+        vocab_size: int,
+        cotangents: LogitsCotangents,
+        upstream: Tensor,
+        options: LogitOptions,
+    ) -> Callable[[Tensor], object]:
+        """Return what writes the candidates' gradients to a tile's, whose logits are read now.
+
+        The tile's kernel would round them before `upstream` (n, K) is added.
+        """
+        columns, inside = self._columns(tile, vocab_start)
+        if not logits.shape[1]:
+            return lambda dz: None
+        # An id of another tile repeats the row's first id of this one; without any, it repeats what is there.
+        first = inside.int().argmax(1, keepdim=True)
+        columns = torch.where(inside, columns, columns.gather(1, first)).clamp(0, logits.shape[1] - 1)
+        any_inside = inside.gather(1, first)
+        raw = logits.gather(1, columns).to(accumulation_dtype(logits.dtype))
+        matches = inside & (along(self.ids, tile.rows) == target[:, None])
+        position = torch.where(matches.any(1), matches.int().argmax(1), -1)
+        _, slope = transform_and_slope(raw, options.logit_scale, options.softcap, options.temperature)
+        direct = upstream * (options.logit_scale / options.temperature)
+        direct = direct if slope is None else direct * slope
+        values = logits_grad_(raw.clone(), position, cotangents, options, vocab_size) + direct
+        values = values.masked_fill_(raw == -math.inf, 0.0)
+        values = torch.where(inside, values, values.gather(1, first)).to(logits.dtype)
+
+        def write(dz: Tensor) -> None:
+            dz.scatter_(1, columns, torch.where(any_inside, values, dz.gather(1, columns)))
+
+        return write
+
+
+def check_candidates(candidates: Any, target: Tensor, vocab_size: int) -> Tensor:
+    """Return (N, K) checked ids. Waits for the device."""
+    whole = isinstance(candidates, Tensor) and not (candidates.is_floating_point() or candidates.is_complex())
+    if not whole or candidates.dtype == torch.bool:
+        raise TypeError(f"candidates must be a tensor of token ids (int64), got {described(candidates)}")
+    if candidates.shape[:-1] != target.shape or candidates.shape[-1] == 0 or candidates.device != target.device:
+        raise ValueError(
+            f"candidates must be {(*target.shape, 'K')} on {target.device}, K ids for each target, got "
+            f"{described(candidates)}"
+        )
+    ids = candidates.reshape(-1, candidates.shape[-1]).long()
+    if ids.numel():
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"candidates holds {low if low < 0 else high}, expected an index into the vocabulary of weight, 0 to "
+                f"{vocab_size - 1}"
+            )
+        ordered = ids.sort(-1).values
+        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+            raise ValueError("candidates holds an id twice for one target, expected distinct ids")
+    return ids

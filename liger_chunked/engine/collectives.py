@@ -1,0 +1,50 @@
+"""Exchange a few values per token between ranks."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Values = TypeVar("Values", bound=Any)
+
+# The second name is deprecated since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_tensor(x: Tensor, group: Any) -> Tensor:
+    """Return (ranks, *x.shape), in rank order; all ranks pass the same shape."""
+    gathered = x.new_empty(dist.get_world_size(group), *x.shape)
+    if x.numel():
+        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
+    return gathered
+
+
+def gather(values: Values, group: Any) -> list[Values]:
+    """Gather the ranks' NamedTuples of equally shaped tensors, in rank order, by one collective."""
+    fields = {name: f for name, f in values._asdict().items() if f is not None}
+    floats = next(f.dtype for f in fields.values() if f.is_floating_point())
+    packed = torch.stack([f if f.dtype == floats else _as_bits(f, floats) for f in fields.values()])
+    parts = []
+    for rows in gather_tensor(packed, group).unbind():
+        found = zip(fields.items(), rows.unbind(), strict=True)
+        parts.append(values._replace(**{k: x if f.dtype == floats else _from_bits(x, f.dtype) for (k, f), x in found}))
+    return parts
+
+
+def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return token ids as the bits of floats, which a collective does not change."""
+    return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
+
+
+def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(torch.int32 if bits.dtype.itemsize == 4 else torch.int64).to(dtype)
+
+
+def of_one_rank(x: Tensor, group: Any) -> Tensor:
+    """Replace values, in place, by those of the only rank where they are not zero."""
+    if x.numel():
+        dist.all_reduce(x, group=group)
+    return x

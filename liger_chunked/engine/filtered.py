@@ -1,0 +1,100 @@
+"""Logits that a sampler would have kept: the others are -inf."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.batch import Tile, along
+from liger_chunked.engine.head import HeadPass, Tokens
+from liger_chunked.kernels import LogitsCotangents, PartialStats
+from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
+from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_number
+
+UNFILTERED = ("mean_logits",)  # infinite with a filter
+
+
+@dataclass(frozen=True)
+class SamplingFilter:
+    """The `top_k` largest logits, and of these the fewest whose probabilities reach `top_p`. Equal logits stay too."""
+
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @classmethod
+    def of(
+        cls, top_k: int | None, top_p: float | None, options: LogitOptions, outputs: tuple[str, ...], sharded: bool
+    ) -> SamplingFilter | None:
+        """Check the settings."""
+        if top_k is None and top_p is None:
+            return None
+        given = f"top_k={top_k}" if top_p is None else f"top_p={top_p}"
+        check_number("top_k", top_k, whole=True, optional=True)
+        check_number("top_p", top_p, optional=True)
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], or None, got {top_p}")
+        if options.softcap is not None or options.logit_scale <= 0:
+            raise ValueError(
+                f"a filter needs no softcap and a positive logit_scale, got {given} with softcap={options.softcap} and "
+                f"logit_scale={options.logit_scale}"
+            )
+        unfit = [name for name in outputs if name in UNFILTERED]
+        if unfit:
+            raise ValueError(f"outputs {unfit} are infinite for filtered logits, got {given}")
+        if sharded:
+            raise ValueError(f"a filter needs whole rows of logits, got {given} and vocab_shard")
+        return cls(top_k, top_p)
+
+    def smallest_kept(self, logits: Tensor, options: LogitOptions) -> Tensor:
+        """Return the smallest kept of each row's untransformed logits (n, V)."""
+        k = logits.shape[1] if self.top_k is None else min(self.top_k, logits.shape[1])
+        if self.top_p is None:
+            return logits.topk(k).values[:, -1]
+        found = []
+        rows = max(1, UPCAST_BLOCK // logits.shape[1])  # a sort needs several copies
+        for block in logits.split(rows):
+            largest = block.sort(descending=True).values if self.top_k is None else block.topk(k).values
+            z = largest.to(accumulation_dtype(logits.dtype)) * (options.logit_scale / options.temperature)
+            p = z.softmax(-1)
+            n_kept = (p.cumsum(-1) - p < self.top_p).sum(-1, keepdim=True).clamp(min=1)
+            found.append(largest.gather(1, n_kept - 1)[:, 0])
+        return torch.cat(found)
+
+
+@dataclass
+class FilteredPass(HeadPass):
+    """`HeadPass` on the logits that a filter keeps. Tiles are whole rows."""
+
+    filter: SamplingFilter = SamplingFilter()
+    _measures: bool = field(default=False, init=False, repr=False)
+
+    def statistics(self, tokens: Tokens) -> TokenStats:
+        self.smallest_kept = tokens.x.new_empty(tokens.x.shape[0])
+        self._measures = True
+        stats = super().statistics(tokens)
+        self._measures = False
+        return stats
+
+    def project(self, x: Tensor, tile: Tile, u: Tensor | None = None) -> Tensor:
+        logits = super().project(x, tile, u)
+        assert self.smallest_kept is not None
+        kept = along(self.smallest_kept, tile.rows)
+        if self._measures:
+            kept.copy_(self.filter.smallest_kept(logits, self.options))
+        return logits.masked_fill_(logits < kept[:, None], -math.inf)
+
+    def _unround(self, logps: Tensor, tokens: Tokens, partial: PartialStats) -> Tensor:
+        dropped = logps == -math.inf
+        scale = super()._unround(logps, tokens, partial)
+        logps.masked_fill_(dropped, -math.inf)
+        return scale.masked_fill_(dropped, 1.0)
+
+    def _gradient(self, logits: Tensor, target: Tensor, tile: Tile, cotangents: LogitsCotangents) -> Tensor:
+        dropped = logits.gather(1, target[:, None]) == -math.inf
+        dz = super()._gradient(logits, target, tile, cotangents)
+        return dz.scatter_(1, target[:, None], dz.gather(1, target[:, None]).masked_fill_(dropped, 0.0))

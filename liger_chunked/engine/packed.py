@@ -1,0 +1,103 @@
+"""Sequences one after another in (N, H), without padding, as attention kernels of variable length take them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_chunked.engine.sequence import SequenceSplit
+from liger_chunked.types import LossHead, ProcessGroup, described
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows lie among padded sequences (S, T), T the longest."""
+
+    starts: Tensor  # (S,) first row
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device) -> Packing:
+        """Check `cu_seqlens`. Waits for the device if it is there."""
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+        ends = cu_seqlens.tolist() if cu_seqlens.ndim == 1 else []
+        lengths = tuple(stop - start for start, stop in itertools.pairwise(ends))
+        if not ends or ends[0] != 0 or ends[-1] != n_rows or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"cu_seqlens must be (sequences + 1,), rising from 0 to the {n_rows} rows of input, got "
+                f"{described(cu_seqlens)} {str(ends)[:80]}"
+            )
+        if len(lengths) == n_rows and 0 in lengths:
+            raise ValueError(
+                f"cu_seqlens has as many sequences as input has rows, {n_rows}, and some are empty: values a token and "
+                "values a sequence would have one shape. Drop the empty ones"
+            )
+        return cls(cu_seqlens[:-1].to(device, torch.int64), lengths)
+
+    @property
+    def size(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """(S, T): the row at each place, -1 at padding."""
+        places = torch.arange(self.longest, device=self.starts.device)
+        lengths = torch.tensor(self.lengths, device=self.starts.device)[:, None]
+        return torch.where(places < lengths, self.starts[:, None] + places, -1)
+
+    def whole(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Return (S, T) of the rows' values (N,), with `fill` at padding."""
+        if not x.numel():
+            return x.new_full(self.rows.shape, fill)
+        return torch.where(self.rows < 0, fill, x[self.rows.clamp(min=0)])
+
+
+Sequences = SequenceSplit | Packing | None
+
+
+def sequences_of(
+    head: LossHead,
+    input: Tensor,
+    cu_seqlens: Tensor | None,
+    sequence_group: ProcessGroup | None,
+    padded: str,
+    name: str = "input",
+) -> Sequences:
+    """Return how hidden states hold sequences; None for `padded`, such as "(B, T, H)".
+
+    Raises:
+        ValueError, TypeError: hidden states have other dimensions, or an argument is invalid.
+    """
+    if cu_seqlens is None:
+        if input.ndim != 3:
+            raise ValueError(f"{name} must be {padded}, got {tuple(input.shape)}")
+        return SequenceSplit.of(sequence_group, head, input, name)
+    if input.ndim != 2:
+        raise ValueError(f"{name} must be (N, H), the rows of all sequences, with cu_seqlens, got {tuple(input.shape)}")
+    if sequence_group is not None:
+        raise ValueError("cu_seqlens and sequence_group are given: ranks can split padded sequences only")
+    return Packing.of(cu_seqlens, head.token_shape(input)[-1], input.device)
+
+
+def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:
+    """Return tokens' values (..., T) for whole, padded sequences."""
+    if sequences is None:
+        return x
+    return sequences.whole(x) if isinstance(sequences, SequenceSplit) else sequences.whole(x, fill)
+
+
+def count(input: Tensor, sequences: Sequences) -> int:
+    """Return how many sequences there are."""
+    return sequences.size if isinstance(sequences, Packing) else input.shape[0]

@@ -1,0 +1,97 @@
+"""Sequences split over ranks (context parallelism, https://arxiv.org/abs/2310.01889).
+
+A rank has the hidden states of its positions, and projects only these. What is small is whole on all ranks:
+
+before         targets, masks, log-probabilities of old policy and reference
+in a chunk     statistics of its tokens, so that all ranks evaluate the same objective
+gradients      dX is of the rank's positions; dW is the rank's share
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_chunked.engine.collectives import gather, gather_tensor
+from liger_chunked.types import LossHead, described
+
+Values = TypeVar("Values", bound=Any)
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The positions of each rank, in rank order."""
+
+    group: Any
+    batch: int  # sequences
+    lengths: tuple[int, ...]  # positions of each rank
+
+    @classmethod
+    def of(cls, group: Any, head: LossHead, input: Tensor, name: str = "input") -> SequenceSplit | None:
+        """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device.
+
+        Raises:
+            TypeError, ValueError: not a process group, or ranks with different sequences.
+        """
+        if group is None:
+            return None
+        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                f"sequence_group must be a torch.distributed process group, as dist.group.WORLD, got {described(group)}"
+            )
+        *batch, length = head.token_shape(input)
+        mine = torch.tensor([math.prod(batch), length], device=input.device)
+        sizes, lengths = zip(*gather_tensor(mine, group).tolist(), strict=True)
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{name} must hold the same sequences on all ranks of sequence_group, got batches of {list(sizes)}"
+            )
+        return cls(group, sizes[0], lengths)
+
+    @property
+    def length(self) -> int:
+        """Of a whole sequence."""
+        return sum(self.lengths)
+
+    @property
+    def own(self) -> slice:
+        """This rank's positions."""
+        rank = dist.get_rank(self.group)
+        start = sum(self.lengths[:rank])
+        return slice(start, start + self.lengths[rank])
+
+    def _pad(self, x: Tensor) -> Tensor:
+        missing = max(self.lengths) - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat([x[..., :n] for x, n in zip(parts, self.lengths, strict=True)], -1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return (..., T) of the ranks' (..., T_r)."""
+        padded = self._pad(x.detach())
+        if x.dtype == torch.bool:
+            return self._join(list(gather_tensor(padded.to(torch.uint8), self.group).unbind())).bool()
+        return self._join(list(gather_tensor(padded, self.group).unbind()))
+
+    def whole_values(self, values: Values) -> Values:
+        """Return a NamedTuple of (..., T) of the ranks' (..., T_r), by one collective."""
+        padded = values._make(None if f is None else self._pad(f) for f in values)
+        parts = gather(padded, self.group)
+        return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in rank order: all get the same bits."""
+        return gather_tensor(x, self.group).sum(0)
+
+    def slots(self, own: Tensor) -> Tensor:
+        """Return the places among the (B, T) whole positions of some of this rank's (B, T_r)."""
+        part = self.own
+        length = max(1, part.stop - part.start)
+        return own.div(length, rounding_mode="floor") * self.length + part.start + own % length

@@ -1,0 +1,46 @@
+"""What the adapters of tensor-parallel frameworks share. Their ranks hold equally many rows of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_chunked.types import VocabShard, described
+
+
+def even_shard(
+    weight: Tensor,
+    group: Any,
+    input_grad: Literal["all_reduce", "partial", "reduce_scatter"],
+    *,
+    rows: range | None = None,
+    vocab_size: int | None = None,
+) -> VocabShard | None:
+    """Return this rank's shard; None for one rank without padding.
+
+    Args:
+        weight, group, input_grad: this rank's rows, and as in `VocabShard`.
+        rows: the ids that the framework names. ValueError if they are not those of `weight`.
+        vocab_size: None: all rows are in the softmax.
+    """
+    n, ranks = weight.shape[0], dist.get_world_size(group)
+    start = dist.get_rank(group) * n
+    if rows is not None and rows != range(start, start + n):
+        raise ValueError(
+            f"the vocabulary range must be {start} to {start + n}, the rows of weight {described(weight)} on this rank "
+            f"of {ranks}, got {rows.start} to {rows.stop}"
+        )
+    if ranks == 1 and vocab_size in (None, n):
+        return None
+    return VocabShard(group, start, ranks * n if vocab_size is None else vocab_size, input_grad=input_grad)
+
+
+def budget_of(tokens: int | None, weight: Tensor) -> int | None:
+    """Return the bytes of `tokens` rows of logits, for frameworks that count chunks in tokens; None: automatic."""
+    if tokens is None:
+        return None
+    if tokens < 1:
+        raise ValueError(f"chunk_size must be a positive number of tokens or None, got {tokens}")
+    return tokens * weight.shape[0] * weight.itemsize

@@ -1,0 +1,109 @@
+"""torchtitan, from 0.3: a loss that takes hidden states and the `lm_head`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
+
+from liger_chunked.functional import cross_entropy_loss
+from liger_chunked.integrations.tensor_parallel import even_shard
+from liger_chunked.types import VocabShard
+
+__all__ = ["FusedLinearCrossEntropyLoss"]
+
+
+class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
+    """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
+
+    Trainer calls `set_lm_head` on a `ChunkedLossWrapper`, and the model then returns hidden states (B, T, H). Labels
+    (B, T) are shifted already; those of -100 are ignored.
+
+    The loss runs inside the forward of `lm_head`, so FSDP gathers the weight and reduces its gradient. With tensor
+    parallelism, the weight is a DTensor ("partial_dtensor"), or plain rows of this rank ("spmd_types"): then the
+    hidden states' gradient is the rank's share, which the backward of the norm sums.
+
+    `compile_config` is not used.
+
+    Raises:
+        ValueError: "full_dtensor" as `spmd_backend`.
+        RuntimeError: under a CUDA graph.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        """Options.
+
+        Args:
+            global_vocab_size: the size of the whole vocabulary. "spmd_types" needs it unless ranks have equally many
+                rows.
+            logits_budget: see `LogitOptions`.
+        """
+
+        global_vocab_size: int | None = None
+        logits_budget: int | str | None = None
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        self.config = config
+        self.lm_head: nn.Module | None = None
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.lm_head is None:
+            raise ValueError("lm_head must be set before the first call: call set_lm_head")
+        if get_spmd_backend() == "full_dtensor":
+            raise ValueError("spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'")
+        if pred.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the loss reads numbers on the host: set training.disable_cuda_graphs")
+        with spmd.local():
+            loss = _call_in_forward(self.lm_head, self._sum_of_tokens, pred, labels)
+            if global_valid_tokens is not None:
+                loss = loss / global_valid_tokens
+        if spmd.is_type_checking():
+            spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        return loss, {}
+
+    def _sum_of_tokens(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        head: Any = self.lm_head
+        loss = cross_entropy_loss(
+            head.weight,
+            hidden,
+            labels,
+            head.bias,
+            vocab_shard=self._shard(head.weight),
+            reduction="sum",
+            logits_budget=self.config.logits_budget,
+        )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _shard(self, weight: Tensor) -> VocabShard | None:
+        if get_spmd_backend() != "spmd_types" or spmd_mesh_size("tp") == 1:
+            return None
+        group, vocab_size = current_spmd_mesh().get_group("tp"), self.config.global_vocab_size
+        if vocab_size is None:
+            return even_shard(weight, group, "partial")
+        rows = -(-vocab_size // dist.get_world_size(group))  # as torch.chunk cuts
+        return VocabShard(group, min(vocab_size, rows * dist.get_rank(group)), vocab_size, input_grad="partial")
+
+
+def _call_in_forward(module: nn.Module, fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return `fn(*args)`, called as the module's forward: hooks run around it."""
+    own = vars(module).get("forward")
+    module.forward = fn
+    try:
+        return module(*args)
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

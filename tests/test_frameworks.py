@@ -1,0 +1,745 @@
+"""Adapters of training frameworks: their interfaces, and values and gradients against eager code on whole logits.
+
+A comment above each interface names the version and file in which it was read. The interface of an installed package is
+compared too. torchtitan is replaced by a stub where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from abc import ABC
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from fresh_process import FreshProcesses
+from table import relative_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_chunked import VocabShard, linear_token_stats
+from liger_chunked.functional import dpo_loss
+from liger_chunked.integrations import cut_cross_entropy, megatron, nemo_rl, skyrl, verl
+from liger_chunked.integrations.tensor_parallel import even_shard
+
+WORLD = 2
+B, S, H, V = 3, 10, 8, 24  # V: rows of the head, the same on all ranks
+IGNORE = -100
+BOUND = 1e-9  # float64: a few thousand additions round to less
+
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+
+
+class Case(NamedTuple):
+    """Whole tensors, the same on all ranks."""
+
+    weight: Tensor
+    hidden: Tensor  # (B, S, H)
+    target: Tensor  # (B, S), some ignored
+    upstream: Tensor  # (2, B, S), gradients of logps and entropy
+    own: slice  # this rank's rows of weight
+    part: slice  # this rank's part of the sequence
+
+
+def make_case(rank: int = 0, world: int = 1) -> Case:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    target = torch.randint(V, (B, S), generator=generator)
+    target[0, :4] = target[2, 7:] = IGNORE
+    own, part = (slice(rank * n // world, (rank + 1) * n // world) for n in (V, S))
+    return Case(randn(V, H), randn(B, S, H), target, randn(2, B, S), own, part)
+
+
+class Expected(NamedTuple):
+    logps: Tensor
+    entropy: Tensor
+    weight_grad: Tensor
+    hidden_grad: Tensor
+
+
+def eager(case: Case, *, temperature: float = 1.0, vocab: int = V, upstream: Tensor | None = None) -> Expected:
+    """Statistics at the tokens that count, and the gradients of `(upstream * statistics).sum()`."""
+    weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+    z = (hidden @ weight.T / temperature)[..., :vocab].log_softmax(-1)
+    counts = case.target != IGNORE
+    logps = z.gather(-1, case.target.clamp(min=0)[..., None])[..., 0].where(counts, 0.0)
+    entropy = -(z.exp() * z).sum(-1).where(counts, 0.0)
+    g = case.upstream if upstream is None else upstream
+    grads = torch.autograd.grad((g * torch.stack([logps, entropy])).sum(), (weight, hidden))
+    return Expected(logps.detach(), entropy.detach(), *grads)
+
+
+def only(case: Case, index: int) -> Tensor:
+    """An upstream gradient of one statistic: 0 is logps, 1 is the entropy."""
+    return case.upstream * torch.eye(2, dtype=torch.float64)[index].view(2, 1, 1)
+
+
+def check(found: Tensor | None, expected: Tensor, name: str) -> None:
+    assert found is not None and found.shape == expected.shape, name
+    assert relative_error(found.detach(), expected) < BOUND, name
+
+
+def summed(x: Tensor | None) -> Tensor:
+    """Add the ranks' shares, as the framework does."""
+    assert x is not None
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+class Sizes(TorchDispatchMode):
+    """Records the largest result of an operation."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+def names(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")]
+
+
+def installed(module: str) -> ModuleType | None:
+    """Import a framework's module; None where it, or something that it needs, is missing."""
+    try:
+        return importlib.import_module(module)
+    except Exception:
+        return None
+
+
+def initialize(rank: int, folder: str) -> dist.ProcessGroup:
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def run(worker: Callable[..., None]) -> Callable[[Path, FreshProcesses], None]:
+    """Return a test that runs `worker(rank, folder)` in two processes."""
+
+    def test(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+        fresh_process.spawn(worker, WORLD, str(tmp_path))
+
+    return needs_gloo(test)
+
+
+# verl 0.9.1, verl/utils/kernel/linear_cross_entropy.py (LinearCrossEntropy.apply) and kernels.py: logps and entropy are
+# (N,) float32, dX is not reduced, a rank's ids start at rank * rows. verl/utils/experimental/torch_functional.py:
+# FusedLinearForPPO, constructed with `impl_backend` in verl/models/transformers/dense_common.py.
+def verl_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    for temperature in (1.0, 0.7):
+        expected = eager(case, temperature=temperature)
+        # Megatron's layout: (s, b, h) hidden states, (s, b) labels.
+        weight = case.weight[case.own].clone().requires_grad_()
+        hidden = case.hidden.transpose(0, 1).contiguous().requires_grad_()
+        found = verl.linear_cross_entropy(hidden, weight, case.target.T, temperature, "none", group)
+        for x, e in zip(found, expected, strict=False):
+            check(x, e.T.reshape(-1), "statistics")
+        torch.autograd.backward(found, [g.T.reshape(-1) for g in case.upstream])
+        check(weight.grad, expected.weight_grad[case.own], "dW")
+        check(summed(hidden.grad), expected.hidden_grad.transpose(0, 1), "dX")
+    with torch.no_grad():
+        logps, _ = verl.linear_cross_entropy(hidden, weight, case.target.T, 0.7, "none", group)
+        assert not logps.requires_grad
+        check(logps, found[0], "no_grad")
+    low = verl.linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), case.target.T, 1.0, "none", group)
+    assert all(x.dtype == torch.float32 for x in low)
+    with pytest.raises(ValueError, match="reduction must be 'none', got 'mean'"):
+        verl.linear_cross_entropy(hidden, weight, case.target.T, 1.0, "mean", group)
+    dist.destroy_process_group()
+
+
+test_verl_megatron = run(verl_worker)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_verl_fsdp(chunk_size: int | None) -> None:
+    case = make_case()
+    module = verl.FusedLinearForPPO(chunk_size=chunk_size, impl_backend="torch")
+    for temperature, rank in ((1.0, 3), (0.7, 2)):
+        expected = eager(case, temperature=temperature)
+        weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        shape = (B, S) if rank == 3 else (B * S,)
+        found = module(hidden.view(*shape, H), weight, case.target.view(shape).int(), temperature=temperature)
+        for x, e in zip(found, expected, strict=False):
+            check(x, e.view(shape), "statistics")
+        torch.autograd.backward(found, [g.view(shape) for g in case.upstream])
+        check(weight.grad, expected.weight_grad, "dW")
+        check(hidden.grad, expected.hidden_grad, "dX")
+    logps, _ = module(case.hidden.bfloat16(), case.weight.bfloat16(), case.target)
+    assert logps.dtype == torch.float32
+    with pytest.raises(ValueError, match="chunk_size must be a positive number of tokens or None, got 0"):
+        verl.FusedLinearForPPO(chunk_size=0)(case.hidden, case.weight, case.target)
+
+
+def test_verl_interfaces() -> None:
+    call = ["hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"]
+    assert names(verl.linear_cross_entropy) == call
+    assert names(verl.FusedLinearForPPO) == ["chunk_size", "impl_backend"]
+    assert names(verl.FusedLinearForPPO.forward) == ["hidden_states", "vocab_weights", "input_ids", "temperature"]
+    if theirs := installed("verl.utils.kernel.linear_cross_entropy"):
+        assert names(theirs.LinearCrossEntropy.forward) == call
+    if theirs := installed("verl.utils.experimental.torch_functional"):
+        for ours in ("__init__", "forward"):
+            assert names(getattr(theirs.FusedLinearForPPO, ours)) == names(getattr(verl.FusedLinearForPPO, ours))
+
+
+# SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py: logps (B, S) float32, dX not reduced.
+def skyrl_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    apply = skyrl.FusedLinearChunkedDistributedLogprob.apply
+    expected = eager(case, upstream=only(case, 0))
+    for chunk_size in (S, 3, None):
+        weight, hidden = case.weight[case.own].clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        logps = apply(hidden, weight, case.target, case.own.start, case.own.stop, chunk_size, group, False)
+        check(logps, expected.logps, "logps")
+        logps.backward(case.upstream[0])
+        check(weight.grad, expected.weight_grad[case.own], "dW")
+        check(summed(hidden.grad), expected.hidden_grad, "dX")
+    found = apply(hidden, weight, case.target, case.own.start, case.own.stop, None, group, True)
+    assert not found.requires_grad
+    check(found, expected.logps, "inference_only")
+    # The hidden states take the weight's dtype, and their gradient keeps their own.
+    low = hidden.detach().bfloat16().requires_grad_()
+    found = apply(low, weight.detach().float(), case.target, case.own.start, case.own.stop, None, group)
+    found.sum().backward()
+    assert found.dtype == torch.float32 and low.grad is not None and low.grad.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"the vocabulary range must be \d+ to \d+, the rows .* got 1 to 13"):
+        apply(hidden, weight, case.target, 1, 13, None, group)
+    dist.destroy_process_group()
+
+
+test_skyrl = run(skyrl_worker)
+
+
+def test_skyrl_interface() -> None:
+    call = ["hidden", "weight", "target", "vocab_start_index", "vocab_end_index", "chunk_size", "tp_group"]
+    assert names(skyrl.FusedLinearChunkedDistributedLogprob.apply) == [*call, "inference_only"]
+    if theirs := installed("skyrl.backends.skyrl_train.distributed.megatron.model_utils"):
+        assert names(theirs.FusedLinearChunkedDistributedLogprob.forward) == [*call, "inference_only"]
+
+
+# NeMo-RL, commit 7ea279a of 2026-08-22, nemo_rl/distributed/model_utils.py: hidden states (S / ranks, B, H), logps
+# (B, S) float32, dX (S / ranks, B, H) summed over the ranks.
+def nemo_rl_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    apply = nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply
+    expected = eager(case, upstream=only(case, 0))
+    whole = case.hidden.transpose(0, 1)
+    for chunk_size in (4, None):
+        weight = case.weight[case.own].clone().requires_grad_()
+        hidden = whole[case.part].clone().requires_grad_()
+        logps = apply(hidden, case.target, weight, case.own.start, case.own.stop, chunk_size, group, False)
+        check(logps, expected.logps, "logps")
+        logps.backward(case.upstream[0])
+        check(weight.grad, expected.weight_grad[case.own], "dW")
+        check(hidden.grad, expected.hidden_grad.transpose(0, 1)[case.part], "dX")
+    found = apply(hidden, case.target, weight, case.own.start, case.own.stop, None, group, inference_only=True)
+    assert not found.requires_grad
+    check(found, expected.logps, "inference_only")
+    dist.destroy_process_group()
+
+
+test_nemo_rl = run(nemo_rl_worker)
+
+
+def test_nemo_rl_interface() -> None:
+    call = ["tensor_parallel_hidden_states", "target", "output_weight_layer", "vocab_start_index", "vocab_end_index"]
+    call += ["chunk_size", "tp_group", "inference_only"]
+    assert names(nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply) == call
+    if theirs := installed("nemo_rl.distributed.model_utils"):
+        assert names(theirs.ChunkedDistributedHiddenStatesToLogprobs.forward) == call
+
+
+# Megatron-Core 0.19.2, megatron/core/models/gpt/gpt_model.py (GPTModel._postprocess): hidden states (s, b, h), the
+# rank's part of s with sequence parallelism; labels and loss (b, s), shifted already; a padded row is in the softmax.
+# megatron/core/tensor_parallel/layers.py (ColumnParallelLinear): the whole dX is summed over the ranks.
+POSTPROCESS = {
+    *("hidden_states", "output_layer", "output_weight", "labels", "loss_mask", "input_ids", "position_ids"),
+    *("attention_mask", "decoder_input", "inference_context", "packed_seq_params", "runtime_gather_output", "context"),
+    *("compute_language_model_loss", "scale_logits", "config"),
+}
+
+
+def megatron_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    mask = torch.ones(B, S)
+    mask[1, 2:5] = 0.0
+    masked = case._replace(target=case.target.masked_fill(mask == 0, IGNORE))
+    whole = case.hidden.transpose(0, 1)
+
+    def call(processor: megatron.OutputProcessor, sequence_parallel: bool, tied: bool, **given: Any) -> Any:
+        weight = case.weight[case.own].clone().requires_grad_()
+        hidden = (whole[case.part] if sequence_parallel else whole).clone().requires_grad_()
+        layer = SimpleNamespace(
+            weight=None if tied else weight, bias=None, tp_group=group, sequence_parallel=sequence_parallel
+        )
+        arguments: dict[str, Any] = dict.fromkeys(POSTPROCESS)
+        arguments |= {"hidden_states": hidden, "output_layer": layer, "output_weight": weight if tied else None}
+        arguments |= {"labels": case.target, "loss_mask": mask, "scale_logits": lambda z: z, **given}
+        return processor(**arguments), weight, hidden
+
+    def check_grads(weight: Tensor, hidden: Tensor, expected: Expected, sequence_parallel: bool) -> None:
+        grad = expected.hidden_grad.transpose(0, 1)
+        check(weight.grad, expected.weight_grad[case.own], "dW")
+        check(hidden.grad, grad[case.part] if sequence_parallel else grad, "dX")
+
+    for sequence_parallel, tied in ((False, False), (True, True)):
+        # The cross entropy of each token, with MuP's multiplier: 1 / 0.5 is a temperature.
+        expected = eager(masked, temperature=2.0, upstream=only(case, 0))
+        losses, weight, hidden = call(
+            megatron.OutputProcessor(), sequence_parallel, tied, scale_logits=lambda z: 0.5 * z
+        )
+        check(losses, -expected.logps, "loss")
+        losses.backward(-case.upstream[0])
+        check_grads(weight, hidden, expected, sequence_parallel)
+
+        # Statistics, at a temperature, without the rows of padding.
+        few = masked._replace(target=masked.target.clamp(max=V - 4))
+        expected = eager(few, temperature=0.7, vocab=V - 3)
+        processor = megatron.OutputProcessor(linear_token_stats, vocab_size=V - 3)
+        context = {"outputs": ("logps", "entropy"), "temperature": 0.7}
+        stats, weight, hidden = call(processor, sequence_parallel, tied, context=context, labels=few.target)
+        check(stats.logps, expected.logps, "logps")
+        check(stats.entropy, expected.entropy, "entropy")
+        torch.autograd.backward([stats.logps, stats.entropy], list(case.upstream))
+        check_grads(weight, hidden, expected, sequence_parallel)
+
+    # A loss over sequences: two pairs of (b, s), chosen first.
+    case = case._replace(hidden=torch.cat([case.hidden, case.hidden[:1].flip(1)]))
+    case = case._replace(target=torch.cat([case.target, case.target[1:2]]))
+    whole, mask = case.hidden.transpose(0, 1), torch.ones(B + 1, S)
+    (loss, _), weight, hidden = call(megatron.OutputProcessor(partial(dpo_loss, use_ref_model=False)), True, False)
+    loss.backward()
+    w, x = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+    exact, _ = dpo_loss(w, x, case.target, use_ref_model=False)
+    exact.backward()
+    check(loss, exact.detach(), "dpo")
+    assert w.grad is not None and x.grad is not None
+    check(weight.grad, w.grad[case.own], "dW")
+    check(hidden.grad, x.grad.transpose(0, 1)[case.part], "dX")
+
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "labels must be given", {"labels": None}),
+        (TypeError, "output_processor_context must be a dict of keywords or None, got float", {"context": 0.7}),
+        (ValueError, "defer_embedding_wgrad_compute", {"config": SimpleNamespace(defer_embedding_wgrad_compute=True)}),
+        (ValueError, "this rank's rows", {"output_layer": SimpleNamespace(gtp_remat_size=2)}),
+    ]
+    for error, message, given in refused:
+        with pytest.raises(error, match=message):
+            call(megatron.OutputProcessor(), False, False, **given)
+    dist.destroy_process_group()
+
+
+test_megatron = run(megatron_worker)
+
+
+def megatron_model_worker(rank: int, folder: str) -> None:
+    """A GPTModel of Megatron-Core: the same losses and gradients with the output processor as without."""
+    initialize(rank, folder)
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # torch's norm refuses sequence parallelism, whose ranks must sum the gradients of a norm. This test does not.
+    make_norm = WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, *args: Any, **options: Any) -> Any:
+        return make_norm(cls, SimpleNamespace(**vars(config) | {"sequence_parallel": False}), *args, **options)
+
+    # Megatron asks for a GPU in two places, for a buffer and for dropout.
+    WrappedTorchNorm.__new__ = norm
+    get_cuda_rng_tracker().fork = lambda *_: nullcontext()
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD)
+    case = make_case(rank, WORLD)
+    for sequence_parallel, tied, use_mup in ((False, False, False), (True, True, False), (True, False, True)):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            tensor_model_parallel_size=WORLD,
+            use_cpu_initialization=True,
+            sequence_parallel=sequence_parallel,
+            params_dtype=torch.float64,
+            pipeline_dtype=torch.float64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attention_softmax_in_fp32=True,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            use_mup=use_mup,
+            mup_base_hidden_size=8 if use_mup else None,
+        )
+        torch.manual_seed(0)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=V,
+            max_sequence_length=S,
+            share_embeddings_and_output_weights=tied,
+        ).double()
+        ids = case.target.clamp(min=0)
+        labels, mask = ids.roll(-1, 1), torch.ones(B, S)
+        mask[:, -1] = mask[0, :4] = 0.0
+        upstream = case.upstream[0] * mask
+        causal = torch.ones(1, 1, S, S).triu(1).bool()
+
+        def step(model: Any = model, given: Any = (ids, labels, mask, upstream, causal), **options: Any) -> Any:
+            ids, labels, mask, upstream, causal = given
+            positions = torch.arange(S).expand_as(ids)
+            losses = model(ids, positions, causal, labels=labels, loss_mask=mask, **options)
+            grads = torch.autograd.grad((losses * upstream).sum(), list(model.parameters()))
+            return [losses * mask, *grads]
+
+        stock, ours = step(), step(output_processor=megatron.OutputProcessor())
+        # Megatron's softmax is in float32.
+        for x, e in zip(ours, stock, strict=True):
+            assert relative_error(x.detach(), e.detach()) < 1e-6, (sequence_parallel, tied, use_mup)
+    dist.destroy_process_group()
+
+
+@needs_gloo
+def test_megatron_model(tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    found = installed("megatron.core.models.gpt.gpt_model")
+    if found is None or "output_processor" not in names(found.GPTModel.forward):
+        pytest.skip("no Megatron-Core of 0.18 or newer")
+    fresh_process.spawn(megatron_model_worker, WORLD, str(tmp_path))
+
+
+def test_megatron_passes_these_arguments() -> None:
+    parameters = inspect.signature(megatron.OutputProcessor.__call__).parameters.values()
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= POSTPROCESS
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+# torchtitan 0.3.0, torchtitan/components/loss.py and trainer.py: Trainer calls `config.loss.build(compile_config=...)`,
+# `set_lm_head` if the loss is a ChunkedLossWrapper, and `loss(pred, labels, global_valid_tokens, **inputs)`. Labels
+# are shifted already, -100 is ignored. Under "spmd_types" (distributed/spmd_types.py) parameters are plain rows, and
+# pred is R on "tp": its gradient is the rank's share.
+def stub_torchtitan() -> None:
+    """Put the few names that the adapter needs in the place of torchtitan."""
+    backend, meshes = ["spmd_types"], []
+
+    class Module(ModuleType):
+        def __init__(self, name: str, **contents: Any) -> None:
+            super().__init__(name)
+            vars(self).update(contents)
+            sys.modules[name] = self
+
+    class BaseLoss(ABC):  # noqa: B024
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            pass
+
+    class ChunkedLossWrapper(BaseLoss):
+        def set_lm_head(self, lm_head: nn.Module) -> None:
+            self.lm_head = lm_head
+
+    @contextmanager
+    def set_current_spmd_mesh(mesh: Any) -> Iterator[None]:
+        meshes.append(mesh)
+        yield
+        meshes.pop()
+
+    Module("spmd_types", local=nullcontext, is_type_checking=lambda: False)
+    for name in ("torchtitan", "torchtitan.components", "torchtitan.distributed"):
+        Module(name)
+    Module("torchtitan.components.loss", BaseLoss=BaseLoss, ChunkedLossWrapper=ChunkedLossWrapper)
+    Module(
+        "torchtitan.distributed.utils",
+        get_spmd_backend=lambda: backend[0],
+        set_spmd_backend=lambda name: backend.__setitem__(0, name),
+    )
+    Module(
+        "torchtitan.distributed.spmd_types",
+        current_spmd_mesh=lambda: meshes[-1] if meshes else None,
+        set_current_spmd_mesh=set_current_spmd_mesh,
+        spmd_mesh_size=lambda name: meshes[-1].size() if meshes else 1,
+    )
+
+
+def titan_loss(**options: Any) -> Any:
+    from liger_chunked.integrations.torchtitan import FusedLinearCrossEntropyLoss
+
+    return FusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss.Config(**options), compile_config=None)
+
+
+def titan_head(weight: Tensor) -> nn.Linear:
+    head = nn.Linear(H, V, bias=False, dtype=torch.float64)
+    head.weight = nn.Parameter(weight)
+    return head
+
+
+def torchtitan_worker(rank: int, folder: str) -> None:
+    if installed("torchtitan.components.loss") is None:
+        stub_torchtitan()
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    initialize(rank, folder)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    # One row less: the second rank has fewer rows than the first.
+    case = make_case(rank, WORLD)
+    case = case._replace(weight=case.weight[:-1], target=case.target.clamp(max=V - 2))
+    ones = torch.zeros(2, B, S, dtype=torch.float64)
+    ones[0] = -1 / 7  # the sum of the cross entropy over 7 tokens
+    expected = eager(case, upstream=ones)
+    value, valid = -expected.logps.sum() / 7, torch.tensor(7)
+
+    # One rank without parallelism; and validation.
+    loss, head = titan_loss(logits_budget="1KiB"), titan_head(case.weight.clone())
+    with pytest.raises(ValueError, match="call set_lm_head"):
+        loss(case.hidden, case.target)
+    loss.set_lm_head(head)
+    hidden = case.hidden.clone().requires_grad_()
+    found, metrics = loss(hidden, case.target, valid, positions=torch.arange(S))
+    check(found, value, "loss")
+    assert metrics == {} and "forward" not in vars(head)
+    found.backward()
+    check(head.weight.grad, expected.weight_grad, "dW")
+    check(hidden.grad, expected.hidden_grad, "dX")
+    with torch.no_grad():
+        check(loss(hidden, case.target)[0], 7 * value, "validation")
+    head.forward = sharded = partial(head.forward)  # as torchtitan's Module.parallelize sets it
+    loss(hidden, case.target)
+    assert head.forward is sharded
+
+    # Plain rows.
+    with set_current_spmd_mesh(mesh):
+        loss, head = titan_loss(global_vocab_size=V - 1), titan_head(case.weight[case.own].clone())
+        loss.set_lm_head(head)
+        hidden = case.hidden.clone().requires_grad_()
+        found, _ = loss(hidden, case.target, valid)
+        check(found, value, "loss")
+        found.backward()
+    check(head.weight.grad, expected.weight_grad[case.own], "dW")
+    check(summed(hidden.grad), expected.hidden_grad, "dX")
+
+    # DTensors.
+    set_spmd_backend("partial_dtensor")
+    loss, head = titan_loss(), titan_head(distribute_tensor(case.weight, mesh, [Shard(0)]))
+    loss.set_lm_head(head)
+    whole = distribute_tensor(case.hidden, mesh, [Replicate()]).requires_grad_()
+    found, _ = loss(whole, case.target, valid)
+    check(found, value, "loss")
+    found.backward()
+    assert isinstance(head.weight.grad, DTensor) and isinstance(whole.grad, DTensor)
+    check(head.weight.grad.full_tensor(), expected.weight_grad, "dW")
+    check(whole.grad.full_tensor(), expected.hidden_grad, "dX")
+    set_spmd_backend("full_dtensor")
+    with pytest.raises(ValueError, match="spmd_backend must be 'spmd_types' or 'partial_dtensor'"):
+        loss(whole, case.target, valid)
+    set_spmd_backend("spmd_types")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"set training\.disable_cuda_graphs"):
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        loss(SimpleNamespace(is_cuda=True), case.target, valid)
+
+    # FSDP, which shards the norm and the head together: each rank has sequences of its own.
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(H, dtype=torch.float64)
+            self.lm_head = titan_head(case.weight.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    model, single = Decoder(), Decoder()
+    for reshard in (False, True):
+        model = Decoder()
+        fully_shard([model.norm, model.lm_head], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        loss = titan_loss()
+        loss.set_lm_head(model.lm_head)
+        sequences = slice(0, 2) if rank == 0 else slice(2, 3)
+        for _ in range(2):  # the second step finds FSDP's hooks as the first left them
+            model.zero_grad()
+            found, _ = loss(model(case.hidden[sequences]), case.target[sequences], valid)
+            found.backward()
+        check(summed(found.detach()), eager_ce(single, case).detach() / 7, "loss")
+        single.zero_grad()
+        (eager_ce(single, case) / 7).backward()
+        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor) and q.grad is not None
+            check(WORLD * p.grad.full_tensor(), q.grad, name)  # FSDP divides by the ranks
+    dist.destroy_process_group()
+
+
+def eager_ce(model: Any, case: Case) -> Tensor:
+    """The sum of the cross entropy, with logits."""
+    logits = model.lm_head(model.norm(case.hidden))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), case.target.flatten(), reduction="sum")
+
+
+test_torchtitan = run(torchtitan_worker)
+
+
+# cut_cross_entropy, commit d42911f of 2025-06-26: linear_cross_entropy.py, torch_compile.py, vocab_parallel/utils.py.
+def cce_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    starts = (0, 7, V)  # uneven shards
+    own = slice(starts[rank], starts[rank + 1])
+    expected = eager(case, upstream=only(case, 0))
+    for reduced in (True, False):
+        options = SimpleNamespace(start=own.start, stop=own.stop, group=group, reduce_e_grad=reduced)
+        weight, hidden = case.weight[own].clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        call = partial(cut_cross_entropy.linear_cross_entropy, hidden, weight, case.target)
+        losses = call(reduction="none", vocab_parallel_options=options)
+        check(losses, -expected.logps, "loss")
+        losses.backward(-case.upstream[0])
+        check(weight.grad, expected.weight_grad[own], "dW")
+        check(hidden.grad if reduced else summed(hidden.grad), expected.hidden_grad, "dX")
+    options.stop += 1
+    with pytest.raises(ValueError, match="c must have the rows"):
+        call(vocab_parallel_options=options)
+    dist.destroy_process_group()
+
+
+test_cut_cross_entropy_split = run(cce_worker)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [0, True, 3])
+def test_cut_cross_entropy(reduction: str, shift: int) -> None:
+    case, softcap, bias = make_case(), 3.0, torch.linspace(-1, 1, V, dtype=torch.float64)
+    keep, later = slice(0, S - int(shift)), slice(int(shift), S)
+
+    def loss(e: Tensor, c: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = softcap * torch.tanh((e[:, keep] @ c.T + b) / softcap)
+        target = case.target[:, later]
+        losses = nn.functional.cross_entropy(z.reshape(-1, V), target.reshape(-1), reduction=reduction)
+        lse = z.logsumexp(-1).where(target != IGNORE, 0.0)
+        return losses.view(target.shape) if reduction == "none" else losses, lse
+
+    for return_lse in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, bias)]
+        exact = loss(*leaves)
+        options = {"softcap": softcap, "reduction": reduction, "shift": shift, "return_lse": return_lse}
+        found = cut_cross_entropy.linear_cross_entropy(leaves[0], leaves[1], case.target, leaves[2], **options)
+        pairs = list(zip(found if return_lse else [found], exact, strict=False))
+        weights = [torch.linspace(-1, 2, e.numel(), dtype=torch.float64).view(e.shape) for _, e in pairs]
+        for x, e in pairs:
+            check(x, e.detach(), "values")
+        ours, eagers = (torch.autograd.grad([p[k] for p in pairs], leaves, weights, retain_graph=True) for k in (0, 1))
+        for x, e in zip(ours, eagers, strict=True):
+            check(x, e, "gradients")
+
+
+def test_cut_cross_entropy_interface() -> None:
+    call = ["e", "c", "targets", "bias", "ignore_index", "softcap", "reduction", "shift", "return_lse", "filter_eps"]
+    call += ["accum_e_fp32", "accum_c_fp32", "filter_e_grad", "filter_c_grad", "impl", "vocab_parallel_options"]
+    assert names(cut_cross_entropy.linear_cross_entropy) == call
+    case = make_case()
+    for options, message in (({"shift": S}, "shift must be in 0 to 9"), ({"reduction": "max"}, "reduction must be")):
+        with pytest.raises(ValueError, match=message):
+            cut_cross_entropy.linear_cross_entropy(case.hidden, case.weight, case.target, **options)
+
+
+def shared_worker(rank: int, folder: str) -> None:
+    group = initialize(rank, folder)
+    case = make_case(rank, WORLD)
+    assert even_shard(case.weight, group, "partial") == VocabShard(group, rank * V, 2 * V, "partial")
+
+    # No tensor has the logits of all tokens.
+    tokens, vocab = 256, 512
+    hidden = torch.randn(1, tokens, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight = torch.randn(vocab, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    target = torch.arange(tokens)[None]
+    start = rank * vocab
+    layer = SimpleNamespace(weight=weight, bias=None, tp_group=group, sequence_parallel=False)
+    small = {"logits_budget": 64 * 1024}  # 32 tokens
+    calls: list[Callable[[], Tensor]] = [
+        lambda: skyrl.FusedLinearChunkedDistributedLogprob.apply(
+            hidden, weight, target, start, start + vocab, 32, group
+        ),
+        lambda: nemo_rl.ChunkedDistributedHiddenStatesToLogprobs.apply(
+            hidden.transpose(0, 1)[: tokens // 2], target, weight, start, start + vocab, 32, group
+        ),
+        lambda: verl.FusedLinearForPPO(chunk_size=32)(hidden, weight, target)[0],
+        lambda: megatron.OutputProcessor()(
+            hidden_states=hidden.transpose(0, 1), output_layer=layer, labels=target, context=small
+        ),
+    ]
+    for call in calls:
+        with Sizes() as sizes:
+            call().sum().backward()
+        assert sizes.largest < tokens * vocab // 4
+    dist.destroy_process_group()
+
+
+test_shared_parts = run(shared_worker)
+
+
+# NeMo-Automodel 0.7.0, nemo_automodel/components/loss/linear_ce.py and linear_ce_base.py.
+def stub_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LinearCrossEntropy(nn.Module):
+        @staticmethod
+        def materialize_lm_weight(lm_weight: Tensor, *, grad_reduce_group: Any = None) -> Tensor:
+            return lm_weight
+
+    module = ModuleType("nemo_automodel.components.loss.linear_ce_base")
+    vars(module)["LinearCrossEntropy"] = LinearCrossEntropy
+    for name in ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "liger_chunked.integrations.nemo_automodel", raising=False)
+
+
+def test_nemo_automodel(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = installed("nemo_automodel.components.loss.linear_ce")
+    if theirs is None:
+        stub_automodel(monkeypatch)
+    ours = importlib.import_module("liger_chunked.integrations.nemo_automodel").FusedLinearCrossEntropy
+    call = ["hidden_states", "labels", "lm_weight", "num_label_tokens", "grad_reduce_group", "loss_weights"]
+    assert names(ours.forward) == call
+    assert names(ours.__init__) == ["ignore_index", "logit_softcapping", "reduction", "impl"]
+    if theirs is not None:
+        assert all(
+            names(getattr(theirs.FusedLinearCrossEntropy, f)) == names(getattr(ours, f))
+            for f in ("forward", "__init__")
+        )
+    case, weights = make_case(), torch.rand(B, S, generator=torch.Generator().manual_seed(0)).double()
+    for given, upstream in (({"num_label_tokens": 7}, -1 / 7), ({"loss_weights": weights}, -weights), ({}, -1.0)):
+        g = torch.zeros(2, B, S, dtype=torch.float64)
+        g[0] = upstream
+        expected = eager(case, upstream=g)
+        weight, hidden = case.weight.clone().requires_grad_(), case.hidden.clone().requires_grad_()
+        loss = ours()(hidden, case.target, weight, **given)
+        check(loss, (g[0] * expected.logps).sum(), "loss")
+        loss.backward()
+        check(weight.grad, expected.weight_grad, "dW")
+        check(hidden.grad, expected.hidden_grad, "dX")
+    with pytest.raises(ValueError, match="reduction must be 'sum' with num_label_tokens, got 'mean'"):
+        ours(reduction="mean")(case.hidden, case.target, case.weight, num_label_tokens=3)
+    assert ours()(case.hidden, torch.full_like(case.target, IGNORE), case.weight, num_label_tokens=0) == 0
