@@ -9,60 +9,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_chunked.types import VocabShard, described
+from liger_chunked.types import AdaptedWeight, VocabShard, described
 
 _BIASES = {"weight": "bias", "ref_weight": "ref_bias", "teacher_weight": "teacher_bias"}
 _INPUTS = ("input", "hidden", "ref_input", "teacher_input", "kl_input", "ref_kl_input")
 
 
 def any_dtensor(values: Iterable[Any]) -> bool:
-    """Return whether a value is a DTensor, without importing their module."""
+    """Return whether a value is a DTensor, or adapts one, without importing their module."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(x, module.DTensor) for x in values)
+    return module is not None and any(isinstance(_matrix(x), module.DTensor) for x in values)
+
+
+def _matrix(x: Any) -> Any:
+    return x.weight if isinstance(x, AdaptedWeight) else x
+
+
+def sharded_on_rows(x: Any) -> bool:
+    """Return whether a loss takes this DTensor as it is: replicated, or sharded on dim 0 of one mesh dimension."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    split = [placement for placement in x.placements if not isinstance(placement, Replicate)]
+    return not split or (len(split) == 1 and type(split[0]) is Shard and split[0].dim == 0)
+
+
+def distributed_like(weight: Any, x: Tensor) -> Any:
+    """Cut a plain tensor, whole and the same on all ranks, as the DTensor `weight`. Its gradient is whole again."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    x = x if torch.is_grad_enabled() else x.detach()  # torch warns otherwise
+    whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=weight.placements)
 
 
 def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace DTensors by plain tensors. Gradients come back as DTensors of the same placement.
 
-    - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`, and so is its bias.
+    - A weight sharded on dim 0 of one mesh dimension is a `VocabShard`. Other weights and biases are sharded alike, or
+      plain and whole, and then cut.
     - Hidden states are replicated, or sharded over that mesh dimension. If all are sharded on the sequence, evenly,
-      each chunk is gathered; on the batch, the whole.
+      each chunk is gathered; on the batch, or with an adapter, the whole.
     - Other tensors are gathered.
 
     Raises:
         TypeError, ValueError: another placement, or a vocabulary of another size.
     """
-    weight: Any = arguments.get("weight")
+    weight: Any = _matrix(arguments.get("weight"))
     given = arguments.get("vocab_shard")
     shard = _shard_of(weight) if any_dtensor([weight]) else None
     if shard is not None and given is not None:
         raise TypeError(f"weight is a DTensor sharded over the vocabulary, got vocab_shard too: leave out {given}")
     dim = None if shard is None else _sharded_dim("weight", weight)
-    scatters, by_chunk = False, dim is not None and _all_sequence_sharded(arguments, dim)
+    # An adapter's `down` reads the gathered hidden states, so its gradient is the whole one.
+    adapted = {name for name in _BIASES if isinstance(arguments.get(name), AdaptedWeight)}
+    grad_is_share = "weight" not in adapted
+    by_chunk = dim is not None and not adapted and _all_sequence_sharded(arguments, dim)
+    scatters = False
     local = dict(arguments)
     for name, x in arguments.items():
-        if not any_dtensor([x]):
-            continue
         if name in _BIASES or name in _BIASES.values():
-            if _sharded_dim(name, x) != dim:
-                raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
-            if dim is not None and x.shape[0] != weight.shape[0]:
-                raise ValueError(
-                    f"{name} must have the {weight.shape[0]} rows of weight, for the same ids on each rank, "
-                    f"got {_placed(x)}"
-                )
-            local[name] = x.to_local(grad_placements=x.placements)
+            if x is not None and (shard is not None or any_dtensor([x])):
+                local[name] = _own_rows(name, x, weight, dim)
+        elif not any_dtensor([x]):
+            continue
         elif name in _INPUTS and by_chunk:
             local[name] = x.to_local(grad_placements=x.placements)
         elif name in _INPUTS:
-            local[name], sharded = _replicated(name, x, dim)
+            local[name], sharded = _replicated(name, x, dim, grad_is_share)
             scatters |= sharded and name in ("input", "hidden")
         else:
             local[name] = x.full_tensor()
     if shard is not None:
-        input_grad: Any = "reduce_scatter" if by_chunk else "partial" if scatters else "all_reduce"
+        input_grad: Any = "all_reduce"
+        if scatters and grad_is_share:
+            input_grad = "partial"
+        if by_chunk:
+            input_grad = "reduce_scatter"
         local["vocab_shard"] = VocabShard(*shard, input_grad=input_grad)
     return local
+
+
+def _own_rows(name: str, x: Any, weight: Any, dim: int | None) -> Any:
+    """Return this rank's rows of a weight or bias."""
+    if isinstance(x, AdaptedWeight):
+        own = _own_rows(name, x.weight, weight, dim)
+        return AdaptedWeight(own, _own_rows(f"{name}.up", x.up, weight, dim), x.down)
+    if not isinstance(x, Tensor):
+        return x  # the loss refuses it
+    if dim is not None and x.ndim and x.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"{name} must have the {weight.shape[0]} rows of weight, for the same ids on each rank, got {_placed(x)}"
+        )
+    if not any_dtensor([x]):
+        if dim is None:
+            return x
+        x = distributed_like(weight, x)
+    if _sharded_dim(name, x) != dim:
+        raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
+    return x.to_local(grad_placements=x.placements)
 
 
 def _placed(x: Any) -> str:
@@ -72,17 +117,14 @@ def _placed(x: Any) -> str:
 
 def _sharded_dim(name: str, x: Any) -> int | None:
     """Return the mesh dimension that shards the rows; None for a replicated tensor."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
-    split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]
-    if not split:
-        return None
-    if len(split) > 1 or type(x.placements[split[0]]) is not Shard or x.placements[split[0]].dim != 0:
+    if not sharded_on_rows(x):
         raise TypeError(
             f"{name} must be replicated, or sharded on dim 0 over one mesh dimension, got {_placed(x)}. If FSDP shards "
             "it too, call the loss inside the forward of the module that owns it"
         )
-    return split[0]
+    return next((i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)), None)
 
 
 def _shard_of(weight: Any) -> tuple[Any, int, int] | None:
@@ -109,8 +151,8 @@ def _all_sequence_sharded(arguments: dict[str, Any], dim: int) -> bool:
     return all(is_part(arguments[name]) for name in _INPUTS if arguments.get(name) is not None)
 
 
-def _replicated(name: str, x: Any, dim: int | None) -> tuple[Tensor, bool]:
-    """Return plain hidden states, and whether they were sharded."""
+def _replicated(name: str, x: Any, dim: int | None, grad_is_share: bool) -> tuple[Tensor, bool]:
+    """Return plain hidden states, and whether they were sharded. `grad_is_share`: their gradient is a rank's share."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     split = [i for i, placement in enumerate(x.placements) if not isinstance(placement, Replicate)]
@@ -123,5 +165,5 @@ def _replicated(name: str, x: Any, dim: int | None) -> tuple[Tensor, bool]:
             f"weight, got {_placed(x)}: pass to_local() where each rank has a batch of its own"
         )
     whole = x.redistribute(placements=[Replicate()] * len(x.placements))
-    shares = [Partial() if i == dim else Replicate() for i in range(len(x.placements))]
+    shares = [Partial() if grad_is_share and i == dim else Replicate() for i in range(len(x.placements))]
     return whole.to_local(grad_placements=shares), True

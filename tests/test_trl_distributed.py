@@ -1,5 +1,5 @@
-"""Two processes: under DDP the logs equal those of TRL's trainers; under FSDP the gradients equal those of whole
-models.
+"""Two processes: under DDP and tensor parallelism, the logs equal those of TRL's trainers; under FSDP, the gradients
+equal those of whole models.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ import torch
 import torch.distributed as dist
 from datasets import disable_progress_bars
 from fresh_process import FreshProcesses
-from test_trl_trainers import assert_same, run
+from model_zoo import BY_ID, VOCAB
+from test_models_distributed import gradients_of
+from test_models_tensor_parallel import by_module, start
+from test_trl_trainers import KINDS, PLAIN, assert_same, run
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from liger_chunked import (
+    LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
@@ -123,3 +130,78 @@ def test_two_processes(cases: str, tmp_path: Path, fresh_process: FreshProcesses
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     fresh_process.spawn(worker, WORLD, str(tmp_path), str(port), cases)
+
+
+SHARDED = {
+    "common": [("SFT", None), ("DPO", LigerFusedLinearDPOLoss(beta=0.1))],
+    "others": [
+        ("DPO", None),
+        ("SFT", LigerFusedLinearCrossEntropyLoss()),
+        ("KTO", LigerFusedLinearKTOLoss(beta=0.1)),
+        ("ORPO", None),
+        ("ORPO", LigerFusedLinearORPOLoss(beta=0.1)),
+        ("CPO", None),
+        ("GKD", None),
+    ],
+}
+
+
+def sequence() -> None:
+    """Hidden states that are sharded on the sequence, and a head on the vocabulary. The teacher is whole."""
+    mesh, row = init_device_mesh("cpu", (WORLD,)), BY_ID["llama"]
+    ids = torch.randint(10, VOCAB - 10, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole, sharded, teacher = row.build().train(), by_module(mesh, "sequence", "llama", torch.float32), row.build(1)
+    for model in (whole, sharded, teacher):
+        add_chunked_lm_head(model, logits_budget=2 * 4 * VOCAB)
+    for expected, found in zip(losses(whole, teacher, ids), losses(sharded, teacher, ids), strict=True):
+        torch.testing.assert_close(found, expected)
+        (expected / 3).backward()
+        (found / 3).backward()
+    for name, exact in gradients_of(whole).items():
+        torch.testing.assert_close(gradients_of(sharded)[name], exact, rtol=2e-4, atol=1e-5, msg=name)
+
+
+def split(rank: int, folder: str, port: str, cases: str) -> None:
+    """Train models that `from_pretrained` shards over both ranks. Accelerate refuses this on a CPU only."""
+    from accelerate import ParallelismConfig
+
+    start(rank, folder)
+    disable_progress_bars()
+    warnings.simplefilter("ignore")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    plan = DistributedConfig(tp_size=WORLD, tp_plan="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
+        for kind, loss in SHARDED[cases]:
+            names = ["model", *({"ref_model", "teacher_model"} & KINDS[kind].arguments().keys())]
+            logs = []
+            for ours in (False, True):
+                models = {
+                    name: AutoModelForCausalLM.from_pretrained(
+                        f"{folder}/{i}", dtype=torch.float32, distributed_config=plan
+                    )
+                    for i, name in enumerate(names)
+                }
+                given = models if loss is None or not ours else {**models, "loss": loss}
+                logs.append(run(Path(folder), kind, ours, PLAIN, **given))
+            stock, ours = logs
+            if loss is not None and kind in NOT_TRLS:
+                for entry in (*ours, *stock):
+                    for name in [name for name in entry if NOT_TRLS[kind] in name]:
+                        entry.pop(name)
+            assert_same(ours, stock, common=loss is not None)
+    if cases == "common":
+        sequence()
+    dist.destroy_process_group()
+
+
+@pytest.mark.ordinary_memory
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("cases", ["common", pytest.param("others", marks=pytest.mark.exhaustive)])
+def test_tensor_parallelism(cases: str, tmp_path: Path, fresh_process: FreshProcesses) -> None:
+    for i in range(2):  # two heads of attention to split
+        tiny.model(seed=i, num_key_value_heads=2).save_pretrained(tmp_path / str(i))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fresh_process.spawn(split, WORLD, str(tmp_path), str(port), cases)

@@ -117,20 +117,20 @@ def test_all_losses(tmp_path: Path, fresh_process: FreshProcesses, world: int, e
 
 
 def dtensors(rank: int, world: str, folder: str, every: str) -> None:
-    """Weights sharded on dim 0 by `distribute_tensor`; hidden states plain, replicated, or sharded."""
+    """Weights sharded on dim 0, or all but one whole; hidden states plain, replicated, or sharded."""
     initialize(rank, world, folder)
     # Four ranks: two that hold the same, times two that split the vocabulary.
     shape = (2,) if world == "2" else (2, 2)
     mesh = init_device_mesh("cpu", shape)
     rest = [Replicate()] * (len(shape) - 1)
-    ways = {"plain": None, "replicated": Replicate(), "sequence": Shard(1), "batch": Shard(0)}
+    ways = {"plain": None, "replicated": Replicate(), "sequence": Shard(1), "batch": Shard(0), "whole": None}
     for i, row in enumerate(row for row in ROWS if row.kernels):
         batch = row.sample(SMALL, i)
         whole = evaluate(partial(row.ours), batch)
         for j, (way, placement) in enumerate(ways.items()):
             if every != "True" and i % len(ways) != j:
                 continue
-            heads = {name for pair in HEADS.items() for name in pair}
+            heads = {"weight"} if way == "whole" else {name for pair in HEADS.items() for name in pair}
             inputs = {"input", "ref_input", "teacher_input", "kl_input", "ref_kl_input"}
             given: Batch = dict(batch)
             for name, x in batch.items():
@@ -348,6 +348,16 @@ def contracts(rank: int, folder: str) -> None:
     for part, exact, cut_ in zip(parts, expected, (True, False, False, True), strict=True):
         assert part.grad is not None and exact is not None
         assert relative_error(part.grad, exact[own] if cut_ else exact) < 1e-9
+    mesh = init_device_mesh("cpu", (2,))
+    for place_up, place_x in ((Shard(0), Replicate()), (None, Shard(0))):  # `up` is sharded, or whole
+        placed = zip(wide, (Shard(0), place_x, None, place_up), strict=True)
+        parts = [(y if to is None else distribute_tensor(y, mesh, [to])).clone().requires_grad_() for y, to in placed]
+        w, x, down, up = parts
+        loss(AdaptedWeight(w, up, lambda h, down=down: h @ down.T), x, target).backward()
+        for part, exact in zip(parts, expected, strict=True):
+            assert part.grad is not None and exact is not None
+            grad = part.grad.full_tensor() if isinstance(part.grad, DTensor) else part.grad
+            assert relative_error(grad, exact) < 1e-9
 
     refusals: dict[str, tuple[Callable[[], Any], str]] = {
         "gap": (lambda: VocabShard(None, 400 * rank, vocab - 1), "vocab_shard.start of rank 1 is 400, expected 320"),
@@ -359,7 +369,6 @@ def contracts(rank: int, folder: str) -> None:
     for made, message in refusals.values():
         with pytest.raises(ValueError, match=message):
             loss(weight[own], input, target, vocab_shard=made())
-    mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(
         ValueError, match=r"input must be the same on all ranks .* FSDP"
     ):  # a shard of FSDP, and its batch

@@ -98,9 +98,12 @@ def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
         binding, own = binding_of(cls), own_forward(module) is not None
         if not own:
             used.add(cls)
-            found.add_layer(module, module, cls, binding)
-        elif binding is not None:
+        if binding is not None and own:
             found.left.setdefault(owner_of(module).__name__, "its forward was set on the instance")
+        elif binding is not None and hasattr(module, "_distribute_module_applied"):
+            found.left.setdefault(owner_of(module).__name__, "parallelize_module runs it on DTensors")
+        elif not own:
+            found.add_layer(module, module, cls, binding)
     found.add_ropes(used, [module for module in model.modules() if "Rotary" in type(module).__name__])
     if model.get_output_embeddings() is not None:
         owner, of_loss, reason = owner_of(model), head.has_causal_loss(model), None

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput, can_return_tuple
 
+from liger_chunked.dtensor import any_dtensor, distributed_like, sharded_on_rows
 from liger_chunked.integrations.transformers import detect, head_check
 from liger_chunked.integrations.transformers.detect import STOCK, Projection, foreign_code, forward_slot
 from liger_chunked.integrations.transformers.head_check import HeadFacts
@@ -407,6 +408,10 @@ def _is_bare(lm_head: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 def _at_projection(projection: Projection, hidden_states: Tensor, *, input: HeadInput, head_fn: HeadFn) -> Any:
     head = _head_of(projection)
+    if isinstance(hidden_states, DTensor):
+        whole = all(placement.is_replicate() for placement in hidden_states.placements)
+        if whole or not any_dtensor([head.weight]):
+            hidden_states = hidden_states.full_tensor()
     device, dtype = head.weight.device, hidden_states.dtype
     if dtype != head.weight.dtype and not torch.is_autocast_enabled(device.type):
         # For a float32 head on a bfloat16 backbone; the loss rejects the reverse.
@@ -415,15 +420,17 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
 
 
 def _head_of(projection: Projection) -> Head:
-    """Return the head, with the parameters gathered."""
+    """Return the head. Under tensor parallelism, its parts are DTensors sharded on rows, or plain and whole."""
     linear, layer, adapters = projection.linear, projection.layer, projection.adapters
-    weight, bias = _whole(linear.weight), _whole(linear.bias)
+    weight, bias = _fit(linear.weight), _fit(linear.bias)
     if not adapters:
         return Head(weight, bias)
     ups = [_whole(layer.lora_B[name].weight) for name in adapters]
     for name in adapters:
         if layer.lora_bias[name]:
             of_adapter = (_whole(layer.lora_B[name].bias) * layer.scaling[name]).to(weight.dtype)
+            if isinstance(bias, DTensor):
+                of_adapter = distributed_like(bias, of_adapter)
             bias = of_adapter if bias is None else bias + of_adapter
     up = ups[0] if len(ups) == 1 else torch.cat(ups, 1)
     return Head(AdaptedWeight(weight, up, functools.partial(_down, layer, adapters)), bias)
@@ -452,8 +459,13 @@ def _refuse_merged(layer: Any, gradient: Tensor) -> None:
         )
 
 
+def _fit(parameter: Any) -> Any:
+    """Return a parameter as a loss takes it: gathered if it is sharded in another way than on the vocabulary."""
+    return parameter if isinstance(parameter, DTensor) and sharded_on_rows(parameter) else _whole(parameter)
+
+
 def _whole(parameter: Any) -> Any:
-    # Under tensor parallelism, each rank gets its slice of the gradient.
+    # Each rank gets its slice of the gradient.
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
@@ -462,6 +474,7 @@ def _run_inside(model: PreTrainedModel, input: HeadInput, head_fn: HeadFn) -> An
     with _LOCKS.setdefault(lm_head, threading.RLock()), _running(head_fn), contextlib.ExitStack() as changes:
         for module in lm_head.modules():
             _guard_hooks(module, changes)
+            _skip_layouts(module, input.hidden_states, changes)
         for projection in detect.projections(model):
             if projection.layer is not None:
                 _check_lora(projection.layer)
@@ -540,6 +553,25 @@ def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
     if foreign := {key for key, hook in hooks.items() if foreign_code(hook) is not None}:
         guarded = {key: functools.partial(_observe, hook) if key in foreign else hook for key, hook in hooks.items()}
         changes.enter_context(_replaced(module, "_forward_hooks", type(hooks)(guarded)))
+
+
+def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.ExitStack) -> None:
+    """Leave out what `parallelize_module` adds around a forward, where a loss needs none of it.
+
+    Its forward hooks gather or split logits. Its pre-hooks make hidden states replicated DTensors, and a loss also
+    takes those that are sharded on the sequence: their gradient is then reduced and scattered, not reduced.
+    """
+    slots = ["_forward_hooks", *(["_forward_pre_hooks"] if isinstance(hidden_states, DTensor) else [])]
+    for slot in slots:
+        hooks = vars(module)[slot]
+        kept = {key: hook for key, hook in hooks.items() if not _changes_layout(hook)}
+        if len(kept) < len(hooks):
+            changes.enter_context(_replaced(module, slot, type(hooks)(kept)))
+
+
+def _changes_layout(hook: Any) -> bool:
+    modules = [getattr(code, "__globals__", {}).get("__name__", "") for code in detect.unwrapped(hook)]
+    return any(module.startswith("torch.distributed.tensor.") for module in modules)
 
 
 def _observe(hook: Callable[..., Any], module: nn.Module, args: Any, *kwargs_and_output: Any) -> Any:

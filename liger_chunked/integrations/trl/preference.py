@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from liger_chunked.integrations.transformers import HeadInput
 from liger_chunked.integrations.trl.base import (
@@ -78,8 +79,8 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str | None = None) -> Tensor:
-    """Return mean logits (B, T): without softcap or adapter, `mean(W) @ h + mean(b)`."""
-    if input.options.softcap is not None or isinstance(head.weight, AdaptedWeight):
+    """Return mean logits (B, T): without softcap, adapter or shards, `mean(W) @ h + mean(b)`."""
+    if input.options.softcap is not None or isinstance(head.weight, (AdaptedWeight, DTensor)):
         everywhere = dataclasses.replace(input, shift_labels=torch.zeros_like(input.target))
         stats = head_stats(head, everywhere, ("mean_logits",), logits_budget=logits_budget)
         assert stats.mean_logits is not None
