@@ -144,6 +144,7 @@ _OF_TRANSFORMERS = (
     "logit_options",
     "register_layer",
     "revert_liger_kernel",
+    "run_head",
 )
 # `from liger_chunked import *` resolves `__all__`, which fails for these without transformers.
 if find_spec("transformers") is not None:

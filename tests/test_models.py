@@ -35,6 +35,7 @@ from liger_chunked.integrations.transformers import (
     attach_head,
     detach_head,
     revert_liger_kernel,
+    run_head,
 )
 from liger_chunked.integrations.transformers.layers import rotate_halves, rotate_pairs
 from liger_chunked.integrations.transformers.overrides import SWITCHES, family_modeling
@@ -819,3 +820,25 @@ def test_the_root_loads_no_framework(fresh_process):
         _ = liger_chunked.apply_liger_kernel_to_lama
     with pytest.raises(AttributeError, match="no attribute 'apply_liger_kernel_to_vit': unknown family 'vit'"):
         _ = liger_chunked.apply_liger_kernel_to_vit  # it has no language model
+
+
+def test_run_head(fresh):
+    """A model that ignores `head_fn` raises; a loss gets the model's softcap, also of another loss object."""
+    model = fresh("gemma2")
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+
+    def smoothed(head, input):
+        return input.loss(loss, head, token_weights=torch.ones(2, 6))
+
+    with pytest.raises(RuntimeError, match=r"Gemma2ForCausalLM ignored head_fn: call attach_head\(model\) first"):
+        run_head(model, smoothed, input_ids=ids, labels=ids)
+    attach_head(model)
+    value = run_head(model, smoothed, input_ids=ids, labels=ids)
+    logits = model(ids).logits[:, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    assert model.config.final_logit_softcapping and loss.options.softcap is None
+    torch.testing.assert_close(value, expected)
+    other = LigerFusedLinearCrossEntropyLoss(softcap=2.0)
+    with pytest.raises(ValueError, match=r"the loss has softcap=2.0, but the model is trained with softcap="):
+        run_head(model, lambda head, input: input.loss(other, head), input_ids=ids, labels=ids)

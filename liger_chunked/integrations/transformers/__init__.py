@@ -24,7 +24,7 @@ from typing import Any
 
 from liger_chunked.integrations.transformers.check import ModelReport, check_model
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, logit_options
-from liger_chunked.integrations.transformers.head_forward import attach_head, detach_head
+from liger_chunked.integrations.transformers.head_forward import attach_head, detach_head, run_head
 from liger_chunked.integrations.transformers.patch import (
     AutoLigerKernelForCausalLM,
     AutoLigerKernelForImageTextToText,
@@ -69,6 +69,7 @@ __all__ = [
     "logit_options",
     "register_layer",
     "revert_liger_kernel",
+    "run_head",
     "share_batch",
     "shared_prefix_hidden_states",
     "why_not_shared",

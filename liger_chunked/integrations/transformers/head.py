@@ -7,6 +7,8 @@ looks modules up again: PEFT and FSDP may replace them.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -68,6 +70,38 @@ class HeadInput:
                 raise ValueError("this head_fn needs a target: pass labels= or shift_labels= to the model")
             target = F.pad(self.labels[..., 1:], (0, 1), value=self.options.ignore_index)
         return target.to(self.hidden_states.device)
+
+    def loss(self, loss: nn.Module, head: Head, **tensors: Any) -> Any:
+        """Return `loss` of these hidden states and `target`, with the model's softcap and scale.
+
+        `tensors` are more arguments of its `forward`. Raises ValueError if the loss has another softcap or scale.
+
+        >>> def head_fn(head, input):
+        ...     return input.loss(LigerFusedLinearCrossEntropyLoss(), head)
+        """
+        own = fitted(loss, self.options)
+        return own(head.weight, self.hidden_states, target=self.target, bias=head.bias, **tensors)
+
+
+# Logit options that the model determines.
+TRANSFORM = ("softcap", "logit_scale")
+
+
+def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
+    """Return a loss's options with the model's, or raise ValueError if they disagree."""
+    plain = LogitOptions()
+    for name in names:
+        given, of_model = getattr(own, name), getattr(model, name)
+        if given not in (getattr(plain, name), of_model):
+            raise ValueError(f"the loss has {name}={given}, but the model is trained with {name}={of_model}")
+    return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
+
+
+def fitted(loss: nn.Module, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Any:
+    """Return a copy of a loss with the model's transform."""
+    own: Any = copy.copy(loss)
+    own.options = with_transform(own.options, options, names)
+    return own
 
 
 HeadFn = Callable[[Head, HeadInput], Any]

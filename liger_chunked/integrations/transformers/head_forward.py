@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from liger_chunked.integrations.transformers import detect, head
 from liger_chunked.integrations.transformers.detect import STOCK, forward_slot, inner_model, own_forward
-from liger_chunked.integrations.transformers.head import STATE, Fusion
+from liger_chunked.integrations.transformers.head import STATE, Fusion, HeadFn, HeadInput
 from liger_chunked.integrations.transformers.patched_class import (
     Patch,
     class_forward,
@@ -23,6 +23,7 @@ from liger_chunked.integrations.transformers.patched_class import (
     stock_class,
 )
 from liger_chunked.integrations.transformers.replaced import Patches
+from liger_chunked.types import Head
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,27 @@ def attach_head(model: nn.Module) -> None:
     finally:
         if STATE not in vars(inner):
             head.forget_facts(inner)
+
+
+def run_head(model: nn.Module, head_fn: HeadFn, /, **inputs: Any) -> Any:
+    """Return `model(**inputs, head_fn=head_fn)`.
+
+    Raises RuntimeError if the model ignored `head_fn`, as one without `attach_head` does.
+    """
+    called = False
+
+    def noted(head: Head, input: HeadInput) -> Any:
+        nonlocal called
+        called = True
+        return head_fn(head, input)
+
+    result = model(**inputs, head_fn=noted)
+    if not called:
+        raise RuntimeError(
+            f"{type(model).__name__} ignored head_fn: call attach_head(model) first, and let a forward that replaces "
+            "the model's pass on its keywords"
+        )
+    return result
 
 
 def detach_head(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -22,8 +21,9 @@ from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 from liger_chunked.engine import linear_token_stats
 from liger_chunked.integrations.transformers import HeadFn, HeadInput, attach_head
 from liger_chunked.integrations.transformers.detect import inner_model, projections_in
+from liger_chunked.integrations.transformers.head import fitted
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch, share_pass, why_not_shared
-from liger_chunked.types import Head, LogitOptions, TokenStats, budget_bytes
+from liger_chunked.types import Head, TokenStats, budget_bytes
 
 Loss = TypeVar("Loss", bound=nn.Module)
 
@@ -212,29 +212,10 @@ def apply_loss(head: Head, input: HeadInput, *, loss: nn.Module, length: int | N
     positions = slice(None) if length is None else slice(-length - 1, -1)
     target = input.target[:, positions]
     hidden_states = input.hidden_states[:, positions]
-    result = fitted(loss, input.options)(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
+    own = fitted(loss, input.options)
+    result = own(head.weight, hidden_states, target=target, bias=head.bias, **arguments)
     value, metrics = result if isinstance(result, tuple) else (result, None)
     return Step(value, metrics, target, input.aux_loss)
-
-
-# Logit options that the model determines.
-TRANSFORM = ("softcap", "logit_scale")
-
-
-def with_transform(own: LogitOptions, model: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> LogitOptions:
-    """Return a loss's options with the model's logits transform, or raise ValueError if they disagree."""
-    plain = LogitOptions()
-    for name in names:
-        given, of_model = getattr(own, name), getattr(model, name)
-        if given not in (getattr(plain, name), of_model):
-            raise ValueError(f"the loss has {name}={given}, but the model is trained with {name}={of_model}")
-    return dataclasses.replace(own, **{name: getattr(model, name) for name in names})
-
-
-def fitted(loss: Loss, options: LogitOptions, names: tuple[str, ...] = TRANSFORM) -> Loss:
-    own: Any = copy.copy(loss)
-    own.options = with_transform(own.options, options, names)
-    return own
 
 
 def rollout_inputs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

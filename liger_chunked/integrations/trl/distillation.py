@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_chunked.integrations.transformers import HeadInput
+from liger_chunked.integrations.transformers.head import with_transform
 from liger_chunked.integrations.trl.base import (
     HEAD_BUDGET,
     LigerTrainerMixin,
@@ -16,7 +17,6 @@ from liger_chunked.integrations.trl.base import (
     head_stats,
     rollout_inputs,
     with_outputs,
-    with_transform,
 )
 from liger_chunked.losses import LigerFusedLinearDistillationBase, LigerFusedLinearJSDLoss
 from liger_chunked.types import DistillationMetrics, Head, LogitOptions

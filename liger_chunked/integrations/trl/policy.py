@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, fitted, loss_step, rollout_inputs
+from liger_chunked.integrations.transformers.head import fitted
+from liger_chunked.integrations.trl.base import SharedPromptsMixin, Step, loss_step, rollout_inputs
 from liger_chunked.losses import LigerFusedLinearPolicyBase
 from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
