@@ -746,7 +746,7 @@ from liger_chunked.integrations.trl import LigerDPOTrainer
 assert "trl.experimental.orpo" not in sys.modules and "trl.trainer.grpo_trainer" not in sys.modules
 """
     fresh_process.run(code)
-    assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head"}
+    assert set(dir(integration)) == {f"Liger{kind}Trainer" for kind in KINDS} | {"add_chunked_lm_head", "chunked_heads"}
     with pytest.raises(AttributeError, match="LigerPPOTrainer"):
         _ = integration.LigerPPOTrainer
 

@@ -13,7 +13,7 @@ from liger_chunked.kernels.backend import jit, tl, use_triton
 from liger_chunked.kernels.launch import Kernel
 from liger_chunked.kernels.tuning import TUNING
 
-_MOST = 3  # dX, dW, db
+_MOST = 3  # of a launch: dX, dW, db
 
 
 @jit
@@ -42,9 +42,10 @@ def _scale_kernel(
 
 
 def scale_(tensors: Sequence[Tensor], scalar: Tensor) -> None:
-    """Compute `x *= scalar` in the accumulation dtype for up to three contiguous tensors."""
-    served = [x for x in tensors if use_triton(x) and x.numel()]
-    if served:
+    """Compute `x *= scalar` in the accumulation dtype for contiguous tensors."""
+    every = [x for x in tensors if use_triton(x) and x.numel()]
+    for start in range(0, len(every), _MOST):
+        served = every[start : start + _MOST]
         tuned = TUNING[served[0].device]
         block, num_warps = tuned.scale
         sizes = [x.numel() for x in served]

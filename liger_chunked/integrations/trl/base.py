@@ -413,10 +413,10 @@ def with_outputs(value: Tensor, model: nn.Module, inputs: dict[str, Any], return
 _THEIRS = utils.add_fused_lm_head
 
 
-def _holds_head(module: Any) -> bool:
-    """Whether a module has TRL's `add_fused_lm_head`, or ours in its place."""
+def _head_of(name: str, module: Any) -> Any:
+    """Return a module's `add_fused_lm_head`, or None: TRL's, also replaced, or a copy of that."""
     function = getattr(module, "__dict__", {}).get("add_fused_lm_head")
-    return getattr(function, "__wrapped__", function) is _THEIRS
+    return function if name.partition(".")[0] == "trl" or function is _THEIRS else None
 
 
 @contextmanager
@@ -428,30 +428,30 @@ def chunked_heads(
         with chunked_heads():
             trainer = GRPOTrainer(...)
 
-    For trainers of TRL, experimental ones included, and yours. The arguments are those of `add_chunked_lm_head`;
-    `logits_budget` is 512 MiB by default.
+    For trainers of TRL and your own. The arguments are those of `add_chunked_lm_head`; `logits_budget` is 512 MiB by
+    default.
     """
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
     with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
     ours = functools.wraps(_THEIRS)(with_settings)
-    before = {name: module.add_fused_lm_head for name, module in [*sys.modules.items()] if _holds_head(module)}
+    before = {name: found for name, module in [*sys.modules.items()] if (found := _head_of(name, module)) is not None}
     try:
         for name in before:
             sys.modules[name].add_fused_lm_head = ours  # type: ignore[attr-defined]
         yield
     finally:
         for name, module in [*sys.modules.items()]:
-            if _holds_head(module):  # also modules that the block imported
+            if getattr(module, "__dict__", {}).get("add_fused_lm_head") is ours:  # also where the block imported it
                 module.add_fused_lm_head = before.get(name, before[utils.__name__])  # type: ignore[attr-defined]
 
 
 def _check_has_head(trainer: type[LigerTrainerMixin]) -> None:
-    if not any(_holds_head(sys.modules[cls.__module__]) for cls in trainer.__mro__):
-        if "model" not in trainer.models_without_head:
-            raise RuntimeError(
-                f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
-                "TRL 1.15 and 1.16 do"
-            )
+    names = [cls.__module__ for cls in trainer.__mro__]
+    if all(_head_of(name, sys.modules[name]) is None for name in names) and "model" not in trainer.models_without_head:
+        raise RuntimeError(
+            f"TRL {trl.__version__} gives {trainer.__name__} no fused head to replace, and would build its logits; "
+            "TRL 1.15 and 1.16 do"
+        )
 
 
 class _Unsupported(type):
