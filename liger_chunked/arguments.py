@@ -1,7 +1,4 @@
-"""Errors for unknown arguments that suggest the right name or place.
-
-Signatures are read only after an error, or when a class is called with tensors.
-"""
+"""Errors for unknown arguments that suggest the right name or place."""
 
 from __future__ import annotations
 
@@ -126,7 +123,6 @@ class Arguments(NamedTuple):
 
 
 def _definitions(cls: type, method: str) -> Iterator[tuple[Callable[..., Any], list[inspect.Parameter]]]:
-    """Yield a method of `cls` and its bases, with the parameters after `self`."""
     for base in cls.__mro__:
         if method in vars(base):
             function = vars(base)[method]
@@ -209,7 +205,6 @@ def _answer(owner: str, name: str, here: tuple[str, ...], other: tuple[str, ...]
 
 
 def own_options(loss: type, options: Options, known: Collection[str]) -> Options:
-    """Return `options`; raise TypeError if one is not in `known`."""
     names = [name for name in options if name not in known]
     if names:
         raise unknown(loss.__name__, names, of_constructor(loss), of_call(loss), "call")
@@ -260,7 +255,7 @@ def are_data(cls: type, args: tuple[Any, ...], data: tuple[type, ...]) -> bool:
 def call_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], constructor: Arguments
 ) -> TypeError | None:
-    """Return the error of a call that does not match the signature, or None.
+    """Return None if the call matches the signature.
 
     For a method, `args` starts with `self`. `constructor` is what the constructor of `owner` accepts.
     """
@@ -277,7 +272,6 @@ def call_error(
 
 
 def constructor_error(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
-    """Return the error of a constructor call, or None."""
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:

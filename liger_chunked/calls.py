@@ -1,9 +1,4 @@
-"""Entry points, outside compiled graphs.
-
-loss = LigerFusedLinearDPOLoss(beta=0.2)                                        # a module
-value, metrics = LigerFusedLinearDPOLoss(weight, input, target, beta=0.2)       # its value
-
-"""
+"""Entry points, outside compiled graphs."""
 
 from __future__ import annotations
 
@@ -87,8 +82,7 @@ _kept_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def entry_point(function: Function) -> Function:
     """Make a function, or the `forward` of a loss, an entry point of the library.
 
-    It gets plain tensors, its `TypeError` for an unknown argument suggests a name, and torch.compile breaks the graph
-    there: a loss waits for the device and runs any Python code.
+    It gets plain tensors, its `TypeError` for an unknown argument suggests a name, and torch.compile breaks the graph.
     """
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
     parameters = inspect.signature(function).parameters.values()

@@ -1,10 +1,4 @@
-"""Shell commands: what runs here, how much memory a loss takes, which models are served, how fast it is.
-
-python -m liger_chunked env
-python -m liger_chunked memory dpo --vocab-size 128256 --hidden-size 4096 --shape 8 2048 --ref-hidden-size 4096
-python -m liger_chunked models "Qwen*"
-python -m liger_chunked bench cross_entropy --only ours
-"""
+"""Shell commands: what runs here, how much memory a loss takes, which models are served, how fast it is."""
 
 from __future__ import annotations
 
@@ -37,7 +31,7 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "jsd": library.LigerFusedLinearJSDLoss,
     "tvd": library.LigerFusedLinearTVDLoss,
     "cosine": library.LigerFusedLinearCosineSimilarityLoss,
-    "token-stats": lambda: library.linear_token_stats,  # a function, not a class
+    "token-stats": lambda: library.linear_token_stats,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGRATIONS = ("transformers", "trl", "peft", "accelerate")
@@ -52,7 +46,6 @@ def _version(package: str) -> str:
 
 
 def _device() -> tuple[torch.device, str]:
-    """Return the accelerator or CPU, and its name."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu"), "cpu"

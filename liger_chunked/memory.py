@@ -57,7 +57,6 @@ _HOPPER = (9, 0)
 
 @contextmanager
 def _ordinary_autograd() -> Iterator[None]:
-    """Leave no_grad, inference, anomaly detection, saved-tensor hooks, and fake tensors."""
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
@@ -107,8 +106,8 @@ def estimate_memory(
         teacher_hidden_size: the teacher's.
         teacher_top_k: entries per token of `teacher_logps`.
         logits_budget: replaces the loss's.
-        capability: the GPU's; None for this machine's, else Hopper's, (9, 0), which has the fused epilogue. Blackwell,
-            (10, x), has it if `LIGER_CHUNKED_WIDE_TILES` is "9,10".
+        capability: the GPU's, which decides whether the fused epilogue runs; None for this machine's, else Hopper's,
+            (9, 0).
 
     Raises:
         TypeError: a wrong type of loss, dtype, size or shape.
@@ -183,7 +182,6 @@ def estimate_memory(
 
 Part = Literal["logits", "weight_grad", "input_grad", "hidden", "other"]
 
-# The functions that allocate each part.
 _ALLOCATE: dict[Part, tuple[Any, ...]] = {
     "logits": (HeadPass.reserve, EpiloguePass.reserve),
     "weight_grad": (
@@ -312,7 +310,6 @@ def _distillation(
 
 
 def _check_pieces(options: LogitOptions, n_valid: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if this would take minutes."""
     budget = options.logits_budget
     if budget is None:
         return
@@ -344,7 +341,6 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def _read(
     loss: Loss, ref_hidden_size: int | None, teacher_hidden_size: int | None, teacher_top_k: int | None
 ) -> tuple[Group, LogitOptions]:
-    """Check a loss; return its group and options."""
     if isinstance(loss, (LigerFusedLinearDistillationBase, StatsLoss)):
         name, group, options = type(loss).__name__, loss._group, loss.options
     elif loss is linear_token_stats:

@@ -21,7 +21,6 @@ from liger_chunked.kernels.pointwise_divergence import liger_jsd, liger_kl_div, 
 from liger_chunked.kernels.rms_norm import Casting, liger_rms_norm
 from liger_chunked.types import shown
 
-# Names of activations in configurations of transformers.
 _SILU = ("silu", "swish")
 _GELU: dict[str, Literal["tanh", "none"]] = {
     "gelu": "none",
@@ -38,7 +37,6 @@ class LigerRMSNorm(nn.Module):
         hidden_size: size of the last dimension.
         eps: added to the mean square.
         offset: added to the weight, initially `1 - offset`; Gemma uses 1.
-        casting: "llama", "gemma" or "olmo2".
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama") -> None:
@@ -84,8 +82,6 @@ def unobserved(*projections: nn.Module) -> bool:
 
 
 class _GatedMLP(nn.Module):
-    """The projections, from a configuration of transformers."""
-
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
         bias = getattr(config, "mlp_bias", False)
@@ -130,7 +126,7 @@ class LigerGEGLUMLP(_GatedMLP):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, with the parameters of `GemmaMLP`.
 
     Args:
-        config: has `hidden_size`, `intermediate_size`, `hidden_act` or `hidden_activation`, and optionally `mlp_bias`.
+        config: as in `LigerSwiGLUMLP`; `hidden_activation` may replace `hidden_act`.
 
     Raises:
         ValueError: the activation is not a gelu.
@@ -225,8 +221,6 @@ Reduction = Literal["none", "sum", "mean", "batchmean"]
 
 
 class _DivergenceWithLogits(nn.Module):
-    """A function of two models' logits."""
-
     def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
         super().__init__()
         self._function = function

@@ -34,7 +34,6 @@ __all__ = ["LossReport", "check_loss"]  # and check_model, which imports transfo
 Batch = dict[str, Any]
 
 _PARAMETERS = ("weight", "input", "bias")
-# What a subclass of each base implements.
 _METHODS: dict[type[nn.Module], str | None] = {
     LigerFusedLinearPreferenceBase: "preference_loss",
     LigerFusedLinearUnpairedPreferenceBase: "preference_loss",
@@ -53,7 +52,6 @@ def __getattr__(name: str) -> Any:
 class LossReport(NamedTuple):
     """A result of `check_loss`.
 
-    - `loss`: its value
     - `error`: the largest relative difference from full logits
     - `budgets`: the budgets that were compared, in bytes
     - `tokens`: valid tokens
@@ -80,7 +78,6 @@ def check_loss(
     - returns something detached, random, or not finite.
 
     Args:
-        loss: an instance.
         batch: arguments of `loss(...)` by name, at least 3 pairs or sequences; None: random.
         seed: of the random batch.
         tolerance: largest relative difference.
@@ -178,8 +175,6 @@ def _advice(loss: nn.Module) -> str:
 
 
 class _Watched:
-    """Wraps a loss's method to check inputs and result."""
-
     def __init__(self, loss: str, name: str, method: Callable[..., Any]) -> None:
         self.loss, self.name, self.method = loss, name, method
 
@@ -266,7 +261,6 @@ def _evaluate(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _evaluate_full(loss: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Like `_evaluate`, by autograd over full logits."""
     given, leaves = _leaves(batch)
     if isinstance(loss, LigerFusedLinearDistillationBase):
         return _gradients(_full_distillation(loss, **given), leaves)
@@ -352,8 +346,6 @@ def _budgets(loss: nn.Module, batch: Batch) -> tuple[int, tuple[int, ...]]:
 
 
 def _in_float64(batch: Mapping[str, Any]) -> Batch:
-    """Return a detached copy on the CPU."""
-
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x

@@ -1,12 +1,6 @@
 """The signatures of `liger_kernel.chunked_loss` 0.8.5 over the losses of `liger_chunked`.
 
-`compiled` and `chunk_size` have no effect. Differences:
-
-- Means and sums of logits are over valid tokens; Liger-Kernel counts padding.
-- A sequence without valid tokens adds 0; with `average_log_prob`, Liger-Kernel divides by zero.
-- Sums over tokens are in float32 or float64.
-
-Errors are those of `liger_chunked`; a reference model that `use_ref_model=False` would not read is one.
+docs/migration.md lists the differences of all losses. Errors are those of `liger_chunked`.
 """
 
 from __future__ import annotations
@@ -37,7 +31,6 @@ __all__ = [
 
 
 def _nll_term(compute_nll_loss: bool, alpha: float) -> dict[str, Any]:
-    """Return the NLL term's arguments, if it is on."""
     return {"compute_nll_loss": True, "alpha": alpha} if compute_nll_loss else {}
 
 
@@ -61,7 +54,7 @@ class LigerFusedLinearDPOLoss(nn.Module):
     """`losses.LigerFusedLinearDPOLoss`, with all its loss types. Unread settings have no effect.
 
     Raises:
-        NotImplementedError: `label_smoothing` with "sigmoid"; Liger-Kernel ignores it, `liger_chunked` implements it.
+        NotImplementedError: `label_smoothing` with "sigmoid", which Liger-Kernel ignores.
     """
 
     def __init__(
@@ -103,7 +96,6 @@ class LigerFusedLinearDPOLoss(nn.Module):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, in Liger-Kernel's order."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias, ref_input, ref_weight, ref_bias))
 
 
@@ -173,7 +165,6 @@ class LigerFusedLinearCPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, as for DPO."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
@@ -203,12 +194,11 @@ class LigerFusedLinearSimPOLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, PairMetrics]:
-        """Return `(loss, metrics)`, as for DPO."""
         return _as_liger_kernel(*self.loss(lin_weight, _input, target, bias))
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """`losses.LigerFusedLinearKTOLoss`, with the input first. `kl` is 0 by default, and at least 0.
+    """`losses.LigerFusedLinearKTOLoss`. `kl` is 0 by default, and at least 0.
 
     Raises:
         NotImplementedError: in forward, if `kl` has several values.
@@ -270,7 +260,7 @@ def _sums(metrics: UnpairedPreferenceMetrics, vocab_size: int) -> tuple[Tensor, 
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """`losses.LigerFusedLinearGRPOLoss`, with the input first. Unread settings have no effect.
+    """`losses.LigerFusedLinearGRPOLoss`. Unread settings have no effect.
 
     Across ranks, `dapo`, `cispo` and `vespo` divide by the mean number of tokens per rank. Unlike Liger-Kernel:
 
@@ -409,7 +399,7 @@ class _Distillation(nn.Module):
         """Return the loss, or `(loss, soft_loss, hard_loss)` with unweighted terms.
 
         Raises:
-            NotImplementedError: the teacher has a larger vocabulary.
+            NotImplementedError: the teacher has a larger vocabulary, whose logits Liger-Kernel pads with 0.
         """
         check_same_vocabulary(student_weight, teacher_weight)
         loss, metrics = self.loss(
@@ -419,7 +409,6 @@ class _Distillation(nn.Module):
 
 
 def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
-    """Raise NotImplementedError for a larger teacher vocabulary; Liger-Kernel pads with 0."""
     if teacher_weight.shape[0] > student_weight.shape[0]:
         raise NotImplementedError(
             f"teacher_weight {tuple(teacher_weight.shape)} with more rows than student_weight "
@@ -428,7 +417,7 @@ def check_same_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> Non
 
 
 class LigerFusedLinearJSDLoss(_Distillation):
-    """`losses.LigerFusedLinearJSDLoss`, with inputs first."""
+    """`losses.LigerFusedLinearJSDLoss`."""
 
     def __init__(
         self,
@@ -452,7 +441,7 @@ class LigerFusedLinearJSDLoss(_Distillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`losses.LigerFusedLinearCosineSimilarityLoss`, with inputs first and soft loss `beta (1 - cos)`."""
+    """`losses.LigerFusedLinearCosineSimilarityLoss` with the soft loss `beta (1 - cos)`."""
 
     def __init__(
         self,

@@ -1,18 +1,14 @@
 """The signatures of `liger_kernel.transformers` 0.8.5 over the kernels and models of `liger_chunked`.
 
-`AutoLigerKernelForCausalLM` and `apply_liger_kernel_to_<family>` import transformers on first use. `in_place`,
-`row_mode`, `impl`, `mode`, `backend` and `accum_dtype` have no effect: inputs are never overwritten, and gradients
-accumulate in float32. Constructors raise ValueError for invalid options. Differences:
+Differences that docs/migration.md does not list:
 
+- Inputs are never overwritten, and gradients accumulate in float32. Constructors raise ValueError for invalid options.
 - Losses are float32 for any input dtype, and 0 instead of NaN over no tokens.
 - `LigerGEGLUMLP` uses its config's gelu. Both gated MLPs have biases if the config sets `mlp_bias`.
 - `liger_rotary_pos_emb` reads `position_ids` and `unsqueeze_dim`.
-- `AutoLigerKernelForCausalLM` patches only the model that it returns, of any family.
-- `apply_liger_kernel_to_<family>` exists for all families of Liger-Kernel, and for others by keyword. It detects the
-  layers. All switches are on but `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross
-  entropy. A switch that matches nothing is an error, as are `layer_norm=True` without a model and `relu_squared=True`.
-- Without a model, it patches only the family's module; Liger-Kernel also patches some language models inside.
-- Missing names raise an ImportError: `compat/unsupported.py`.
+- `apply_liger_kernel_to_<family>` also exists, by keyword, for other families. All switches are on but
+  `cross_entropy`; Liger-Kernel skips glm4's rotary embedding and granite's fused cross entropy. `layer_norm=True`
+  without a model is an error.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ class LigerRMSNorm(nn.Module):
     """RMSNorm, with a weight if `elementwise_affine`; see `liger_chunked.liger_rms_norm`.
 
     Args:
-        offset: added to the weight; Gemma uses 1.
         casting_mode: "llama" or "gemma".
         init_fn: "ones" or "zeros".
 
@@ -196,8 +191,6 @@ class LigerCrossEntropyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class CrossEntropyOutput:
-    """A loss and requested metrics."""
-
     loss: Tensor
     z_loss: Tensor | None = None
     token_accuracy: Tensor | None = None
@@ -249,7 +242,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """Return the loss, or a `CrossEntropyOutput` if requested."""
         result = self.loss(lin_weight, _input, target, bias)
         if not self.returns_output:
             return result
@@ -370,17 +362,14 @@ def _positional(apply: Callable[..., Any], family: str) -> Callable[..., Any]:
 
 
 def is_transformers_available() -> bool:
-    """Return whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Any:
-    """Patch a model type's classes."""
     return import_module(_INTEGRATION).family_function(model_type)(**kwargs)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
-    """Patch a model."""
     return import_module(_INTEGRATION).apply_liger_kernel(model, **kwargs)
 
 

@@ -8,7 +8,6 @@ from liger_chunked.types import shown
 
 _IN_MODELS = "liger_chunked.apply_liger_kernel(model) serves the layers of a model without such a class"
 
-# Names of `liger_kernel.transformers` that are missing here, and what to use.
 MISSING: dict[str, str] = {
     **dict.fromkeys(
         [
@@ -34,6 +33,5 @@ MISSING: dict[str, str] = {
 
 
 def refuse(name: str, value: object, reason: str) -> None:
-    """Raise NotImplementedError unless the value is None, False or zero."""
     if isinstance(value, Tensor) or value:
         raise NotImplementedError(f"{name}={shown(value)} is not supported: {reason}")

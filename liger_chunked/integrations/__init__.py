@@ -1,1 +1,1 @@
-"""Adapters for training frameworks. Only this package imports them, and the package root does not import it."""
+"""Adapters for training frameworks, which the package root does not import."""

@@ -1,4 +1,4 @@
-"""Apple's `cut_cross_entropy`: the function `linear_cross_entropy`, for code that calls it."""
+"""Apple's `cut_cross_entropy.linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     impl: Any = None,
     vocab_parallel_options: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the cross entropy of the logits `e @ c.T + bias`, as `cut_cross_entropy.linear_cross_entropy`.
+    """Return the cross entropy of the logits `e @ c.T + bias`.
 
     With `return_lse`, return `(loss, lse)`; `lse` is 0 at ignored tokens. `e[..., t, :]` predicts
     `targets[..., t + shift]`. `vocab_parallel_options` needs `start`, `stop`, `group` and `reduce_e_grad`.

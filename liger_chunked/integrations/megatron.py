@@ -1,8 +1,4 @@
-"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`.
-
-Megatron's layout: hidden states (s, b, h), with sequence parallelism the rank's part of s; labels (b, s), shifted
-already; each rank holds equally many rows of the head.
-"""
+"""Megatron-Core, from 0.18: the `output_processor` of `GPTModel`."""
 
 from __future__ import annotations
 
@@ -24,8 +20,6 @@ IGNORE_INDEX = -100
 class OutputProcessor:
     """Computes a loss where `GPTModel` would compute logits.
 
-        losses = model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=OutputProcessor())
-
     Args:
         fn: called with `(weight, hidden, target, bias, vocab_shard=...)`: a function of `liger_chunked.functional`, or
             a loss module. `hidden` is (b, s, h), or the rank's part of s, `target` (b, s). None: the cross entropy of
@@ -37,7 +31,8 @@ class OutputProcessor:
         model(..., output_processor=OutputProcessor(linear_token_stats),
               output_processor_context={"outputs": ("logps", "entropy"), "temperature": 0.7})
 
-    Labels of -100, and those where `loss_mask` is zero, are ignored. MuP's output multiplier is passed as
+    Labels are shifted already. Those of -100, or where `loss_mask` is zero, are ignored. Each rank holds equally many
+    rows of the head. MuP's output multiplier is passed as
     `logit_scale`, which modules take in their constructor only.
 
     Raises:

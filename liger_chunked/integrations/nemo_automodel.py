@@ -13,7 +13,7 @@ __all__ = ["FusedLinearCrossEntropy"]
 
 
 class FusedLinearCrossEntropy(LinearCrossEntropy):
-    """Takes the place of NeMo-Automodel's `FusedLinearCrossEntropy`; needs no `cut_cross_entropy`.
+    """Replaces NeMo-Automodel's class of this name; needs no `cut_cross_entropy`.
 
     A DTensor weight is gathered as there. `impl` is not used.
     """

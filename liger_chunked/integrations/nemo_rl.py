@@ -13,7 +13,7 @@ __all__ = ["ChunkedDistributedHiddenStatesToLogprobs"]
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """Takes the place of NeMo-RL's `ChunkedDistributedHiddenStatesToLogprobs`, through `apply`."""
+    """Replaces NeMo-RL's class of this name."""
 
     @staticmethod
     def apply(

@@ -13,7 +13,7 @@ __all__ = ["FusedLinearChunkedDistributedLogprob"]
 
 
 class FusedLinearChunkedDistributedLogprob:
-    """Takes the place of SkyRL's `FusedLinearChunkedDistributedLogprob`, through `apply`."""
+    """Replaces SkyRL's class of this name."""
 
     @staticmethod
     def apply(

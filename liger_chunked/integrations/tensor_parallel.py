@@ -1,4 +1,4 @@
-"""What the adapters of tensor-parallel frameworks share. Their ranks hold equally many rows of the vocabulary."""
+"""Helpers for tensor-parallel frameworks, whose ranks hold equally many rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def even_shard(
 
 
 def budget_of(tokens: int | None, weight: Tensor) -> int | None:
-    """Return the bytes of `tokens` rows of logits, for frameworks that count chunks in tokens; None: automatic."""
+    """Return the bytes of `tokens` rows of logits; None: automatic."""
     if tokens is None:
         return None
     if tokens < 1:

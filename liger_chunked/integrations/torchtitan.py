@@ -24,12 +24,10 @@ __all__ = ["FusedLinearCrossEntropyLoss"]
 class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
     """The sum of the tokens' cross entropy over `global_valid_tokens`, without chunks of the sequence.
 
-    Trainer calls `set_lm_head` on a `ChunkedLossWrapper`, and the model then returns hidden states (B, T, H). Labels
-    (B, T) are shifted already; those of -100 are ignored.
+    Takes hidden states (B, T, H), and labels (B, T), which are shifted already; those of -100 are ignored.
 
     The loss runs inside the forward of `lm_head`, so FSDP gathers the weight and reduces its gradient. With tensor
-    parallelism, the weight is a DTensor ("partial_dtensor"), or plain rows of this rank ("spmd_types"): then the
-    hidden states' gradient is the rank's share, which the backward of the norm sums.
+    parallelism and "spmd_types", the hidden states' gradient is the rank's share, which the backward of the norm sums.
 
     `compile_config` is not used.
 
@@ -40,12 +38,9 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """Options.
+        """`global_vocab_size` is needed with "spmd_types", unless ranks have equally many rows of the head.
 
-        Args:
-            global_vocab_size: the size of the whole vocabulary. "spmd_types" needs it unless ranks have equally many
-                rows.
-            logits_budget: see `LogitOptions`.
+        `logits_budget` is that of `LogitOptions`.
         """
 
         global_vocab_size: int | None = None
@@ -97,7 +92,6 @@ class FusedLinearCrossEntropyLoss(ChunkedLossWrapper):
 
 
 def _call_in_forward(module: nn.Module, fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Return `fn(*args)`, called as the module's forward: hooks run around it."""
     own = vars(module).get("forward")
     module.forward = fn
     try:

@@ -30,11 +30,10 @@ def linear_cross_entropy(
         hidden, labels: (..., H), (...).
         weight: this rank's rows.
         temperature: see `LogitOptions`.
-        reduction: "none".
         dist_process_group: the tensor-parallel group; None: one rank has all rows.
 
     Raises:
-        ValueError: another reduction.
+        ValueError: a `reduction` other than "none".
     """
     if reduction.lower() != "none":
         raise ValueError(f"reduction must be 'none', got {reduction!r}")

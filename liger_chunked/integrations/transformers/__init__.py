@@ -1,23 +1,6 @@
 """Hugging Face models: a fused head and loss inside `model.forward`, and base kernels.
 
-head.py            a patched model's head and loss
-head_forward.py    installs that forward in models and classes
-patch.py           patches and restores models
-patched_class.py   builds and sets the classes of patched modules
-replaced.py        replaced attributes and rotary functions
-found.py           what the kernels serve of a model or family
-report.py          what was patched, and what was left alone
-layers.py          layers that base kernels replace
-detect.py          parts of a model, and whose code runs
-source.py          whether functions are the same code
-head_check.py      what a model computes between backbone and logits
-overrides.py       stock code that kernels replace, and model families
-verify.py          compares kernels with original code
-check.py           compares patched and original models
-survey.py          tells what is served of every class
-shared_prefix.py   computes shared prompts once
-trie.py            packs a batch as a trie
-trie_attention.py  its masks and attention
+Read `patch.py` first, which patches models, then `head.py`, the fused head and loss.
 """
 
 from typing import Any
@@ -45,7 +28,6 @@ _APPLY_TO = "apply_liger_kernel_to_"
 
 
 def __getattr__(name: str) -> Any:
-    """Return `apply_liger_kernel_to_<family>`."""
     if not name.startswith(_APPLY_TO):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

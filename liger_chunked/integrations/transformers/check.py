@@ -77,8 +77,8 @@ def check_model(
 ) -> ModelReport:
     """Compare a model's loss, gradients and patched layers with the unpatched model's.
 
-    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. A
-    float64 model may differ by the kernels' float32 rounding. The model does not change.
+    Both run one step in evaluation mode. Errors are distances from a float64 copy, which must fit into memory. The
+    model does not change.
 
     Args:
         model: a transformers model, also in PEFT, not quantized, sharded or offloaded.

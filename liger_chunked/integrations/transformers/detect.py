@@ -16,8 +16,6 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
-# The parts of a model.
-
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside wrappers (DDP, PEFT), or raise a TypeError."""
@@ -114,7 +112,6 @@ def _is_linear(module: nn.Module, parametrized: bool = False) -> TypeGuard[nn.Li
 
 
 def _linear_in(module: Any, parametrized: bool = False) -> nn.Linear:
-    """Return the Linear in `module`, or raise a ValueError."""
     if _is_linear(module, parametrized):
         return module
     children = list(module.children())
@@ -129,7 +126,6 @@ def _is_lora(module: nn.Module) -> TypeGuard[Any]:
 
 
 def _adapters_in_use(layer: Any) -> tuple[str, ...]:
-    """Return a LoRA layer's adapters in use, () if disabled or merged, or raise a ValueError."""
     if layer.disable_adapters or layer.merged:
         return ()
     names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
@@ -179,12 +175,9 @@ def _head_refusal(module: nn.Module) -> str:
     return f"lm_head is computed by {type(module).__module__}.{type(module).__name__}{reason}"
 
 
-# Whose code runs.
-
 # An instance's forward; accelerate's hooks move it to `_old_forward`.
 FORWARD_SLOTS = ("forward", "_old_forward")
 
-# Attributes of a module that hold its hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # Packages whose hooks and forwards accept any output.
@@ -196,13 +189,11 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward set on this instance, or None."""
     forward = vars(module).get(forward_slot(module))
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def unwrapped(function: Any) -> Iterator[Any]:
-    """Yield a function and those that it wraps."""
     while function is not None:
         yield function
         partial = isinstance(function, functools.partial)
@@ -258,7 +249,6 @@ _BALANCES: dict[type, Balance | None] = {}
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Return how a model computes its load-balancing loss."""
     model_class = type(model)
     _read_balance(model_class)
     return _BALANCES[model_class]
@@ -303,7 +293,6 @@ def _balance_of_calls(forward: Any, nodes: list[ast.AST], calls: list[ast.Call])
 
 
 def _evaluator(forward: Any, expression: ast.expr, *names: str) -> Callable[..., Any]:
-    """Compile an expression to a function of `names`, or raise a NameError."""
     local = set(forward.__code__.co_varnames) - set(names)
     if missing := sorted(n.id for n in ast.walk(expression) if isinstance(n, ast.Name) and n.id in local):
         raise NameError(f"it needs {', '.join(missing)}")

@@ -90,7 +90,7 @@ _VARIANT = "a variant that no kernel computes"
 
 
 def found_in(model: PreTrainedModel, fused: bool = True) -> Found:
-    """Return what the kernels serve of a model; the head only if `fused`."""
+    """Include the head only if `fused`."""
     found = Found()
     used = set()
     for module in model.modules():

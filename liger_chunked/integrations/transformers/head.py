@@ -115,9 +115,6 @@ class Fusion:
     required: bool = True
 
 
-# The forward of patched models.
-
-
 def forward(
     model: PreTrainedModel, stock: Callable[..., Any], *args: Any, head_fn: HeadFn | None = None, **kwargs: Any
 ) -> Any:
@@ -223,9 +220,7 @@ class _CrossEntropy:
         return (result[0], result[1].token_accuracy) if self.token_accuracy else (result, None)
 
 
-# The cached facts about heads.
-
-_CHECKED = "_liger_checked_heads"  # attribute of a model
+_CHECKED = "_liger_checked_heads"
 _CHECKED_MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -235,8 +230,6 @@ def _numbers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 class _CheckedHead:
-    """Facts about a head, for one forward and its numbers."""
-
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
         self.facts = head_check.check_head(model, forward)
@@ -266,7 +259,6 @@ def _known(model: PreTrainedModel, forward: Callable[..., Any]) -> _CheckedHead 
     return None
 
 
-# Graphs break here, where facts are measured, and at the head, where a `head_fn` may be any code.
 _REASON = "a patched model checks its head, and a fused loss waits for the device; compile without fullgraph=True"
 
 
@@ -277,8 +269,7 @@ def head_facts(
     """Return the cached facts about the head of `forward`, by default the class's.
 
     Raises:
-        ValueError: the logits are not `transform(lm_head(last_hidden_state))`, or, with `causal_loss`, the loss is not
-            causal.
+        ValueError: as `check_head`, or, with `causal_loss`, the loss is not causal.
     """
     if forward is None:
         of_class = type(model).forward
@@ -321,9 +312,6 @@ def logit_options(model: PreTrainedModel, *, ignore_index: int = -100) -> LogitO
 
 def _with_ignore_index(options: LogitOptions, ignore_index: int) -> LogitOptions:
     return options if ignore_index == options.ignore_index else replace(options, ignore_index=ignore_index)
-
-
-# The backbone.
 
 
 def run_backbone(model: PreTrainedModel, forward: Callable[..., Any] | None = None, /, **kwargs: Any) -> HeadInput:
@@ -387,7 +375,7 @@ class _Recorder(nn.Module):
 
 @torch.compiler.disable(reason="the head is in a model inside this one")
 def _without_head(model: PreTrainedModel, forward: Callable[..., Any], kwargs: dict[str, Any]) -> ModelOutput:
-    """Run the forward of a model whose head is in a causal model inside it, and return hidden states, not logits."""
+    """Return the hidden states of a model whose head is in a causal model inside it."""
     lm_head = model.get_output_embeddings()
     owner, name = next((m, n) for m in model.modules() for n, child in m._modules.items() if child is lm_head)
     with _LOCKS.setdefault(lm_head, threading.RLock()):
@@ -411,8 +399,6 @@ def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         return hidden_states[logits_to_keep]
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
-
-# The head.
 
 # While a thread runs its head_fn, others get logits, or wait to run theirs.
 _RUNNING = threading.local()
@@ -454,7 +440,7 @@ def _at_projection(projection: Projection, hidden_states: Tensor, *, input: Head
 
 
 def _head_of(projection: Projection) -> Head:
-    """Return the head. Under tensor parallelism, its parts are DTensors sharded on rows, or plain and whole."""
+    """Return the head; its parts are DTensors sharded on rows, or plain and whole."""
     linear, layer, adapters = projection.linear, projection.layer, projection.adapters
     weight, bias = _fit(linear.weight), _fit(linear.bias)
     if not adapters:
@@ -471,7 +457,6 @@ def _head_of(projection: Projection) -> Head:
 
 
 def _down(layer: Any, adapters: tuple[str, ...], x: Tensor) -> Tensor:
-    """Return the scaled inputs of a LoRA layer's `lora_B`, side by side."""
     parts = []
     for name in adapters:
         x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
@@ -494,7 +479,7 @@ def _refuse_merged(layer: Any, gradient: Tensor) -> None:
 
 
 def _fit(parameter: Any) -> Any:
-    """Return a parameter as a loss takes it: gathered if it is sharded in another way than on the vocabulary."""
+    """Gather a parameter, unless it is sharded on the vocabulary."""
     return parameter if isinstance(parameter, DTensor) and sharded_on_rows(parameter) else _whole(parameter)
 
 
@@ -590,10 +575,9 @@ def _guard_hooks(module: nn.Module, changes: contextlib.ExitStack) -> None:
 
 
 def _skip_layouts(module: nn.Module, hidden_states: Tensor, changes: contextlib.ExitStack) -> None:
-    """Leave out what `parallelize_module` adds around a forward, where a loss needs none of it.
+    """Skip hooks of `parallelize_module`, which gather or split logits, or replicate hidden states.
 
-    Its forward hooks gather or split logits. Its pre-hooks make hidden states replicated DTensors, and a loss also
-    takes those that are sharded on the sequence: their gradient is then reduced and scattered, not reduced.
+    A loss also takes hidden states sharded on the sequence, and scatters their gradient.
     """
     slots = ["_forward_hooks", *(["_forward_pre_hooks"] if isinstance(hidden_states, DTensor) else [])]
     for slot in slots:

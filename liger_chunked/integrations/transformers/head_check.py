@@ -1,7 +1,7 @@
 """What a model computes between its backbone and its logits.
 
-The config does not say how a model transforms its logits. So `check_head` runs a copy in which backbone and `lm_head`
-return known values, and other modules with parameters raise. It takes milliseconds at any size.
+The config does not say this. `check_head` runs a copy in which backbone and `lm_head` return known values, and other
+modules with parameters raise. It takes milliseconds at any size.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ _OF_HEAD = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "i
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The logits' transform, the forward's output, and how forward's and backbone's arguments differ."""
-
     options: LogitOptions
     output: type
     of_forward: tuple[str, ...] = ()  # only the forward takes these, maybe for the loss
@@ -158,7 +156,6 @@ class _Trial:
         self.nested = nested is not None
 
     def prepare(self, scale: Tensor | float = 1.0) -> None:
-        """Draw what the stand-ins return."""
         generator = torch.Generator().manual_seed(0)
         sizes = (self.projection.linear.out_features, self.projection.linear.in_features)
         made = [torch.randn(1, _LENGTH, size, generator=generator, dtype=torch.float32) for size in sizes]
@@ -226,7 +223,6 @@ class _Trial:
         return next((x for x in self.numbers if math.isclose(x, value, rel_tol=2e-6)), value)
 
     def factor(self, reached: Tensor, hidden_states: Tensor) -> float:
-        """Return the factor between backbone and `lm_head`."""
         if reached.shape != hidden_states.shape:
             raise _Difference(
                 f"what reaches lm_head has the shape {tuple(reached.shape)}, and the backbone's last hidden state "
@@ -289,8 +285,6 @@ class _Core(nn.Module):
 
 
 class _Head(nn.Module):
-    """Replaces `lm_head`."""
-
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
         # Some forwards read its dtype. Products raise.
@@ -372,7 +366,6 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(observed: _Observed, options: LogitOptions, of_forward: tuple[str, ...]) -> HeadFacts:
-    """Compare the forward's arguments with its backbone's."""
     whole = observed.expected is None
     ours = observed.expected or {name: x for name, x in observed.given.items() if name != "labels"}
     constants: dict[str, Any] = {}

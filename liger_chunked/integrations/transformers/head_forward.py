@@ -75,7 +75,6 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 
 def _calls_ours(own: Callable[..., Any]) -> bool:
-    """Whether this forward wraps ours."""
     return any(hasattr(function, STOCK) for function in detect.unwrapped(own))
 
 

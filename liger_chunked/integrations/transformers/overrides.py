@@ -98,7 +98,7 @@ _REGISTERED: dict[type[nn.Module], Binding] = {nn.LayerNorm: bound(LAYER_NORM, {
 
 @functools.cache
 def _read(path: str, method: str = "") -> source.Source | None:
-    """Read a stock class's method or a stock function; None if this transformers has no such code."""
+    """Return None if this transformers has no such code."""
     family, name = path.split(".")
     stock: Any = getattr(_modeling(family), name, None)
     if stock is None or not method:
@@ -158,7 +158,6 @@ _MAPPINGS: tuple[Mapping[str, Any], ...] = (
 
 
 def _heads() -> dict[str, str]:
-    """Return a class with an `lm_head` per model type."""
     return {
         name.replace("-", "_"): cls for mapping in _MAPPINGS for name, cls in mapping.items() if isinstance(cls, str)
     }
@@ -185,7 +184,6 @@ def family_modeling(name: str) -> ModuleType:
 
 
 def _has_layers(modeling: ModuleType) -> bool:
-    """Whether kernels serve a class of this module, as in the vision tower pixtral."""
     classes = [x for x in vars(modeling).values() if inspect.isclass(x) and issubclass(x, nn.Module)]
     return any(binding_of(cls) is not None for cls in classes if cls.__module__ == modeling.__name__)
 

@@ -265,8 +265,6 @@ def register_layer(cls: type[nn.Module], layer: Layer, **names: str) -> None:
 
 
 class _Patched:
-    """Patches the models that an Auto class builds."""
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         build: Any = super()

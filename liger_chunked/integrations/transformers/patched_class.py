@@ -20,7 +20,7 @@ from liger_chunked.integrations.transformers.detect import STOCK
 from liger_chunked.integrations.transformers.layers import Binding
 
 Method = Callable[..., Any]
-_PATCH = "_liger_patch"  # attribute of a patched class
+_PATCH = "_liger_patch"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Patch:
 
 
 def patched_class(cls: Any, patch: Patch) -> Any:
-    """Return the patched subclass, or raise a ValueError."""
     return _subclass(cls, patch, getattr(cls, patch.method))
 
 
@@ -131,7 +130,6 @@ def _set_class(module: nn.Module, cls: Any) -> None:
 
 
 def class_forward(stock: Method) -> Method:
-    """Return a patched class's forward, with `stock`'s signature."""
     stock = getattr(stock, STOCK, stock)  # the family may be patched already
 
     @functools.wraps(stock)

@@ -15,8 +15,6 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes."""
-
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 

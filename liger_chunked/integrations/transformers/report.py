@@ -1,4 +1,4 @@
-"""What was patched, and what was left alone."""
+"""The result of a patch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from liger_chunked.integrations.transformers.replaced import ROPES, Patches
 
 FUSED = "fused_linear_cross_entropy"
-APPLIED = "_liger_applied"  # attribute of a model
+APPLIED = "_liger_applied"
 
 
 @dataclass

@@ -4,8 +4,6 @@
     loss = model(**batch.inputs, labels=labels, head_fn=batch.head_fn(loss_of))      # after attach_head(model)
 
 The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks and gradient checkpointing work.
-`head_fn` gives the loss the padded batch's hidden states. `why_not_shared` detects models that cannot share (state,
-ALiBi).
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     reason = why_not_shared(model)
     if reason is None:
         batch = _share(inner, input_ids, attention_mask)
-        # Not logged: the next batch may save more.
+        # The next batch may save more: log nothing yet.
         return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
@@ -106,9 +104,8 @@ def share_pass(
 
     Args:
         model: without wrappers.
-        arguments: by name.
         always: share if anything is saved, or raise ValueError.
-        with_trailing: compute padding behind last tokens too.
+        with_trailing: as in `pack_trie`.
     """
     batch = None
     reason = _reason_of_arguments(arguments) or why_not_shared(model)
@@ -260,7 +257,6 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the first hidden states' dtype, for eager masks."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.dtype
@@ -271,7 +267,6 @@ class _Unknown(Exception):
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Return each layer type's sliding window or None, or raise `_Unknown`."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
@@ -327,8 +322,6 @@ def _reason_now(model: PreTrainedModel) -> str | None:
 
 
 class _Facts(NamedTuple):
-    """Why an architecture cannot share prefixes, or None; whether positions are relative."""
-
     reason: str | None
     relative: bool = False
 

@@ -1,4 +1,4 @@
-"""Whether functions are the same code, whatever their names."""
+"""Whether functions are the same code apart from names."""
 
 from __future__ import annotations
 

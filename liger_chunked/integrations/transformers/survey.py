@@ -1,7 +1,4 @@
-"""Tell which heads and layers of transformers' classes the kernels serve, on small models of default configs.
-
-`config_of` replaces the sizes in a config and its parts by name. `OVERRIDES` lists the exceptions.
-"""
+"""Tell which heads and layers of transformers' classes the kernels serve, on small models of default configs."""
 
 from __future__ import annotations
 
@@ -240,7 +237,7 @@ def _scaled(parts: Iterable[int], total: int) -> list[int]:
 
 
 def small_model(name: str) -> PreTrainedModel:
-    """Return a model in training mode, on the CPU. Raises what transformers raises."""
+    """Return a model in training mode, on the CPU."""
     cls = getattr(transformers, name)
     config = config_of(cls.config_class())
     config._attn_implementation = "eager"
@@ -287,7 +284,6 @@ def class_names(patterns: Sequence[str] = ()) -> list[str]:
 
 
 def survey(name: str) -> Row:
-    """Return what the kernels serve of a small model of a class."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
@@ -311,13 +307,11 @@ def _survey(name: str) -> Row:
 
 
 def _sentence(text: str) -> str:
-    """Return the first sentence, without its common beginning."""
     text = re.sub(r"^a fused loss cannot stand in for \S+: ", "", " ".join(text.split()))
     return re.split(r"\.? *\. ", text)[0].rstrip(".")
 
 
 def lines(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each class, then a summary."""
     rows = []
     for name in names:
         rows.append(survey(name))
@@ -326,7 +320,6 @@ def lines(names: Iterable[str]) -> Iterator[str]:
 
 
 def page(names: Iterable[str]) -> str:
-    """Return a Markdown page with a table."""
     rows = [survey(name) for name in names]
     return "\n".join([_INTRODUCTION, _summary(rows), "", *_HEADER, *(row.markdown for row in rows)])
 

@@ -60,8 +60,7 @@ def pack_trie(
     """Merge a padded batch's sequences into a trie, on the host. Waits for the device once.
 
     Args:
-        input_ids: (B, T), padded anywhere.
-        attention_mask: (B, T), 0 at padding; None if there is none.
+        input_ids, attention_mask: as in `share_batch`.
         row_tokens: longest row, unless a tree is larger; None for one row.
         multiple: round the rows' length up to a multiple of this.
         with_trailing: also pack padding behind last tokens.
@@ -184,7 +183,7 @@ def _n_common(a: _Array, b: _Array) -> int:
 
 
 def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Return each row's sequences. Trees, largest first, go into the first row where they fit."""
+    """Cut the order into rows. Trees, largest first, go into the first row where they fit."""
     if row_tokens is None or sum(sizes) <= row_tokens:
         return [order]
     trees: list[list[int]] = []
@@ -224,7 +223,6 @@ class _Path:
         return part
 
     def skip(self, n: int) -> slice:
-        """Return `n` places outside the sequence."""
         self.place += n
         return slice(self.place - n, self.place)
 
@@ -238,7 +236,6 @@ class _Path:
                 self._parts.append(slice(part.start, kept))
 
     def nodes(self, base: int) -> _Array:
-        """Return the sequence's places, plus `base`."""
         return np.concatenate([np.arange(base + part.start, base + part.stop) for part in self._parts])
 
 
@@ -272,12 +269,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Return `rows[index]`, with zeros where `index` is negative.
+    """Return `rows[index]` of `rows` (N, H), with zeros where `index` is negative.
 
     Gradients of repeated rows are summed in float32, deterministically.
-
-    Args:
-        rows: (N, H).
-        index: integers of any shape.
     """
     return _GatherRows.apply(rows, index.flatten()).view(*index.shape, rows.shape[1])

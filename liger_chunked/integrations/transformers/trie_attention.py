@@ -5,8 +5,7 @@ transformers passes a 4-D mask, or a dict of one per layer type, unchanged to th
 - a dense mask, for SDPA and eager attention: on a CPU and for short rows
 - a `TrieMask`, for FlexAttention, which skips invisible blocks
 
-`serve` makes SDPA and flash attention run FlexAttention for a `TrieMask`. The mask decides, not the config, so that
-checkpointing recomputes a layer alike.
+The mask decides which attention runs, not the config, so that checkpointing recomputes a layer alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BLOCK = 128  # tokens
-TRIES_ONLY = "liger_tries_only"  # an attention implementation for `TrieMask` only
+TRIES_ONLY = "liger_tries_only"
 _SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 
 

@@ -107,7 +107,6 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _largest(ours: Tensor, expected: Tensor) -> str | None:
-    """Describe the largest difference beyond rounding."""
     if ours.shape != expected.shape:
         return f"its shape is {tuple(expected.shape)}, that of the kernel {tuple(ours.shape)}"
     distance = (ours.double() - expected.double()).norm(dim=-1)
@@ -125,7 +124,6 @@ _POSITIONS = torch.tensor([[0, 1, 2, 7, 50]])
 
 
 def _angles(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return a text model's cos and sin, or None."""
     try:
         rotary: Any = copy.deepcopy(module).to(dtype=torch.float32)
         device = next(rotary.buffers()).device
@@ -156,9 +154,6 @@ def _rotary_difference(ours: Callable[..., Any], function: Any, cos: Tensor, sin
         differences = (_largest(y, e) for y, e in zip(rotated, expected, strict=True))
         return next(filter(None, differences), None)
     return reason
-
-
-# Layers.
 
 
 def built(binding: Binding, cls: type[nn.Module], modeling: ModuleType) -> nn.Module:
@@ -236,7 +231,6 @@ def _attribute(value: Any, sizes: dict[int, int]) -> Any:
 
 
 def _probe(module: nn.Module, cls: Any, sizes: dict[int, int]) -> Any:
-    """Copy `module` with small random weights."""
     probe = object.__new__(cls)
     nn.Module.__init__(probe)
     internal = {*vars(probe), *FORWARD_SLOTS, "_hf_hook"}
@@ -276,7 +270,6 @@ def _tokens(width: int) -> Tensor:
 
 
 def _stock_output(layer: Layer, probe: Any, cls: Any) -> tuple[int, Tensor]:
-    """Return an accepted input width, and the output."""
     widths = [p.shape[-1] for p in probe.parameters()] if layer.method == "forward" else []
     failure: Exception | None = None
     for width in dict.fromkeys(widths or [48]):
@@ -310,7 +303,6 @@ def _cast(probe: Any, dtype: torch.dtype) -> Any:
 
 
 def _rounding(binding: Binding, probe: Any, cls: Any, width: int) -> str | None:
-    """Compare a norm's bfloat16 rounding, with weights in float32 and bfloat16."""
     x = _random(64, width).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         probe = _cast(probe, dtype)

@@ -1,15 +1,9 @@
-"""TRL's trainers, without logits.
-
-    Liger*Trainer                a mixin over TRL's class
-      model(..., labels=,        maybe wrapped (DDP, FSDP, ZeRO, PEFT)
-            fused_lm_head=True   TRL's call: returns `FusedCausalLMOutput`, from `linear_token_stats`
-            head_fn=fn)          our call: returns `fn(head, input)`
-        head_pass                both calls: backbone, then `fn` in place of lm_head and loss
+"""TRL's trainers, without logits. `add_chunked_lm_head` describes the calls of their models.
 
 A trainer's loss comes from one of three places:
 
 1. SFT, DPO, KTO, GRPO, RLOO: TRL, from the statistics of our fused head.
-2. ORPO, CPO, GKD, GOLD, distillation, online DPO: our override of the method that builds logits.
+2. Others: our override of the method that builds logits.
 3. `loss=`: one of this library, or a user's.
 """
 

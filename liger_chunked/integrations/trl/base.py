@@ -30,7 +30,6 @@ Loss = TypeVar("Loss", bound=nn.Module)
 # See docs/tuning.md.
 HEAD_BUDGET = 512 * 2**20
 
-# Statistics: TRL's names to ours.
 STATISTICS = {
     "log_probs": "logps",
     "entropy": "entropy",
@@ -99,9 +98,9 @@ def _forward(
 def head_pass(
     forward: Callable[..., Any], head_fn: HeadFn, share: Callable[..., SharedBatch | None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `head_fn(head, input)` on the hidden states of the batch in `args` and `kwargs`.
+    """Return `head_fn(head, input)` for the batch in `args` and `kwargs`.
 
-    All models' passes come here. If `share` returns a batch, the model runs on that.
+    If `share` returns a batch, the model runs on that.
     """
     batch = share(args, kwargs)
     if batch is None:
@@ -115,7 +114,6 @@ def head_pass(
 def _share(
     model: PreTrainedModel, setting: bool | str, reads_padding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SharedBatch | None:
-    """Return the batch without repeated prefixes, or None."""
     if setting is False:
         return None
     if args:
@@ -182,7 +180,7 @@ def fused_output(
 
 
 class Step(NamedTuple):
-    """A loss, its metrics, its target (B, T), and the load-balancing loss."""
+    """A loss; `target` is (B, T), and `aux_loss` the load-balancing loss."""
 
     loss: Tensor
     metrics: Any
@@ -243,7 +241,6 @@ _MULTIMODAL = (
     "image_position_ids",
 )
 
-# For mypy.
 _Trainer: Any = object
 
 
@@ -251,7 +248,6 @@ class LigerTrainerMixin(_Trainer):
     """Adds chunked heads and the argument `loss` to a trainer of TRL.
 
     Args:
-        *args, **kwargs: see TRL.
         loss: replaces the trainer's; a `loss_kind`. Config fields in `replaced_fields` must have TRL's defaults or
             agree.
         logits_budget: see `LogitOptions`. None: 512 MiB for heads that replace TRL's, else automatic. Not with `loss`.
@@ -266,7 +262,6 @@ class LigerTrainerMixin(_Trainer):
     loss_kind: ClassVar[type[Any] | None] = None
     # Config fields of TRL's loss, and equivalent attributes of `loss`, or None.
     replaced_fields: ClassVar[Mapping[str, str | None]] = {}
-    # Models without TRL's fused head.
     models_without_head: ClassVar[tuple[str, ...]] = ()
     share_prefix: bool | str = False
 
@@ -372,12 +367,11 @@ class LigerTrainerMixin(_Trainer):
 
 
 class SharedPromptsMixin(LigerTrainerMixin):
-    """Shares the prompts of trainers with several sequences per prompt.
+    """Adds an argument to trainers with several sequences per prompt.
 
     Args:
         share_prefix: compute a prompt once for its sequences. "auto" does so if the model allows it and a tenth of a
-            batch's tokens is saved. True raises ValueError for other models. Off by default, because rarely run on
-            GPUs. See docs/shared_prefix.md.
+            batch's tokens is saved. True raises ValueError for other models. See docs/shared_prefix.md.
     """
 
     def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
@@ -428,8 +422,7 @@ def chunked_heads(
         with chunked_heads():
             trainer = GRPOTrainer(...)
 
-    For trainers of TRL and your own. The arguments are those of `add_chunked_lm_head`; `logits_budget` is 512 MiB by
-    default.
+    The arguments are those of `add_chunked_lm_head`; `logits_budget` is 512 MiB by default.
     """
     budget = HEAD_BUDGET if logits_budget is None else budget_bytes(logits_budget)
     with_settings = functools.partial(add_chunked_lm_head, logits_budget=budget, share_prefix=share_prefix)
@@ -503,7 +496,6 @@ class ReferenceMixin(LigerTrainerMixin):
         loss: Any = None,
         **kwargs: Any,
     ) -> None:
-        # `LigerTrainerMixin` rejects a loss of another class.
         if self.loss_kind is not None and isinstance(loss, self.loss_kind) and loss.use_ref_model is False:
             given = ["a ref_model"] if ref_model is not None else []
             settings = ("precompute_ref_log_probs", "sync_ref_model")

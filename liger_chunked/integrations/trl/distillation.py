@@ -88,11 +88,8 @@ def _entropy_sum(head: Head, input: HeadInput, options: LogitOptions) -> Tensor:
 
 
 class TeacherMixin(LigerTrainerMixin):
-    """For trainers with a teacher's logits."""
-
     loss_kind = LigerFusedLinearDistillationBase
     models_without_head: ClassVar[tuple[str, ...]] = ("teacher_model",)
-    # The default budget.
     default_budget: ClassVar[int | None] = None
 
     def _distil(

@@ -13,7 +13,6 @@ from liger_chunked.losses.policy import REDUCTIONS
 from liger_chunked.losses.rollouts import IMPORTANCE_LEVELS
 from liger_chunked.types import LogitOptions
 
-# TRL's names of the metrics, and ours.
 _LOGGED = {
     "entropy": "entropy",
     "kl": "kl",

@@ -92,8 +92,6 @@ def mean_logits(head: Head, input: HeadInput, logits_budget: int | float | str |
 
 
 class ConcatenatedMixin(SharedPromptsMixin):
-    """For trainers whose `concatenated_forward` builds logits."""
-
     loss_kind = LigerFusedLinearPreferenceBase
     models_without_head = ("model",)
     # TRL's name for the padding token.

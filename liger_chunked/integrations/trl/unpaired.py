@@ -63,7 +63,6 @@ class KTOMixin(ReferenceMixin):
         return self.accelerator.gather_for_metrics(kl).mean()
 
     def _log_metrics(self, step: Step) -> None:
-        """Log means of each side over all ranks."""
         logs, metrics = self.mode_metrics, step.metrics
         sides = []
         for side in ("chosen", "rejected"):
