@@ -3,7 +3,7 @@
     loss, metrics = dpo_loss(lm_head.weight, hidden, target, ref_logps=ref_logps, beta=0.1)
 
 is `LigerFusedLinearDPOLoss(beta=0.1)(lm_head.weight, hidden, target, ref_logps=ref_logps)`, with equal defaults.
-The class and its `forward` document the arguments; they say `input` for `hidden`.
+The class and its `forward` document the arguments, results and errors; they say `input` for `hidden`.
 """
 
 from __future__ import annotations
@@ -74,11 +74,7 @@ def cross_entropy_loss(
 ) -> Tensor | tuple[Tensor, CrossEntropyMetrics]:
     """Compute the cross entropy of `lm_head` logits against token ids: `mean(logsumexp(z) - z[target])`.
 
-    See `LigerFusedLinearCrossEntropyLoss`.
-    `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
-
-    Returns:
-        The loss, () or like `target` with `reduction="none"`; with a `return_...` flag `(loss, CrossEntropyMetrics)`.
+    See `LigerFusedLinearCrossEntropyLoss`. `hidden` is (B, T, H) or (N, H), `target` (B, T) or (N,).
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -153,11 +149,7 @@ def dpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the DPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected))` of log-ratios in nats.
 
-    See `LigerFusedLinearDPOLoss`.
-    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
-
-    Returns:
-        `(loss, PreferenceMetrics)`.
+    See `LigerFusedLinearDPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -228,11 +220,7 @@ def orpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the ORPO loss of preference pairs: `nll - beta * log sigmoid(log odds(chosen) - log odds(rejected))`.
 
-    See `LigerFusedLinearORPOLoss`.
-    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
-
-    Returns:
-        `(loss, PreferenceMetrics)`.
+    See `LigerFusedLinearORPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -295,11 +283,7 @@ def cpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the CPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected)) + cpo_alpha * nll`.
 
-    See `LigerFusedLinearCPOLoss`.
-    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
-
-    Returns:
-        `(loss, PreferenceMetrics)`.
+    See `LigerFusedLinearCPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -368,11 +352,7 @@ def simpo_loss(
 ) -> tuple[Tensor, PreferenceMetrics]:
     """Compute the SimPO loss of preference pairs: `-log sigmoid(beta * (chosen - rejected) - gamma)`, by token means.
 
-    See `LigerFusedLinearSimPOLoss`.
-    `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
-
-    Returns:
-        `(loss, PreferenceMetrics)`.
+    See `LigerFusedLinearSimPOLoss`. `hidden` is (2 n, T, H), `target` (2 n, T), chosen sequences first.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # one pair of three tokens
@@ -448,11 +428,7 @@ def kto_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the KTO loss of labelled sequences: `1 - sigmoid(beta * (log-ratio - kl))`, with the sign of the label.
 
-    See `LigerFusedLinearKTOLoss`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
-
-    Returns:
-        `(loss, UnpairedPreferenceMetrics)`.
+    See `LigerFusedLinearKTOLoss`. `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -531,11 +507,7 @@ def bco_loss(
 ) -> tuple[Tensor, UnpairedPreferenceMetrics]:
     """Compute the BCO loss of labelled sequences: `-log sigmoid(reward - delta)`, with the sign of the label.
 
-    See `LigerFusedLinearBCOLoss`.
-    `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
-
-    Returns:
-        `(loss, UnpairedPreferenceMetrics)`.
+    See `LigerFusedLinearBCOLoss`. `hidden` is (n, T, H), `target` (n, T), `preference_labels` (n,) bool.
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # a desirable and an undesirable sequence
@@ -630,11 +602,7 @@ def grpo_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Compute the GRPO loss of sampled completions, or a variant by `surrogate` and `reduction`.
 
-    See `LigerFusedLinearGRPOLoss`.
-    `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
-
-    Returns:
-        `(loss, PolicyMetrics)`.
+    See `LigerFusedLinearGRPOLoss`. `hidden` is (B, T, H), `target` (B, T), `advantages` (B,), (B, 1) or (B, T).
 
     >>> import torch
     >>> weight, hidden = torch.randn(11, 4), torch.randn(2, 3, 4)       # two completions of up to three tokens
@@ -725,11 +693,7 @@ def kl_div_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute `KL(teacher || student)`, or `KL(student || teacher)` with `reverse`, in nats per token.
 
-    See `LigerFusedLinearKLDivLoss`.
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
-
-    Returns:
-        `(loss, DistillationMetrics)`.
+    See `LigerFusedLinearKLDivLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -796,11 +760,7 @@ def jsd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the generalized Jensen-Shannon divergence of teacher and student, in nats per token.
 
-    See `LigerFusedLinearJSDLoss`.
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
-
-    Returns:
-        `(loss, DistillationMetrics)`.
+    See `LigerFusedLinearJSDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -865,11 +825,7 @@ def tvd_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the total variation distance of teacher and student, `sum(|p - q|) / 2` per token.
 
-    See `LigerFusedLinearTVDLoss`.
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
-
-    Returns:
-        `(loss, DistillationMetrics)`.
+    See `LigerFusedLinearTVDLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
@@ -933,11 +889,7 @@ def cosine_similarity_loss(
 ) -> tuple[Tensor, DistillationMetrics]:
     """Compute the cosine distance of the student's logits and the teacher's, `1 - cos` per token.
 
-    See `LigerFusedLinearCosineSimilarityLoss`.
-    `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
-
-    Returns:
-        `(loss, DistillationMetrics)`.
+    See `LigerFusedLinearCosineSimilarityLoss`. `hidden` and `teacher_input` are (B, T, H) or (N, H); H may differ.
 
     >>> import torch
     >>> weight, hidden, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -69,9 +69,7 @@ DIFFERENTIABLE = ("logps", "lse", "entropy", "mean_logits")
 
 @dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """A weight (V, H) with a low-rank adapter, such as LoRA, which every loss takes as its weight.
-
-    The logits are `x @ weight.T + down(x) @ up.T + bias`, without a second (V, H) matrix.
+    """A weight (V, H) with a low-rank adapter, such as LoRA: `x @ weight.T + down(x) @ up.T + bias` are the logits.
 
     Args:
         weight: (V, H), usually frozen.
@@ -103,7 +101,6 @@ class AdaptedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of `weight`."""
         return self.weight.dtype
 
     @property
@@ -118,11 +115,11 @@ class AdaptedWeight:
         return AdaptedWeight(self.weight[rows], self.up[rows], self.down)
 
     def detach(self) -> AdaptedWeight:
-        """Detach `weight` and `up`, but not `down`."""
+        """Detach all but `down`."""
         return AdaptedWeight(self.weight.detach(), self.up.detach(), self.down)
 
     def float(self) -> AdaptedWeight:
-        """Return `weight` and `up` in float32."""
+        """Return the tensors in float32."""
         return AdaptedWeight(self.weight.float(), self.up.float(), self.down)
 
 
@@ -137,16 +134,13 @@ class VocabShard:
     pass the same tokens, options and other tensors, and get the same loss.
 
     Args:
-        group: the process group, in rank order; None: the default group.
+        group: the process group; None: the default one.
         start: id of this rank's first row.
         vocab_size: size of the whole vocabulary. Rows from this id on are padding, outside the softmax, with a zero
             gradient. Shards may differ in size, or be all padding.
         input_grad: the hidden states' gradient: "all_reduce", the whole; "partial", the rank's share, if the caller
             sums over ranks; "reduce_scatter", if hidden states (B, T / ranks, H) are this rank's part of the sequences,
             in rank order: that part's. All other tensors are whole.
-
-    Raises:
-        TypeError, ValueError: a wrong start, size or name.
     """
 
     group: ProcessGroup | None
@@ -181,7 +175,7 @@ class Head(NamedTuple):
 
 
 class LossHead(NamedTuple):
-    """The `Head` that a loss was called with; with `shard`, weight and bias are this rank's rows."""
+    """The `Head` of a loss; with `shard`, weight and bias are this rank's rows."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -205,7 +199,7 @@ class LossHead(NamedTuple):
 
     @property
     def even_shape(self) -> tuple[int, int]:
-        """(V, H) as if ranks had equally many rows, to cut the same chunks."""
+        """(V, H) as if ranks had equally many rows: all cut the same chunks."""
         rows, hidden_size = self.weight.shape
         return rows if self.shard is None else -(-self.shard.vocab_size // self.shard.ranks), hidden_size
 
@@ -293,12 +287,9 @@ _UNITS = {"b": 1} | {
 
 
 def budget_bytes(budget: int | float | str | None) -> int | None:
-    """Convert a `logits_budget` to bytes.
+    """Convert a `logits_budget`, a positive whole number of bytes, from text with a unit.
 
     Units, in any case: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
-
-    Raises:
-        TypeError, ValueError: not a size, or not a positive whole number of bytes.
 
     >>> budget_bytes(1e9), budget_bytes("1GB"), budget_bytes("512MiB"), budget_bytes("256 mb")
     (1000000000, 1000000000, 536870912, 256000000)
@@ -336,18 +327,14 @@ def budget_bytes(budget: int | float | str | None) -> int | None:
 class LogitOptions:
     """The logits' transform, ignored tokens, and memory budget.
 
-    The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, without a softcap `logit_scale * z /
-    temperature`.
+    The transform is `softcap * tanh(logit_scale * z / softcap) / temperature`, or without a softcap
+    `logit_scale * z / temperature`.
 
     Args:
         ignore_index: tokens with this target do not count, at no cost.
         softcap: Gemma's `final_logit_softcapping`.
         logit_scale: Cohere's `logit_scale`, Granite's `1 / logits_scaling`.
-        temperature: divisor, applied last.
         logits_budget: most bytes of logits in memory, see `budget_bytes`; None: automatic.
-
-    Raises:
-        TypeError, ValueError: an option is not a number, or out of range.
     """
 
     ignore_index: int = -100
@@ -373,11 +360,7 @@ class LogitOptions:
 
     @classmethod
     def of(cls, loss: type, options: LogitOptionsDict) -> LogitOptions:
-        """Build the options from keywords.
-
-        Raises:
-            TypeError, ValueError: an unknown keyword or invalid option.
-        """
+        """Build the options from keywords."""
         return cls(**own_options(loss, options, LogitOptionsDict.__annotations__))
 
 
@@ -408,7 +391,7 @@ class Pairs:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, 2, T) log-probabilities, zero at ignored tokens."""
+        """(n, 2, T) `token_stats.logps`."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
@@ -423,7 +406,7 @@ class Examples:
     """`n` labelled sequences, the input of an unpaired loss. `T` and `batch_...` as in `Pairs`.
 
     - `logps`, `ref_logps`, `lengths` (n,), `mask`, `token_stats` (n, T): as in `Pairs`, without `ld_alpha`
-    - `desirable` (n,): True for a sequence to learn, False for one to unlearn
+    - `desirable` (n,): True if desirable
     - `reference_point` (): the call's `kl` in nats or `delta` in rewards, or zero, as the loss declares; without
       gradient
     - `batch_size`: sequences
@@ -442,7 +425,7 @@ class Examples:
 
     @property
     def token_logps(self) -> Tensor:
-        """(n, T) log-probabilities, zero at ignored tokens."""
+        """(n, T) `token_stats.logps`."""
         assert self.token_stats.logps is not None
         return self.token_stats.logps
 
@@ -498,7 +481,7 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of a paired loss, detached.
 
     - `chosen_logps`, `rejected_logps` (n,): `Pairs.logps`
-    - `chosen_logits_mean`, `rejected_logits_mean` (): mean logit over vocabulary and valid tokens
+    - `chosen_logits_mean`, `rejected_logits_mean` (): mean over vocabulary and valid tokens
     - `nll_loss` (): nats per valid chosen token; zero without an NLL term
     - `chosen_rewards`, `rejected_rewards` (n,): `beta * (logps - ref_logps)`, with the loss's `reward_shape`
     """
@@ -554,8 +537,7 @@ class PolicyMetrics(NamedTuple):
     Means are over valid tokens, or sequences for values per sequence; zero over nothing.
 
     - `entropy` (), `kl` (): mean, in nats; the KL is the loss's estimate
-    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either, without
-      gradient
+    - `clip_ratio_low`, `clip_ratio_high`, `clip_ratio` (): share of ratios clipped below, above, or either
     """
 
     entropy: Tensor
@@ -569,7 +551,7 @@ class CrossEntropyMetrics(NamedTuple):
     """Metrics of the cross entropy, detached; None if not requested.
 
     - `z_loss`: the term of `lse_square_scale`, reduced like the loss
-    - `token_accuracy` (): share of valid tokens with the target as argmax
+    - `token_accuracy` (): share of valid tokens whose argmax is the target
     - `predicted_tokens`: the argmax in the target's shape, -1 at ignored tokens
     """
 
@@ -598,11 +580,7 @@ class Divergence:
 
     @classmethod
     def jensen_shannon(cls, beta: float) -> Divergence:
-        """Return the divergence of `LigerFusedLinearJSDLoss`.
-
-        Raises:
-            TypeError, ValueError: beta is not a number in [0, 1].
-        """
+        """Return the divergence of `LigerFusedLinearJSDLoss`."""
         check_number("beta", beta)
         if not 0.0 <= beta <= 1.0:
             raise ValueError(f"beta must be in [0, 1], got {beta}")

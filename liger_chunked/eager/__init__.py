@@ -1,6 +1,6 @@
-"""Oracles: every loss on full logits, in plain torch.
+"""Oracles of the tests: every loss on full logits, in plain torch.
 
-Arguments are named as in the fused losses.
+The fused losses have the same arguments and document them.
 """
 
 from liger_chunked.eager.cross_entropy import cross_entropy

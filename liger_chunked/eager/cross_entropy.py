@@ -29,15 +29,7 @@ def cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return `F.cross_entropy` on full logits `z`, plus `lse_square_scale * logsumexp(z) ** 2`.
-
-    Args:
-        ignore_index, reduction, label_smoothing: as in `F.cross_entropy`; "mean" without valid tokens is NaN.
-        num_items: divides the sum, instead of the batch's divisor.
-        token_weights: like `target`; "mean" divides by their sum.
-        focal_gamma: `-(1 - p_y)**gamma log p_y`.
-        dft: `-p_y log p_y`, without a gradient through the factor.
-        entropy_weight: adds `-entropy_weight * H(softmax(z))`, averaged over valid tokens.
+    """Return the loss of `LigerFusedLinearCrossEntropyLoss`, but NaN for a "mean" without valid tokens.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(3, 4), torch.tensor([1, -100, 3])
     >>> per_token = cross_entropy(weight, input, target, reduction="none")

@@ -20,17 +20,6 @@ def _relative_entropy(a: Tensor, b: Tensor) -> Tensor:
 def divergence(name: str, z: Tensor, t: Tensor, parameter: float = 0.5) -> Tensor:
     """Return the divergence of student and teacher logits `z` and `t`, (..., V) to (...).
 
-        kl               sum q log(q/p)                        p = softmax(z), q = softmax(t)
-        reverse_kl       sum p log(p/q)
-        skew_kl          sum q log(q/(a q + (1 - a) p))        a, b: the parameter
-        skew_reverse_kl  sum p log(p/(a p + (1 - a) q))
-        jsd              b sum q log(q/m) + (1 - b) sum p log(p/m)    m = (1 - b) p + b q
-        tvd              1/2 sum |p - q|
-        squared_error    1/V sum (z - t)**2
-        cosine           1 - z.t/(|z| |t|)
-
-    A jsd of parameter 0 is kl, and of 1 reverse_kl.
-
     >>> z, t = torch.randn(3, 7), torch.randn(3, 7)
     >>> bool(torch.allclose(divergence("jsd", z, t), divergence("jsd", t, z)))
     True
@@ -92,9 +81,7 @@ def distillation(
     teacher_logit_scale: float | None = None,
     teacher_temperature: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `weight_soft_loss * divergence + weight_hard_loss * nll` (temperature 1), and both terms.
-
-    Teacher rows beyond V are cut; its transform defaults to the student's. A top-k has one bin for other tokens.
+    """Return the loss of `LigerFusedLinearDistillationBase` with `divergence(name, ...)`, and its two terms.
 
     >>> weight, input, teacher = torch.randn(11, 4), torch.randn(3, 4), torch.randn(11, 4)
     >>> loss, metrics = distillation(weight, input, weight, input)

@@ -51,7 +51,7 @@ class _Divergence(NamedTuple):
 
 
 def _logistic(logit: Tensor, probability: float) -> Tensor:
-    # The gradient sigmoid(x) - q of F.binary_cross_entropy_with_logits cancels in small losses.
+    # The gradient of F.binary_cross_entropy_with_logits, sigmoid(x) - q, cancels in small losses.
     return -(probability * F.logsigmoid(logit) + (1 - probability) * F.logsigmoid(-logit))
 
 
@@ -143,17 +143,7 @@ def dpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean of `loss_type` over pairs, plus `alpha` times the chosen tokens' NLL, and detached metrics.
-
-    `log pi(y|x)` is a sum over tokens, or the mean with `average_log_prob`; `log pi_ref` is 0 without a reference.
-    Empty pairs add 0, but count in the mean.
-
-    Args:
-        loss_type: one of `LOSS_TYPES`, or several, added with `loss_weights`.
-        beta, label_smoothing, discopop_tau: beta, eps and tau of the formulas.
-        f_divergence_type, f_alpha_divergence_coef: replace `log(pi/pi_ref)` by `f'(pi/pi_ref)` (f-DPO).
-        ld_alpha: weight of tokens past the other sequence's length (LD-DPO).
-        use_weighting: weight pairs by the policy's likelihood (WPO).
+    """Return the loss and detached metrics of `LigerFusedLinearDPOLoss`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

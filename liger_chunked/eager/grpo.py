@@ -125,28 +125,7 @@ def grpo(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return the sum over tokens of `(w * cost + beta * kl) / denominator`, minus `entropy_coef` times mean entropy.
-
-    Cost and denominator, with importance ratio `r`, advantage `A` and token `y`:
-
-        clip        -min(min(r, delta) A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A)
-        reinforce   -r A
-        cispo       -max(cispo_epsilon_low, min(r, epsilon_high)) A log pi(y), no gradient through the ratio
-        gmpo        -(prod_t c_t)^(1/|y|) A, c = min(r, e^epsilon_high) if A > 0, max(r, e^-epsilon_low) if A < 0
-        sapo        -4/tau sigmoid(tau (r - 1)) A
-        vespo       -phi A log pi(y), no gradient through phi, which includes w
-        clip_cov    as clip, but 0 at the largest covariances in (lb, ub) that are not clipped
-        kl_cov      -r A + ppo_kl_coef |log r| at the largest covariances, elsewhere -r A
-
-        grpo        B |y|
-        bnpo        tokens of the batch
-        dapo        num_items, or tokens of the batch
-        dr_grpo     B max_completion_length
-        luspo       B
-
-    The KL is `-d`, `d^2 / 2`, `exp(d) - d - 1` or `|d|`, `d = log pi_ref(y) - log pi(y)`, times `r` with bias
-    correction. A negative advantage costs 0 if the sequence's mean of `log pi_old - log pi` exceeds
-    `off_policy_mask_threshold`. Metrics are detached, and None if not applicable.
+    """Return the loss and detached metrics of `LigerFusedLinearGRPOLoss`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

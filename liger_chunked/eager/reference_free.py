@@ -52,9 +52,7 @@ def orpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return `nll - beta log sigmoid(log(odds_chosen/odds_rejected))`, averaged over pairs.
-
-    `odds = P/(1 - P)`, with `P` a sequence's geometric mean probability, at most `1 - 1e-12`.
+    """Return the loss of `LigerFusedLinearORPOLoss`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> orpo(weight, input, target).shape
@@ -83,9 +81,7 @@ def cpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean of `loss_type` over pairs, plus `cpo_alpha` times the chosen tokens' NLL.
-
-    A nonzero `alphapo_alpha` replaces `log p` by `(1 - p**-alpha)/alpha`.
+    """Return the loss of `LigerFusedLinearCPOLoss`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> cpo(weight, input, target, loss_type="simpo").shape
@@ -125,11 +121,7 @@ def simpo(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return SimPO's equation 6, the mean of `-log sigmoid(x)`.
-
-        x = beta/|y_w| log p(y_w) - beta/|y_l| log p(y_l) - gamma
-
-    "hinge" is `max(0, 1 - x)`. `compute_nll_loss` adds `alpha` times the NLL.
+    """Return the loss of `LigerFusedLinearSimPOLoss`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> simpo(weight, input, target).shape

@@ -18,11 +18,7 @@ def logits(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return all logits (..., V): `softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap) / temperature`.
-
-    Without a softcap, no tanh. weight (V, H), input (..., H), bias (V,). The product is in the inputs' dtype, the rest
-    in float32 or float64.
-    """
+    """Return the transformed logits (..., V): the product in the inputs' dtype, the rest in float32 or float64."""
     z = F.linear(input, weight, bias)
     z = z if z.dtype == torch.float64 else z.float()
     z = logit_scale * z
@@ -43,17 +39,7 @@ def token_stats(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
-    """Return token statistics in nats, with logits `z`, `p = softmax(z)` and target `y`.
-
-        logps             log p_y
-        lse               log sum_v exp z_v
-        entropy           -sum_v p_v log p_v
-        mean_logits       1/V sum_v z_v
-        argmax            argmax_v z_v
-        is_top1           argmax_v z_v = y
-        log_sum_sq_probs  log sum_v p_v**2
-
-    Shaped like `target`, 0 at `ignore_index` (argmax: -1).
+    """Return `outputs`, fields of `TokenStats`, shaped like `target`, 0 at `ignore_index` (argmax: -1).
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> stats = token_stats(weight, input, torch.tensor([[1, 2, 3], [4, 5, -100]]), outputs=("logps", "argmax"))

@@ -79,12 +79,7 @@ def kto(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean over sequences of `lambda - v`, with the value `v` of the log-ratio `r`.
-
-        v = lambda sigmoid(beta (r - z))      lambda = desirable_weight
-        v = lambda sigmoid(beta (z - r))      lambda = undesirable_weight
-
-    `z`, at least 0, is `kl` or the mean log-ratio of `kl_input` and `kl_target`; 0 for "apo_zero_unpaired".
+    """Return the loss of `LigerFusedLinearKTOLoss`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> kto(weight, input, target, torch.tensor([True, False]), kl=0.5).shape
@@ -133,7 +128,7 @@ def bco(
     ignore_index: int = -100,
     **transform: Any,
 ) -> Tensor:
-    """Return the mean cross entropy of a classifier with the logit `reward - delta`.
+    """Return the loss of `LigerFusedLinearBCOLoss`.
 
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 3], [4, 5, -100]])
     >>> bco(weight, input, target, torch.tensor([True, False])).shape

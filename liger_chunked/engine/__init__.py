@@ -3,14 +3,11 @@
 batch, plan                      which tokens count; how they are cut
 step                             the loop over chunks, and its autograd Function
 head, epilogue, distillation     the passes that `step` drives: plain logits, fused epilogue, student and teacher
-adapter                          the low-rank term of an adapted weight
 gradients                        accumulators of dX, dW and db
 divergences, top_k               divergences of a tile of logits
 stats                            linear_token_stats
 packed                           sequences without padding
 shard, scattered, sequence       a vocabulary, hidden states, or sequences split over ranks
-precision, side_stream, hooks    float32 sums, overlapping products, hooks on saved tensors
-checks                           of inputs
 """
 
 from liger_chunked.engine.batch import Group, Layout, along, lay_out, lay_out_every

@@ -11,13 +11,12 @@ from liger_chunked.engine.checks import autocasts
 from liger_chunked.kernels.operands import described, plain
 from liger_chunked.types import AdaptedWeight
 
-# float16 holds neither a `u` of 1e5 nor an `up` of 1e-7: `up` is small, above all early in training. All ranks use one
-# number, because a split vocabulary sums their gradients of `u`.
+# float16 holds neither a `u` of 1e5 nor an `up` of 1e-7. Constant, because ranks sum their gradients of `u`.
 _RANGE = 256.0
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values to `dtype`, in the dtype of `x`, with the identity's gradient."""
+    """Rounds to `dtype`, in the dtype of `x`, with the identity's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -37,13 +36,10 @@ def _parts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def apply_down(weight: AdaptedWeight, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` (V, H), `up` (V, k) and `u` (..., k), with `u @ up.T` the adapter's logits.
 
-    k is r, except for float32 adapters of a 16-bit head outside autocast. Rounding them gives up to 1.6 times the
-    error, so each factor is cut into a rounded part and the rest, and k is 3 r:
+    k is r. For float32 adapters of a 16-bit head outside autocast, k is 3 r, because rounding gives up to 1.6 times the
+    error:
 
         u @ up.T  ~  u_rounded @ up_rounded.T + u_rest @ up_rounded.T + u_rounded @ up_rest.T
-
-    Raises:
-        TypeError, ValueError: `down` returned something else.
     """
     u = weight.down(input)
     if not isinstance(u, Tensor) or not u.is_floating_point():

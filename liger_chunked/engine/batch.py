@@ -1,7 +1,7 @@
 """Select and order the tokens that have a target.
 
 token    a position with a target; others reach no matrix product
-group    tokens that an objective cannot split: one, a sequence, a pair
+group    a token, a sequence or a pair, which an objective cannot split
 chunk    whole groups that the objective sees at once, within the budget
 tile     rows of a chunk times a slice of the vocabulary: the logits in memory at once
 """
@@ -26,19 +26,19 @@ Group = Literal["token", "sequence", "pair"]
 
 
 def along(x: Tensor, part: slice | Tensor) -> Tensor:
-    """Return `x[part]`, or `x` if `part` covers it: a view takes longer than some kernels."""
+    """Return `x[part]`, or `x` if `part` covers it: creating a view takes longer than some kernels."""
     return x if isinstance(part, slice) and part.start == 0 and part.stop == x.shape[0] else x[part]
 
 
 class Chunk(NamedTuple):
-    """Consecutive groups, and the `rows` of their tokens in computing order."""
+    """Consecutive `groups`, and the `rows` of their tokens in the layout."""
 
     rows: slice
     groups: slice
 
 
 class Tile(NamedTuple):
-    """`rows` of the chunk, columns `vocab` of the logits."""
+    """`rows` of the chunk, and columns `vocab` of its logits."""
 
     rows: slice
     vocab: slice
@@ -59,11 +59,10 @@ def largest(tiles: list[Tile]) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each token.
+    """The order of tokens, and their places in the input and in the dense layout.
 
-    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are
-    computed in input order. A stacked pair's sequences lie far apart, so a step of several chunks reorders tokens with
-    `by_group`.
+    The dense layout is (N,) for tokens, (B, 1, T) for sequences, and (n, 2, T) for pairs, chosen first. Tokens are in
+    input order, except after `by_group`, which a step of several chunks needs: stacked pairs are not contiguous.
     """
 
     shape: tuple[int, ...]
@@ -76,12 +75,12 @@ class Layout:
     group_lengths: Sequence[int] | None  # valid tokens of each group, on the host
     shortest: int = 0  # smallest of `lengths`, on the host
     stacked: bool = False  # all chosen sequences, then all rejected ones
-    length: int = 1  # rows of the input of which ranks may split each stretch
-    row_of: Tensor | None = None  # the input's row at each place of the flattened target; None: the same
+    length: int = 1  # rows of the input, such as a sequence, that `scatter_rows` splits evenly over ranks
+    row_of: Tensor | None = None  # the input's row of each entry of the flattened target; None: the same
     split: SplitLayout | None = None  # this rank's part, if ranks split sequences
 
     def local(self, whole_batch: bool = False) -> Layout:
-        """Return the layout of the tokens that this rank computes; `whole_batch`: for an objective of all at once."""
+        """Return the layout of the tokens that this rank computes. `whole_batch`: the objective needs all groups."""
         if self.split is None:
             return self
         return dataclasses.replace(self.split, exchanges=True) if whole_batch else self.split
@@ -92,7 +91,7 @@ class Layout:
 
     @property
     def cut_lengths(self) -> Sequence[int] | None:
-        """The lengths of groups by which all ranks cut the same chunks."""
+        """The lengths of groups that decide where chunks end, equal on all ranks."""
         return self.group_lengths
 
     @property
@@ -119,7 +118,7 @@ class Layout:
         return self.slots[chunk.rows] - chunk.groups.start * self.tokens_per_group
 
     def dense(self, values: Tensor, chunk: Chunk) -> Tensor:
-        """Move a chunk's values (len,) to the dense layout, zero elsewhere. Deterministic, like `compact`."""
+        """Move a chunk's values (len,) to the dense layout, zero elsewhere."""
         if self.group_lengths is None:
             return values
         n_groups, slots = chunk.groups.stop - chunk.groups.start, self._slots_in(chunk)
@@ -128,11 +127,11 @@ class Layout:
         return self._unflatten(values, n_groups)
 
     def dense_values(self, values: Any, chunk: Chunk) -> Any:
-        """Move a NamedTuple's values."""
+        """Apply `dense` to the fields of a NamedTuple."""
         return values._make(None if f is None else self.dense(f, chunk) for f in values)
 
     def sum_of_shares(self, loss: Tensor) -> Tensor:
-        """Return the loss of all ranks from this rank's."""
+        """Return the loss of all ranks."""
         return loss
 
     def compact(self, dense: Tensor, chunk: Chunk) -> Tensor:
@@ -206,7 +205,7 @@ def lay_out(
 ) -> Layout:
     """Return the layout of a target (B, T), or (N,) for tokens. Raise ValueError for targets out of range.
 
-    Pairs are stacked: all chosen sequences first. Waits for the device once. The target is whole and padded.
+    The target has whole, padded sequences; for pairs, all chosen ones come first. Waits for the device once.
     """
     whole = _lay_out(target, group, ignore_index, vocab_size, name)
     if sequences is None:
@@ -257,7 +256,7 @@ def _lay_out(target: Tensor, group: Group, ignore_index: int, vocab_size: int, n
 
 
 def lay_out_every(shape: Sequence[int], split: SequenceSplit | None = None) -> Layout:
-    """Return the layout of valid tokens (B, T) or (N,) on this rank, without waiting for the device."""
+    """Return the layout of tokens (B, T) or (N,) on this rank that are all valid. Does not wait for the device."""
     n, length = math.prod(shape), shape[-1]
     if split is None:
         return _lay_out_every(n, length)
@@ -272,15 +271,15 @@ def _lay_out_every(n: int, length: int) -> Layout:
 
 @dataclass(frozen=True)
 class SplitLayout(Layout):
-    """This rank's tokens, of sequences split over ranks. Dense values are of whole sequences.
+    """This rank's tokens of sequences split over ranks.
 
-    Groups of several tokens are exchanged with each chunk, so that their objective sees them whole. Tokens have shares
-    of the loss of their own.
+    If `exchanges`, ranks gather dense values with each chunk, and the objective of every rank sees whole groups.
+    Otherwise groups are tokens, and each rank computes its share of the loss.
     """
 
     whole: Layout = field(kw_only=True)
     ranks: SequenceSplit = field(kw_only=True)
-    longest: Sequence[int] | None = field(kw_only=True)  # of any rank's `group_lengths`
+    longest: Sequence[int] | None = field(kw_only=True)  # per group, the largest of the ranks' `group_lengths`
     exchanges: bool = field(kw_only=True)
 
     @property
@@ -292,7 +291,7 @@ class SplitLayout(Layout):
         return self.longest
 
     def _gather(self, dense: Any) -> Any:
-        """Return dense values of whole sequences."""
+        """Gather the ranks' dense values."""
         if not self._of_tokens:
             return self.ranks.whole_values(dense)
         rows = dense._make(None if f is None else f.view(self.ranks.batch, -1) for f in dense)

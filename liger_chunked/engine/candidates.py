@@ -1,4 +1,4 @@
-"""Log-probabilities of more ids than the target, from the same logits."""
+"""Log-probabilities of more ids than the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Candidates:
         self.logits = torch.zeros(self.ids.shape, dtype=like.dtype, device=like.device)
 
     def _columns(self, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-        """Return the ids' columns of the tile, and where they are in it."""
+        """Return each id's column of the tile, and whether it is inside."""
         columns = along(self.ids, tile.rows) - (vocab_start + tile.vocab.start)
         inside = (columns >= 0) & (columns < tile.vocab.stop - tile.vocab.start)
         return columns, inside
@@ -40,7 +40,7 @@ class Candidates:
         along(self.logits, tile.rows).copy_(torch.where(inside, found, along(self.logits, tile.rows)))
 
     def logps(self, maximum: Tensor, sum_exp: Tensor, options: LogitOptions) -> Tensor:
-        """Return (n, K)."""
+        """Return log-probabilities (n, K)."""
         z = self.logits.to(accumulation_dtype(self.logits.dtype))
         z = transform(z, options.logit_scale, options.softcap, options.temperature)
         return z - (maximum + sum_exp.log())[:, None]
@@ -56,14 +56,15 @@ class Candidates:
         upstream: Tensor,
         options: LogitOptions,
     ) -> Callable[[Tensor], object]:
-        """Return what writes the candidates' gradients to a tile's, whose logits are read now.
+        """Return a function that writes the candidates' entries of a tile's gradient.
 
-        The tile's kernel would round them before `upstream` (n, K) is added.
+        The entries are computed here, from the logits, because the tile's kernel overwrites these. It also rounds, so
+        `upstream` (n, K) cannot be added to its result.
         """
         columns, inside = self._columns(tile, vocab_start)
         if not logits.shape[1]:
             return lambda dz: None
-        # An id of another tile repeats the row's first id of this one; without any, it repeats what is there.
+        # An id outside the tile repeats the row's first id inside it. A row without ids inside is left unchanged.
         first = inside.int().argmax(1, keepdim=True)
         columns = torch.where(inside, columns, columns.gather(1, first)).clamp(0, logits.shape[1] - 1)
         any_inside = inside.gather(1, first)

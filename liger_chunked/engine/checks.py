@@ -77,7 +77,7 @@ _SWAPPED = ": weight and input look swapped, the order is (weight, input, target
 
 
 def hint_for(x: Any, name: str, ids: bool = False) -> str:
-    """Advise what to pass instead of `x`. `ids`: for token ids."""
+    """Advise what to pass instead of `x`."""
     if isinstance(x, Tensor):
         if ids:
             return ": no gradient goes to token ids, pass them as .long()" if x.is_floating_point() else ""
@@ -167,7 +167,7 @@ def _check_shard(shard: VocabShard, rows: int, input: Tensor) -> None:
         raise TypeError(f"vocab_shard must be a VocabShard, got {described(shard)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("vocab_shard needs torch.distributed: call init_process_group first")
-    # Heads may differ in padding on one rank only, and then no other rank would join a collective about it.
+    # The key ignores padding: if it changed on one rank only, that rank would call the collective alone.
     group = dist.group.WORLD if shard.group is None else shard.group
     scattered = shard.input_grad == "reduce_scatter"
     key = (group, min(shard.start, shard.vocab_size), shard.columns(rows), shard.vocab_size)
@@ -180,10 +180,7 @@ _CHECKED: set[tuple[dist.ProcessGroup | None, int, int, int, bool]] = set()
 
 
 def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_size: int, input: Tensor) -> None:
-    """Raise ValueError on all ranks unless their rows cover the vocabulary and their hidden states are the same.
-
-    A collective, once for each shard. FSDP's shards look like those of a split vocabulary, but their tokens differ.
-    """
+    """Raise ValueError on all ranks unless their rows cover the vocabulary and they have the same hidden states."""
     some = input.detach().reshape(-1)[:: max(1, input.numel() // 64)].tolist()
     mine = (start, rows, vocab_size, tuple(input.shape), some)
     parts = [mine] * dist.get_world_size(group)
@@ -219,7 +216,7 @@ def _check_ranks(group: dist.ProcessGroup | None, start: int, rows: int, vocab_s
 def check_target(
     target: Tensor, input: Tensor, name: str = "target", input_name: str = "input", *, head: LossHead | None = None
 ) -> None:
-    """Check that `target` has an integer per row of `input`. `head` helps detect a swap."""
+    """Check that `target` has an integer per row of `input`."""
     check_class_ids(target, name, hint=lambda: hint_for(target, name, ids=True))
     expected = tuple(input.shape[:-1]) if head is None else head.token_shape(input)
     if target.shape != expected:
@@ -244,14 +241,10 @@ def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         hidden: (B, T, H) last hidden states.
-        labels: (B, T) token ids at the same positions.
-
-    Returns:
-        (B, T - 1, H) and (B, T - 1), views.
+        labels: (B, T) token ids.
 
     Raises:
-        TypeError: wrong dtype of `labels` or `hidden`.
-        ValueError: shapes or devices do not match.
+        TypeError, ValueError: dtypes, shapes or devices do not match.
 
     >>> hidden, labels = torch.randn(2, 5, 4), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, -100]])
     >>> input, target = shifted(hidden, labels)

@@ -35,7 +35,7 @@ def gather(values: Values, group: Any) -> list[Values]:
 
 
 def _as_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return token ids as the bits of floats, which a collective does not change."""
+    """Reinterpret token ids as floats: a gather does not change bits."""
     return ids.to(torch.int32 if dtype.itemsize == 4 else torch.int64).view(dtype)
 
 
@@ -44,7 +44,7 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_one_rank(x: Tensor, group: Any) -> Tensor:
-    """Replace values, in place, by those of the only rank where they are not zero."""
+    """Send values, in place, from the one rank where they are not zero to all ranks."""
     if x.numel():
         dist.all_reduce(x, group=group)
     return x

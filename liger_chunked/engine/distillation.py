@@ -1,4 +1,4 @@
-"""Project student and teacher, and reduce to divergences.
+"""Run chunks of student and teacher.
 
     project the student's chunk
     for tile in chunk:                  whole rows: a divergence needs all of them
@@ -41,7 +41,7 @@ class Divergences(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights(LinearObjective):
-    """Weights of the sums of divergences and log-probabilities; None drops the latter."""
+    """Weights of the sums of divergences and log-probabilities."""
 
     divergence: float | Tensor
     logps: float | Tensor | None
@@ -153,13 +153,13 @@ class DistillationPass:
         if self.teacher is None:
             return None
         if self._teacher is None:
-            # After the student's first product: the GPU is idle until then.
+            # Late: the GPU is idle until the student's first product.
             self._teacher = HeadPass(self.teacher.head.to(self.teacher.dtype), self.teacher.options)
             self._teacher.reserve(self.plan.most_rows * self._teacher.columns)
         return self._teacher.project_all(*(read(rows) for read in self._readers))
 
     def _of_teacher(self, chunk_rows: slice) -> list[Callable[[slice], Tensor]]:
-        """Return what reads some rows of the chunk's hidden states, and of `u`."""
+        """Return functions from rows to the teacher's hidden states, and `u`."""
         if self.teacher is None:
             return []
         given = [x for x in (self.teacher.input, self.teacher.u) if x is not None]
@@ -194,6 +194,6 @@ def distillation_step(
 
 
 def distillation_loss(step: Step, head: LossHead, input: Tensor) -> tuple[Tensor, Divergences]:
-    """Return the differentiable loss () of checked inputs, and the detached values of valid tokens, and maybe zeros."""
+    """Return the differentiable loss () of checked inputs, and the detached values of valid tokens."""
     loss, values = run_step(step, head, input)
     return loss, Divergences(*values, *[None] * (2 - len(values)))

@@ -1,8 +1,4 @@
-"""Compute the divergences of a block of logits, and their gradient.
-
-`ClosedForm` uses kernels, `ByAutograd` takes any function, and `TopK` (top_k.py) the teacher's largest
-log-probabilities.
-"""
+"""Divergences of a block of logits, and their gradient, by kernels or autograd; `TopK` is in top_k.py."""
 
 from __future__ import annotations
 

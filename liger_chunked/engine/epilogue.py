@@ -70,8 +70,7 @@ def serves(
 def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
     """Whether chunks with the fused epilogue need less memory than one without, in about the same time.
 
-    One chunk of N tokens holds 2 N V bytes of logits and 2 V H of dW. Chunks of n hold 2 n V of exponentials and 4 V H
-    of float32 dW: less if n + H < N. Each also reads and writes dW (docs/tuning.md).
+    One chunk of N tokens holds 2 V (N + H) bytes of logits and dW. Chunks of n hold 2 V (n + 2 H), with float32 dW.
     """
     return (
         len(chunks) > 1
@@ -85,23 +84,20 @@ def instead_of_one_chunk(chunks: list[list[Tile]], hidden_size: int) -> bool:
 class EpiloguePass:
     """A `Pass` with the fused epilogue, for chunks of one tile.
 
-    With `z = scale x W^T` and a centre `c` per row, the epilogue computes `E = exp(z - c)` and partial row sums in
-    registers. The logits' gradient is `s E`, except at the target, so
+    The epilogue computes exponentials E and row sums in registers (`kernels/projection.py`). The logits' gradient is a
+    multiple of E, except at the target. So dX and dW are products of E, plus the target's rows in float32
+    (`kernels/target_rows.py`).
 
-        dW = E^T (s x),   dX = s (E W),   and at the target, in float32, a x and a W[y]
-
-    See `kernels/projection.py` and `kernels/target_rows.py`.
-
-    `serves` requires bfloat16, because E is rounded to 8 bits, and a gradient that is a multiple of E. `Plan.make_pass`
-    requires a float32 dW or none: the target's part cannot be added to a rounded one.
+    The pass needs bfloat16, the precision of E, and a float32 dW or none, because the target's rows cannot be added to
+    a rounded one.
 
     dX and dW overlap on two streams. dW is enqueued first, but after small kernels, so that dX, whose tiles take long,
-    starts first. cuBLAS's workspace per stream, 32 MiB on Hopper, is not estimated. See docs/tuning.md.
+    starts first (docs/tuning.md).
 
-    Bytes for a chunk of n tokens, in addition to the step's gradients:
+    Bytes for a chunk of n tokens, beyond the step's gradients and cuBLAS's workspaces, which no estimate counts:
 
         E              2 n V         the buffer; none without a backward
-        row sums       n V / 32      float32, during statistics; half as many if H > 1536; twice with an entropy
+        row sums                     see `kernels/projection.py`
         s x            2 n H         during backward, in the memory of dX if there is one
         E W            4 n H         while dX is formed; at most 32 MiB
     """

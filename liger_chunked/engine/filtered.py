@@ -1,4 +1,4 @@
-"""Logits that a sampler would have kept: the others are -inf."""
+"""Set logits that a sampler drops to -inf."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNFILTERED = ("mean_logits",)  # infinite with a filter
 
 @dataclass(frozen=True)
 class SamplingFilter:
-    """The `top_k` largest logits, and of these the fewest whose probabilities reach `top_p`. Equal logits stay too."""
+    """`top_k` and `top_p` of `linear_token_stats`."""
 
     top_k: int | None = None
     top_p: float | None = None
@@ -51,7 +51,7 @@ class SamplingFilter:
         return cls(top_k, top_p)
 
     def smallest_kept(self, logits: Tensor, options: LogitOptions) -> Tensor:
-        """Return the smallest kept of each row's untransformed logits (n, V)."""
+        """Return (n,), the smallest logit that each row of untransformed logits (n, V) keeps."""
         k = logits.shape[1] if self.top_k is None else min(self.top_k, logits.shape[1])
         if self.top_p is None:
             return logits.topk(k).values[:, -1]

@@ -35,10 +35,7 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.sum(0)` in `dtype`.
-
-    A matrix product on a GPU: torch's float32 sum allocates more than the logits.
-    """
+    """Return `x.sum(0)` in `dtype`; on a GPU, torch's float32 sum would allocate more than the logits."""
     if x.device.type == "cuda":
         ones = x.new_ones(1, x.shape[0])
         return torch.mm(ones, x)[0] if x.dtype == dtype else torch.mm(ones, x, out_dtype=dtype)[0]
@@ -60,13 +57,11 @@ class Needs(NamedTuple):
 class HeadGradients:
     """dX, dW and db of one step, and du and dup of an adapter.
 
-    dW is float32, but has the weight's dtype if that is the products', not float16, and each element sums at most one
-    product (`n_contributions`).
+    dW is float32. It has the weight's dtype if that is the products' dtype, not float16, and each element sums at most
+    one product (`n_contributions`).
 
-    float16 gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
+    In float16, gradients of a mean over many tokens would underflow, so statistics' gradients are divided by `unit`, a
     power of two near the largest so far. dX and dW stay float32 until multiplied by the upstream gradient.
-
-    A second object, with the same unit, accumulates the gradients of (u, up).
     """
 
     def __init__(
@@ -120,10 +115,7 @@ class HeadGradients:
             )
 
     def normalize(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db.
-
-        It never grows within a distillation chunk, whose tiles share one mean's gradient.
-        """
+        """Divide a chunk's gradients by `unit`. If that must grow, rescale dX, dW and db."""
         if not self._half:
             return gradients
         largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
@@ -146,10 +138,7 @@ class HeadGradients:
     def open_input(
         self, x: Tensor, chunk_rows: slice, one_slice: bool, u: Tensor | None = None, up: Tensor | None = None
     ) -> Tensor | None:
-        """Return memory for a chunk's dX, in the batch's dX if possible, or None.
-
-        The chunk's rows of `u` and `up` have the products' dtype.
-        """
+        """Return memory for a chunk's dX, in the batch's dX if possible, or None if unneeded."""
         if self._low_rank is not None:
             assert u is not None and up is not None
             self._chunk = u, up, self._low_rank.open_input(u, chunk_rows, one_slice)
@@ -166,10 +155,7 @@ class HeadGradients:
         return self._weight_gradient() is not None
 
     def add(self, tile: Tile, dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> None:
-        """Add a tile of a chunk to dX, dW and db.
-
-        Tiles come in reverse order, by vocabulary slice, then rows.
-        """
+        """Add a tile of a chunk to dX, dW and db. Tiles come in reverse order."""
         rows, vocab = tile
         if dx is not None:
             last_slice = vocab.stop == weight.shape[0]
@@ -213,14 +199,11 @@ class HeadGradients:
     def add_exponentials(
         self, exponentials: Tensor, scaled: Tensor, target: Tensor, target_scale: Tensor, x: Tensor
     ) -> None:
-        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`.
-
-        The rows come before the product if dW has values, to overlap the start of dX.
-        """
+        """Add `exponentials.T @ scaled` to a float32 dW, and `target_scale[n] * x[n]` at row `target[n]`."""
         weight = self._weight_gradient()
         assert weight is not None, "asked of `open_weight`"
         found = occurrences(target)
-        if not self._nothing_yet:
+        if not self._nothing_yet:  # before the product, to overlap the start of dX
             add_target_rows_(weight, target, found, target_scale, x)
         accumulate(weight, exponentials.t(), scaled, first=self._nothing_yet)
         if self._nothing_yet:

@@ -59,7 +59,7 @@ class Pass(Protocol):
 
 @dataclass
 class HeadPass:
-    """A `Pass` with one buffer for the logits of all tiles. The head has the products' dtype."""
+    """A `Pass` with one buffer for the logits of all tiles."""
 
     head: HeadTensors
     options: LogitOptions
@@ -120,7 +120,7 @@ class HeadPass:
         return along(self.class_weight, slice(start + tile.vocab.start, start + tile.vocab.stop))
 
     def statistics(self, tokens: Tokens) -> TokenStats:
-        """Return the statistics, with logps corrected for rounding."""
+        """Return statistics, with `logps` corrected for rounding."""
         if self.candidates is not None:
             self.candidates.start(tokens.x)
         partial, stats = self._reduce(tokens)
@@ -149,7 +149,7 @@ class HeadPass:
         return partial, finish(partial, target, self.vocab_size, self.outputs)
 
     def _partial(self, tokens: Tokens) -> PartialStats:
-        """Return the statistics of the head's rows."""
+        """Return the statistics of this rank's rows of the head."""
         x, target, _, tiles, u = tokens
         by_rows: dict[int, PartialStats] = {}
         for tile in tiles:

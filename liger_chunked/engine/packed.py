@@ -1,4 +1,4 @@
-"""Sequences one after another in (N, H), without padding, as attention kernels of variable length take them."""
+"""Sequences one after another in (N, H), without padding, as in variable-length attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from liger_chunked.types import LossHead, ProcessGroup, described
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows lie among padded sequences (S, T), T the longest."""
+    """Maps rows (N,) without padding to padded sequences (S, T), T the longest."""
 
     starts: Tensor  # (S,) first row
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, cu_seqlens: Any, n_rows: int, device: torch.device) -> Packing:
-        """Check `cu_seqlens`. Waits for the device if it is there."""
+        """Check `cu_seqlens`, whose values are copied to the host."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
@@ -43,7 +43,7 @@ class Packing:
 
     @property
     def size(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.lengths)
 
     @property
@@ -58,7 +58,7 @@ class Packing:
         return torch.where(places < lengths, self.starts[:, None] + places, -1)
 
     def whole(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Return (S, T) of the rows' values (N,), with `fill` at padding."""
+        """Move the rows' values (N,) to (S, T), with `fill` at padding."""
         if not x.numel():
             return x.new_full(self.rows.shape, fill)
         return torch.where(self.rows < 0, fill, x[self.rows.clamp(min=0)])
@@ -75,11 +75,7 @@ def sequences_of(
     padded: str,
     name: str = "input",
 ) -> Sequences:
-    """Return how hidden states hold sequences; None for `padded`, such as "(B, T, H)".
-
-    Raises:
-        ValueError, TypeError: hidden states have other dimensions, or an argument is invalid.
-    """
+    """Check how hidden states hold sequences; return None for whole, padded ones. `padded` names their shape."""
     if cu_seqlens is None:
         if input.ndim != 3:
             raise ValueError(f"{name} must be {padded}, got {tuple(input.shape)}")
@@ -92,12 +88,12 @@ def sequences_of(
 
 
 def whole(x: Tensor, sequences: Sequences, fill: float = 0) -> Tensor:
-    """Return tokens' values (..., T) for whole, padded sequences."""
+    """Return values per token of whole, padded sequences, (..., T)."""
     if sequences is None:
         return x
     return sequences.whole(x) if isinstance(sequences, SequenceSplit) else sequences.whole(x, fill)
 
 
 def count(input: Tensor, sequences: Sequences) -> int:
-    """Return how many sequences there are."""
+    """Return the number of sequences."""
     return sequences.size if isinstance(sequences, Packing) else input.shape[0]

@@ -37,7 +37,7 @@ from liger_chunked.types import HeadTensors, LogitOptions, LossHead, VocabShard
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is cut, and what its head computes. Planning reads neither device nor values."""
+    """How a step is cut, and what its head computes."""
 
     layout: Layout
     chunks: list[Chunk]
@@ -52,7 +52,7 @@ class Plan:
     by_epilogue: bool = False  # `EpiloguePass` runs the step, if `make_pass` allows it
     filter: SamplingFilter | None = None
     candidates: Tensor | None = None  # (n_valid, K) ids
-    scattered: ScatteredRows | None = None  # if ranks split the hidden states that all of them project
+    scattered: ScatteredRows | None = None  # if ranks of a split vocabulary split hidden states too
 
     @classmethod
     def of_loss(
@@ -83,7 +83,7 @@ class Plan:
 
         lengths = layout.cut_lengths
         chosen = cut(layout.n_valid if lengths is None else sum(lengths))
-        # Ranks that exchange each chunk must cut alike, and have different tiles.
+        # Not if ranks must cut the same chunks: their tiles differ.
         if len(chosen[0]) == 1 and wide_tiles and lengths is layout.group_lengths:
             several = cut(0)
             if epilogue.instead_of_one_chunk(several[1], hidden_size) and served(several[1]):
@@ -182,7 +182,7 @@ class Plan:
         return self.layout.input_rows(flat, rows).to(dtype)
 
     def reader(self, input: Tensor, rows: slice, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-        """Return what returns some rows' hidden states of a chunk."""
+        """Return a function from rows of a chunk to their hidden states."""
         flat = input.reshape(-1, input.shape[-1])
         if self.scattered is None:
             return lambda part: self.layout.input_rows(flat, part).to(dtype)
@@ -205,7 +205,7 @@ class Plan:
         return max(map(largest, self.tiles))
 
     def make_pass(self, head: HeadTensors, grads: HeadGradients | None) -> HeadPass | EpiloguePass:
-        """Return the pass, with its buffer. `head` has the products' dtype."""
+        """Return the pass. `head` has the products' dtype."""
         if not (self.by_epilogue and (grads is None or grads.accumulates)):
             return self.make_head_pass(head, grads)
         made = EpiloguePass(head, self.options, self.outputs, grads)
@@ -234,8 +234,8 @@ def budget_elements(
 ) -> int:
     """Return how many logits may be in memory at once.
 
-    The automatic budget holds a step of at most `ONE_CHUNK` bytes of logits: dW needs no accumulator. Otherwise it
-    holds 2 H tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`:
+    The automatic budget holds all logits up to `ONE_CHUNK` bytes: dW then needs no accumulator. Otherwise it holds 2 H
+    tokens, whose bfloat16 logits are as large as the float32 accumulator (V, H), and at least `CHUNK_TOKENS`, because
     products of fewer are bound by reading and writing dW.
 
     `n_valid` is 0 if one chunk is impossible. `bytes_per_logit` counts copies and a teacher.

@@ -15,8 +15,7 @@ from liger_chunked.engine.checks import autocasts
 class Refused:
     """A setting of `torch.backends.cuda.matmul` that allows rounded sums, switched off while any step runs.
 
-    It belongs to the process, and steps run on several threads (`nn.DataParallel`, backward). The first step switches
-    it off; the last restores it. Change it only between steps.
+    Steps may run on several threads. The first switches the setting off; the last restores it.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Hidden states split over the ranks of a split vocabulary (sequence parallelism, https://arxiv.org/abs/2205.05198).
 
 Every rank projects every token. A chunk's hidden states are gathered before its product, and its dX is reduced and
-scattered while dW is computed: no rank holds those of the whole batch.
+scattered while dW is computed. No rank holds the hidden states of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def _key(rows: slice) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ScatteredRows:
-    """Which rank holds each row. A chunk's rows are in rank order."""
+    """The rows that each rank holds. Chunks are keyed by the start and stop of their rows, which are in rank order."""
 
     shard: VocabShard
-    counts: dict[tuple[int, int], list[int]]  # rows of each rank, by the chunk's first and last row
-    own: Tensor  # this rank's valid rows of its flattened hidden states, in the order of chunks
-    starts: dict[tuple[int, int], int]  # of a chunk's rows in `own`
-    order: Tensor  # (n_valid,) the tokens' former places
+    counts: dict[tuple[int, int], list[int]]  # of a chunk: how many rows each rank holds
+    own: Tensor  # valid rows of this rank's flattened hidden states, chunk by chunk
+    starts: dict[tuple[int, int], int]  # of a chunk: where its rows start in `own`
+    order: Tensor  # (n_valid,) each token's index before the reordering
 
     @property
     def _rank(self) -> int:
@@ -54,7 +54,7 @@ class ScatteredRows:
         return torch.cat([part[:n] for part, n in zip(parts.unbind(), counts, strict=True)])
 
     def start_reduce(self, dx: Tensor, rows: slice) -> tuple[dist.Work | None, Tensor]:
-        """Start to sum a chunk's dX over the ranks. Return the work, and the memory of this rank's rows."""
+        """Start to sum a chunk's dX over the ranks. Return the collective, and memory for this rank's rows."""
         counts = self.counts[_key(rows)]
         longest = max(counts)
         if len(set(counts)) > 1:
@@ -65,10 +65,9 @@ class ScatteredRows:
 
 
 def scatter_rows(layout: Layout, chunks: list[Chunk], shard: VocabShard | None) -> tuple[Layout, ScatteredRows | None]:
-    """Return the layout with each chunk's tokens in rank order, and the ranks of the rows.
+    """Return the layout with each chunk's tokens in rank order, and its `ScatteredRows`. Waits for the device.
 
-    Tokens that may be in any order go to chunks in turn, one of each rank, so that ranks send equally much. Waits for
-    the device.
+    If groups are tokens, chunks take a token of each rank in turn, so that all ranks send equally much.
     """
     if shard is None or shard.input_grad != "reduce_scatter":
         return layout, None

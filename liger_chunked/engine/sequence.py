@@ -1,10 +1,11 @@
 """Sequences split over ranks (context parallelism, https://arxiv.org/abs/2310.01889).
 
-A rank has the hidden states of its positions, and projects only these. What is small is whole on all ranks:
+A rank projects only the hidden states of its positions. Ranks gather small tensors to whole sequences:
 
-before         targets, masks, log-probabilities of old policy and reference
-in a chunk     statistics of its tokens, so that all ranks evaluate the same objective
-gradients      dX is of the rank's positions; dW is the rank's share
+before the step    targets, masks, log-probabilities of old policy and reference
+in each chunk      token statistics, so that all ranks evaluate the same objective
+
+A rank gets the dX of its positions, and its share of dW.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Values = TypeVar("Values", bound=Any)
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The positions of each rank, in rank order."""
+    """How many positions each rank has, in rank order."""
 
     group: Any
     batch: int  # sequences
@@ -34,11 +35,7 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, group: Any, head: LossHead, input: Tensor, name: str = "input") -> SequenceSplit | None:
-        """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device.
-
-        Raises:
-            TypeError, ValueError: not a process group, or ranks with different sequences.
-        """
+        """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device."""
         if group is None:
             return None
         if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
@@ -56,7 +53,7 @@ class SequenceSplit:
 
     @property
     def length(self) -> int:
-        """Of a whole sequence."""
+        """Positions of a whole sequence."""
         return sum(self.lengths)
 
     @property
@@ -74,14 +71,14 @@ class SequenceSplit:
         return torch.cat([x[..., :n] for x, n in zip(parts, self.lengths, strict=True)], -1)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return (..., T) of the ranks' (..., T_r)."""
+        """Gather the ranks' values (..., T_r) to (..., T)."""
         padded = self._pad(x.detach())
         if x.dtype == torch.bool:
             return self._join(list(gather_tensor(padded.to(torch.uint8), self.group).unbind())).bool()
         return self._join(list(gather_tensor(padded, self.group).unbind()))
 
     def whole_values(self, values: Values) -> Values:
-        """Return a NamedTuple of (..., T) of the ranks' (..., T_r), by one collective."""
+        """Gather the fields of a NamedTuple by one collective."""
         padded = values._make(None if f is None else self._pad(f) for f in values)
         parts = gather(padded, self.group)
         return values._make(None if f[0] is None else self._join(list(f)) for f in zip(*parts, strict=True))
@@ -91,7 +88,7 @@ class SequenceSplit:
         return gather_tensor(x, self.group).sum(0)
 
     def slots(self, own: Tensor) -> Tensor:
-        """Return the places among the (B, T) whole positions of some of this rank's (B, T_r)."""
+        """Convert indices into this rank's flattened (B, T_r) to indices into the flattened (B, T)."""
         part = self.own
         length = max(1, part.stop - part.start)
         return own.div(length, rounding_mode="floor") * self.length + part.start + own % length

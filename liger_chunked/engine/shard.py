@@ -4,8 +4,6 @@ Each rank computes its rows' logits, like a tile of the vocabulary.
 
     statistics   the ranks' sums of a chunk are gathered and merged, in rank order: all ranks hold the same bits
     backward     dX is the sum over ranks, reduced while dW is computed; dW and db belong to the rank
-
-All ranks cut the same tokens into the same chunks, so their collectives match.
 """
 
 from __future__ import annotations

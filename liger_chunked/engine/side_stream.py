@@ -2,7 +2,7 @@
 
     with SideStream(device) as side:
         with side.stream():
-            ...                 on the side stream, after everything enqueued before
+            ...                 on the side stream, after work enqueued before
         ...                     at the same time, on the current stream
         side.join()
         ...                     after both
@@ -26,7 +26,7 @@ def _other_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """A side stream, joined at the block's end. Does nothing without a GPU."""
+    """A side stream, joined at the block's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._other = _other_stream(device) if device.type == "cuda" else None

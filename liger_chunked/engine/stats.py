@@ -1,8 +1,4 @@
-"""Differentiable statistics of a head's logits, for your own loss.
-
-forward    project slice by slice of the vocabulary, keep a few numbers per token    one matrix product
-backward   the same slices, last first, into dX and dW; the last is in memory    two products, three over the budget
-"""
+"""Differentiable statistics of a head's logits, for your own loss. The passes are those of head.py."""
 
 from __future__ import annotations
 
@@ -69,7 +65,7 @@ def _statistics(plan: Plan, given: HeadTensors, input: Tensor, u: Tensor | None)
 
 
 def _tensors_of(plan: Plan) -> tuple[Tensor | None, ...]:
-    """Return the backward's tensors. Autograd must watch the caller's."""
+    """Return the plan's tensors for autograd to save, so that it detects changes by the caller."""
     layout = plan.layout
     return tuple(map(_savable, (layout.target, layout.rows, layout.slots, plan.class_weight, plan.candidates)))
 
@@ -215,8 +211,6 @@ def linear_token_stats(
 ) -> TokenStats:
     """Return differentiable statistics of tokens' logits, without all logits in memory.
 
-    Equal to
-
         z = transform(input @ weight.T + bias)
         logps = z.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
@@ -225,12 +219,12 @@ def linear_token_stats(
 
     Args:
         weight: (V, H), `lm_head.weight`, or an `AdaptedWeight`.
-        input: (B, T, H) or (N, H) hidden states; `target[t]` is what `input[t]` predicts.
-        target: (B, T) or (N,) token ids, int64; labels must be shifted, see `shifted`.
+        input: (B, T, H) or (N, H) hidden states.
+        target: (B, T) or (N,) token ids that `input` predicts (shift labels, see `shifted`).
         bias: (V,) or None.
         outputs: the `TokenStats` fields to compute.
         softcap, logit_scale, temperature, ignore_index, logits_budget: see `LogitOptions`.
-        candidates: (..., K) distinct ids for each target, whose log-probabilities `candidate_logps` to return too.
+        candidates: (..., K) distinct ids for each target, to return their `candidate_logps` too.
         top_k, top_p: keep the `top_k` largest logits, and of these the fewest whose probabilities sum to `top_p`, as a
             sampler does after the temperature. The others are -inf; logits equal to the smallest kept stay. A dropped
             target has `logps` -inf. Sorts the logits without `top_k`.
@@ -240,8 +234,7 @@ def linear_token_stats(
         TokenStats like `target`. Ignored tokens have 0, argmax -1, and no gradient.
 
     Raises:
-        ValueError: shapes or devices do not match, or a target, output or option is invalid.
-        TypeError: dtypes do not match.
+        TypeError, ValueError: dtypes, shapes or devices do not match, or a target or option is invalid.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

@@ -41,9 +41,8 @@ from liger_chunked.types import (
 
 
 class Objective(Protocol):
-    """Maps the statistics of some groups to their share of the loss, a scalar.
+    """Maps the dense statistics (see `Layout`) of some groups to their share of the loss, a scalar.
 
-    `stats` has shape (tokens,) for groups of one token, else (groups, sequences in a group, T), zero at ignored tokens.
     `x[index]` are these groups of a tensor `x` of all groups.
     """
 
@@ -184,8 +183,7 @@ _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_curr
 class GradientInForward(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, step, is_grad_enabled())`: the loss, then the statistics that are not None.
 
-    Backward reads only gradients, so the caller may change tensors in between. Tensors are saved only for error
-    messages.
+    Backward reads only gradients, so the caller may change tensors in between.
     """
 
     @staticmethod
@@ -207,7 +205,7 @@ class GradientInForward(torch.autograd.Function):
             given = (input, weight, bias, u, up)
             ctx.shapes = [None if x is None else x.shape for x in given]
             ctx.dtypes = [None if x is None else x.dtype for x in given]
-            ctx.save_for_backward(input, weight, bias)
+            ctx.save_for_backward(input, weight, bias)  # for error messages only
         present = tuple(f for f in stats if f is not None)
         ctx.mark_non_differentiable(*present)
         return loss, *present
@@ -253,8 +251,8 @@ def fused_loss(
 ) -> tuple[Tensor, TokenStats]:
     """Return a loss () of token statistics, differentiable, and the detached dense statistics.
 
-    The caller has checked tensors. `differentiates`: the `outputs` that the gradient may reach. `whole_batch`: the
-    objective needs all groups at once. `class_weight` (V,) weighs `mean_logits`.
+    `differentiates` are the `outputs` that the gradient may reach. `whole_batch`: the objective needs all groups at
+    once. `class_weight` (V,) weighs `mean_logits`.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:

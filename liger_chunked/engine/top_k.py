@@ -28,8 +28,8 @@ LEAST_LEFT = 1e-7
 class TopK:
     """Computes a divergence over k + 1 bins: the teacher's k tokens, and the tail of all others.
 
-    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. Autograd
-    does the rest, on k + 2 numbers per token.
+    A sweep over the logits, with the k tokens at -inf, computes the tail's logsumexp without cancellation. The rest is
+    autograd on k + 2 numbers per token.
     """
 
     function: DivergenceFunction
@@ -99,9 +99,9 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns outside the tail: the teacher's k, then any target.
+    """The columns outside the tail: the teacher's k, then any target, which may be one of the k.
 
-    Missing entries repeat the row's first present token. The target may repeat any.
+    Missing entries repeat the row's first present token.
     """
 
     index: Tensor  # (n, k or k + 1)
@@ -121,7 +121,7 @@ class _Columns:
     def centred(
         self, leaves: list[Tensor], tail_centre: Tensor, options: LogitOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the columns' logits before the temperature, and the tail's logsumexp at it and at 1.
+        """Return logits before the temperature, and the tail's logsumexp at the temperature and at 1.
 
         All are relative to the row's largest logit.
         """
@@ -143,8 +143,7 @@ class _Columns:
     def teacher_bins(self, logps: Tensor, student_bins: Tensor) -> Tensor:
         """Return log-probabilities (n, k + 1) of the teacher's bins.
 
-        The tail is -inf if the k are the whole vocabulary, else at least `LEAST_LEFT`: an empty one would give
-        infinity.
+        The tail is -inf if the k are the whole vocabulary, else at least `log(LEAST_LEFT)`: finite.
         """
         left = torch.log1p(-logps.double().exp().sum(1, keepdim=True).clamp(max=1.0 - LEAST_LEFT)).to(logps.dtype)
         nothing = student_bins.detach()[:, -1:] == -torch.inf

@@ -86,7 +86,7 @@ def has_wide_tiles(device: torch.device) -> bool:
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register `liger_chunked::<name>` for torch.compile; `fake` returns outputs of the same shapes.
 
-    It returns an empty tensor for None. Eager code skips the dispatch.
+    The operator returns an empty tensor for None. Eager code calls the function itself.
     """
 
     def tensors(outputs: Any, like: Tensor) -> Any:
@@ -150,7 +150,7 @@ _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make second derivatives raise; torch's `once_differentiable` misses those by saved tensors."""
+    """Make second derivatives raise, also those by saved tensors, unlike torch's `once_differentiable`."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -170,7 +170,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not distinct:
             return gradients
         sources = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        # Without sources, raise too.
+        # A second derivative raises without sources too.
         connected = _Once.apply(len(distinct), *(g.detach().requires_grad_() for g in distinct), *sources)
         by_id = dict(zip(map(id, distinct), connected, strict=True))
         result = tuple(None if g is None else by_id[id(g)] for g in several)

@@ -141,21 +141,17 @@ def liger_cross_entropy(
     Args:
         logits: (..., V). Rows without a uniform stride, such as `logits[:, :-1]`, are copied: pad labels instead.
         target: (...) class indices. Invalid ones raise on CPU, and give an infinite loss on GPU.
-        weight: (V,) class weights `w`; None for ones.
-        ignore_index: target of ignored tokens.
-        reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term by the valid tokens; 0 without
-            any. "none" returns (...), 0 at ignored tokens.
-        label_smoothing: `s`, in [0, 1].
-        lse_square_scale: weight of the last term (z-loss).
-        softcap, logit_scale: `z = softcap * tanh(logit_scale * logits / softcap)`, or without softcap
-            `z = logit_scale * logits`.
+        weight: (V,) class weights `w`.
+        reduction: "mean" divides the cross entropy by the sum of `w_y`, the last term (z-loss) by the valid tokens; 0
+            without any. "none" returns (...), 0 at ignored tokens.
+        softcap, logit_scale: see `LogitOptions`.
         inplace: let the backward overwrite `logits`, unless expanded or under torch.compile; a second backward raises.
 
     Returns:
         float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: `logits` is not floating-point, or `target` not integer.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ, a value is out of range, or `weight` requires a gradient.
 
     >>> logits, target = torch.randn(4, 7), torch.tensor([1, 6, -100, 0])

@@ -3,8 +3,8 @@
     p = softmax(z/T), q = softmax(t/T)            z, t: logits transformed except for the temperature T
     T dD/dz_v = p_v (a_v - slope)                 a_v = dD/dp_v, slope = sum_u p_u a_u
 
-TVD stores a_v - slope itself, because subtracting would cancel: `below` where p > q, `-above` where p < q. `below` is
-the mass of p where p < q, plus half where p = q; `above` the rest.
+For TVD, a_v - slope is `below` where p > q and `-above` where p < q, stored because a subtraction would cancel. `below`
+is the mass of p where p < q, plus half where p = q; `above` the rest.
 
 Bytes: both tiles once for KL and cosine, twice for JSD, skewed KL and TVD.
 """
@@ -56,7 +56,7 @@ class _Compared(NamedTuple):
 
 
 def _added(values: Values, gather: Gather | None) -> Values:
-    """Add up sums over the ranks."""
+    """Sum over the ranks."""
     if gather is None:
         return values
     columns = zip(*gather(values), strict=True)
@@ -92,8 +92,8 @@ def softmax_block(z, centre, sum_exp, log_sum, inv_temperature, PRECISE: tl.cons
 def log_ratios(log_p, log_q, beta, one_minus_beta, even, CENTRAL: tl.constexpr):
     """Return `log(p/m)` and `log(q/m)`, `m = (1 - beta) p + beta q`; exactly 0 where p = q.
 
-    CENTRAL, for 16-bit logits and beta far from 0 and 1, errs by `2**-22 max(1, |log(q/p)|)`. Otherwise, factors out
-    the larger part of m, the teacher's if `log(q/p) > even`.
+    CENTRAL is for 16-bit logits and beta far from 0 and 1, with an error of `2**-22 max(1, |log(q/p)|)`. The other path
+    factors out the larger part of m, the teacher's if `log(q/p) > even`.
     """
     # LOG_ZERO. The hardware's maximum drops NaN.
     log_p = tl.maximum(log_p, -1e4, propagate_nan=tl.PropagateNan.ALL)
@@ -369,10 +369,8 @@ def divergence_stats(
 ) -> DivergenceStats:
     """Return divergences of pairs of rows, with sums for gradients.
 
-    Args:
-        student, teacher: (N, V) logits before the transform, rows contiguous.
-        target: (N,) int64 for `logps`, or None.
-        gather: for a split vocabulary; targets are then columns, or out of range.
+    `student` and `teacher` are (N, V) logits before the transform, rows contiguous, `target` (N,) int64. With `gather`,
+    for a split vocabulary, targets are columns of this rank, or out of range.
     """
     if divergence.kind == "cosine":
         return _cosine_stats(student, teacher, target, options, teacher_options, gather)
@@ -388,6 +386,6 @@ def divergence_stats(
 
 
 def tail_stats(logits: Tensor, options: LogitOptions, hard: bool, gather: Gather | None = None) -> DivergenceStats:
-    """Return normalisers without inputs of -inf; `hard` as in `sums`, `gather` as in `divergence_stats`."""
+    """Return normalisers that exclude inputs of -inf."""
     hard = hard and options.temperature != 1.0
     return _normalised(_sums(logits, None, None, "tail", options, options, hard, gather))

@@ -206,7 +206,7 @@ def divergence_grad_(
 ) -> Tensor:
     """Write the student's gradient to `out` or `student`; return it.
 
-    `stats` is from `divergence_stats`; `g_divergence` and `g_logps` are (N,), of any stride.
+    `g_divergence` and `g_logps` are (N,), of any stride.
     """
     compute = _divergence_grad_triton_ if both_on_triton(student, teacher) else _divergence_grad_torch_
     out = student if out is None else out
@@ -218,10 +218,10 @@ def divergence_grad_(
 def tail_grad_(
     logits: Tensor, stats: DivergenceStats, g_log_sum: Tensor, g_hard_log_sum: Tensor | None, options: LogitOptions
 ) -> Tensor:
-    """Overwrite logits with their gradient, 0 in holes; return it. `stats` is from `tail_stats`."""
+    """Overwrite logits with their gradient, 0 at inputs of -inf; return it. `stats` is from `tail_stats`."""
     compute = _divergence_grad_triton_ if both_on_triton(logits, None) else _divergence_grad_torch_
     if logits.shape[1] == 0:
         return logits
-    # d(hard_log_sum)/dz = p1: -g_logps without a target.
+    # d(hard_log_sum)/dz = p1
     g_logps = None if g_hard_log_sum is None else -g_hard_log_sum
     return compute(logits, None, None, stats, g_log_sum, g_logps, None, options, options, logits)

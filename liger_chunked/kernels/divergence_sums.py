@@ -71,7 +71,7 @@ def _add_block(
     scale, softcap, inv_temperature, teacher_scale, teacher_softcap, teacher_inv_temperature,
     KIND: tl.constexpr, TEACHER: tl.constexpr, HARD: tl.constexpr, WHOLE: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of both rows, as in logits_stats.py."""
+    """Add a block of both rows."""
     z = _load(z_ptr, cols, n_cols, scale, softcap, WHOLE, KIND == "tail")
     top = tl.maximum(top, z)
     z = z - centre
@@ -173,7 +173,7 @@ def _sums_kernel(
     if hard_sum_exp_ptr is not None:
         tl.store(hard_sum_exp_ptr + row, row_hard_sum_exp)
     if teacher_sum_exp_ptr is not None:
-        # -inf, so that it is not the centre of the whole vocabulary either.
+        # -inf is not the centre of the whole vocabulary.
         empty = row_teacher_max == -float("inf")
         tl.store(teacher_centre_ptr + row, tl.where(empty, row_teacher_max, teacher_centre))
         tl.store(teacher_sum_exp_ptr + row, row_teacher_sum_exp)
@@ -329,9 +329,7 @@ def sums(
 ) -> Sums:  # fmt: skip
     """Return the sums of rows; arguments as in `divergence_stats`.
 
-    Args:
-        kind: "forward_kl" and "reverse_kl" add a divergence; "tail" excludes -inf.
-        hard: add `hard_sum_exp`.
+    Kinds "forward_kl" and "reverse_kl" add a divergence; "tail" excludes inputs of -inf. `hard` adds `hard_sum_exp`.
     """
     if student.shape[1] == 0:
         return _of_no_columns(student, teacher is not None, target is not None, kind, hard)
@@ -381,7 +379,7 @@ def merge_sums(parts: list[Sums], kind: str, temperature: float, teacher_tempera
 
 
 def _joint(centres: Any, sums: Any, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest centre, the sum relative to it, and log shares (slices, N)."""
+    """Return the largest centre, the sum relative to it, and the slices' log shares (slices, N)."""
     stacked = torch.stack(centres)
     centre = stacked.amax(0)
     scaled = torch.stack(sums) * torch.exp((stacked - torch.where(centre == -torch.inf, 0.0, centre)) / temperature)

@@ -238,7 +238,7 @@ def liger_swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = Fals
             gradients.
 
     Raises:
-        TypeError: an argument is not floating-point, or dtypes differ.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ, or a packed size is odd.
 
     >>> gate, up = torch.randn(2, 3, 8).unbind(0)
@@ -257,12 +257,8 @@ def liger_geglu(
 ) -> Tensor:
     """Return `F.gelu(gate, approximate=approximate) * up` (Shazeer 2020, equation 6), in the dtype of `gate`.
 
-    Args:
-        gate, up, inplace: (..., I) each, or (..., 2 I) and None, as in `liger_swiglu`.
-        approximate: "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function.
-
-    Raises:
-        TypeError, ValueError: as in `liger_swiglu`, or `approximate` is unknown.
+    `approximate` is "tanh" (`gelu_pytorch_tanh`, Gemma) or "none", the error function. Other arguments and errors are
+    those of `liger_swiglu`.
     """
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {tuple(_GELU)}, got {shown(approximate)}")

@@ -52,15 +52,14 @@ class Kernel:
         kernel[grid](x_ptr=x, n=n, BLOCK=128, num_warps=4)      all arguments by name
         kernel(grid, (x,), (n, 128), num_warps=4)               faster: tensors, then numbers, in order
 
-    Equal numbers and dtypes, with 16-byte aligned tensors, share a variant.
-
     - `*_ptr`: tensors on one device or in pinned memory, or None (not the first), without gaps or repetitions. With a
       parameter `<name>_stride` or `<name>_<dimension>_stride`, only the last dimension must be contiguous.
     - `*_desc`: tensor descriptors or None.
     - Numbers, also compile-time constants, each of one Python type, because 1 equals 1.0 and True.
 
-    Cached launches use Triton's private interface, checked at a kernel's second equal launch. If that fails, or a
-    launch or compilation hook or `triton.knobs.runtime.debug` is set, Triton launches.
+    Equal numbers and dtypes, with 16-byte aligned tensors, share a variant. Cached launches use Triton's private
+    interface, which a kernel's second equal launch checks. If the check fails, or a hook or
+    `triton.knobs.runtime.debug` is set, Triton launches.
     """
 
     _is_proven = False

@@ -198,10 +198,9 @@ def liger_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
     Args:
         x: (..., D), rows in any layout.
         weight, bias: (D,) or None; their gradients are deterministic float32 sums.
-        eps: added to the variance.
 
     Raises:
-        TypeError: an argument is not floating-point.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ.
 
     >>> x = torch.randn(2, 5, 64)

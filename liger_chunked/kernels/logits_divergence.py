@@ -126,19 +126,18 @@ def liger_kl_div_with_logits(
 
     Args:
         student_logits, teacher_logits: (..., V). Rows without a uniform stride are copied.
-        shift_labels: (...) labels; None uses all rows.
+        shift_labels: (...); rows with the label `ignore_index` are ignored. None uses all rows.
         reverse: return `KL(p || q)`.
         reduction: "batchmean" divides the sum by the valid rows, "mean" by that times V. "none" returns (...), 0 in
             ignored rows.
         temperature: divides all logits; there is no factor `temperature ** 2`.
-        ignore_index: label of ignored rows.
         inplace: let the backward overwrite `student_logits`, as in `liger_cross_entropy`.
 
     Returns:
         float32, or float64 for float64 student logits.
 
     Raises:
-        TypeError: an input is not floating-point.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ, an option is invalid, or the teacher needs a gradient.
 
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -169,16 +168,8 @@ def liger_jsd_with_logits(
 
         beta KL(q || m) + (1 - beta) KL(p || m),    m = (1 - beta) p + beta q
 
-    Args:
-        student_logits, teacher_logits: (..., V).
-        beta: weight of the teacher, in [0, 1]. 0 gives `KL(q || p)`, and 1 `KL(p || q)`.
-        shift_labels, reduction, temperature, ignore_index, inplace: as in `liger_kl_div_with_logits`.
-
-    Returns:
-        float32, or float64 for float64 student logits.
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div_with_logits`.
+    `beta`, in [0, 1], is the teacher's weight: 0 gives `KL(q || p)`, and 1 `KL(p || q)`. Other arguments, dtype and
+    errors are those of `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_jsd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)
@@ -203,15 +194,7 @@ def liger_tvd_with_logits(
 ) -> Tensor:
     """Return the total variation distance `sum_v |p_v - q_v|/2` of student `p` and teacher `q` per row.
 
-    Args:
-        student_logits, teacher_logits: (..., V).
-        shift_labels, reduction, temperature, ignore_index, inplace: as in `liger_kl_div_with_logits`.
-
-    Returns:
-        float32, or float64 for float64 student logits.
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div_with_logits`.
+    Arguments, dtype and errors are those of `liger_kl_div_with_logits`.
 
     >>> from liger_chunked import liger_tvd
     >>> z, t = torch.randn(4, 7), torch.randn(4, 7)

@@ -2,7 +2,7 @@
 
     dL/dz_v = g_logps (1[v = y] - p_v) + g_lse p_v - g_entropy p_v (log p_v + entropy) + g_mean w_v / V
 
-and back through the logit transform. Bytes: the tile read and written once.
+then back through the transform. Bytes: the tile read and written once.
 """
 
 from __future__ import annotations
@@ -158,10 +158,7 @@ def logits_grad_(
     class_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write a tile's gradient to `out` or `logits`; return it.
-
-    `vocab_size` is of the whole vocabulary; other arguments as in `logits_stats`.
-    """
+    """Write a tile's gradient to `out` or `logits`; return it. Arguments are as in `logits_stats`."""
     compute = _logits_grad_triton_ if use_triton(logits) else _logits_grad_torch_
     out = logits if out is None else out
     if logits.shape[1] == 0:

@@ -76,8 +76,8 @@ def _logits_stats_kernel(
     logits_stride, vocab_start, n_cols, scale, softcap, inv_temperature,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISE: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    # The centre is the first block's maximum: a running one takes a reduction per block. Rows too far above it are
-    # swept again.
+    # The centre is the first block's maximum: a running one takes a reduction per block. A row whose maximum is too far
+    # above it is swept again.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     lanes = tl.arange(0, BLOCK)
@@ -262,7 +262,7 @@ def logits_stats(
     Args:
         logits: (N, C), columns `vocab_start : vocab_start + C` before the transform; rows contiguous.
         target: (N,) int64, in the whole vocabulary.
-        class_weight: (C,) weights for `mean_logits`, in the accumulation dtype; None for ones.
+        class_weight: (C,) weights for `mean_logits`, in the accumulation dtype.
     """
     if logits.shape[1] == 0:
         return _of_no_columns(logits, outputs)

@@ -1,7 +1,4 @@
-"""Tiles of a norm's rows, and sums of its weight gradients.
-
-Backward programs write float32 sums of their rows; one launch adds these.
-"""
+"""Tiles of a norm's rows, and sums of its weight gradients, which backward programs write for their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check and unwrap operands, fast because each launch does it."""
+"""Check and unwrap operands, at each launch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Si
 
 
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with tensors as plain dense `torch.Tensor`.
-
-    Unwraps tagging subclasses and asynchronous collectives, also in an `AdaptedWeight`.
+    """Return arguments with tensors as plain dense `torch.Tensor`, also those of an `AdaptedWeight`.
 
     Raises:
         TypeError: a nested, sparse, complex or quantized tensor, or one with `__torch_dispatch__`.

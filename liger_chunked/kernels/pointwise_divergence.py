@@ -225,13 +225,13 @@ def liger_kl_div(
         input: (N, V) log-probabilities.
         target: (N, V) probabilities, in the dtype of `input`.
         reduction: "batchmean" divides the sum by N, "mean" by N V; "none" returns the (N, V) terms.
-        log_target: whether `target` holds log-probabilities.
+        log_target: `target` holds log-probabilities.
 
     Returns:
         float32, or float64 for float64 inputs.
 
     Raises:
-        TypeError: an input is not floating-point, or dtypes differ.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ, `reduction` is unknown, or `target` requires a gradient.
     """
     input, target = plain(("input", "target"), (input, target))
@@ -253,15 +253,10 @@ def liger_jsd(
 
     Args:
         log_q, log_p: (N, V) log-probabilities, in one dtype.
-        shift_labels: (N,) labels; None uses all rows.
+        shift_labels: (N,); rows with the label `ignore_index` are ignored. None uses all rows.
         beta: weight of the teacher, in [0, 1]. 0 gives `KL(p || q)`, and 1 `KL(q || p)`.
-        ignore_index: label of ignored rows.
 
-    Returns:
-        float32, or float64 for float64 inputs; 0 without valid rows.
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div`, or `beta` is out of range.
+    Dtype and errors are those of `liger_kl_div`. Without valid rows, the result is 0.
     """
     log_q, log_p, shift_labels = plain(("log_q", "log_p", "shift_labels"), (log_q, log_p, shift_labels))
     _check(log_q, "log_q", log_p, "log_p", shift_labels, "batchmean")
@@ -287,11 +282,7 @@ def liger_tvd(
         shift_labels, ignore_index: as in `liger_jsd`.
         reduction: as in `liger_kl_div`, over valid rows; ignored terms are 0.
 
-    Returns:
-        float32, or float64 for float64 inputs.
-
-    Raises:
-        TypeError, ValueError: as in `liger_kl_div`.
+    Dtype and errors are those of `liger_kl_div`.
     """
     p, q, shift_labels = plain(("p", "q", "shift_labels"), (p, q, shift_labels))
     _check(p, "p", q, "q", shift_labels, reduction)

@@ -5,7 +5,7 @@
     rest[n] = sum_{v != y} exp(z[n, v] - c[n])            float32, from unrounded terms
 
 `rest` excludes the target: `1 - p_y = rest/sum` does not cancel. The centre `c` is the target's logit, or the row's
-maximum if 44 nats higher. Far from the maximum, entropies err by up to 5e-6.
+maximum if that is 44 nats higher. Far from the maximum, entropies have errors of up to 5e-6.
 
 FLOPs: 2 N V H. Bytes: E, x, W, and partial sums: N V/32 per statistic, half at H > 1536.
 """
@@ -122,7 +122,7 @@ def _project_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    # Flattened: a tile's epilogue overlaps the next loads.
+    # One loop over tiles and H: a tile's epilogue overlaps the next loads.
     row_blocks = tl.cdiv(n_rows, ROWS)
     col_blocks = tl.cdiv(n_cols, COLS)
     group_size = GROUP * col_blocks
@@ -249,12 +249,10 @@ def project_exp(
 
     Args:
         x, weight: (N, H) and (V, H) bfloat16, contiguous, 16-byte aligned; H a multiple of 8.
-        target: (N,) int64.
         weight_sum: (H,) float32 sum over V, for "mean_logits".
         out: (N, V) bfloat16 for E, its row stride a multiple of 8, or None.
-        scale: factor of the logits; not zero.
+        scale: not zero.
         outputs: any of "logps", "lse", "entropy", "mean_logits".
-        tiling: None selects it for H.
     """
     n, hidden = x.shape
     vocab_size = weight.shape[0]

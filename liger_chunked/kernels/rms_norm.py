@@ -84,7 +84,7 @@ def _backward_kernel(
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the dtype that the models' code promotes to."""
+    """Return the dtype of the models' own code."""
     if weight is None or weight.dtype == x.dtype or not cast_first:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
@@ -230,14 +230,13 @@ def liger_rms_norm(
     Args:
         x: (..., D), rows in any layout.
         weight: (D,) or None; its gradient is a deterministic sum.
-        eps: added to the mean square.
         offset: added to the weight in float32; 1.0 for Gemma.
         casting: "llama" casts `x / rms(x)` to the dtype of `x`, and returns the wider dtype of `x` and `weight`;
             "gemma" and "olmo2" cast the result to the dtype of `x`.
         residual: same shape and dtype as `x`.
 
     Raises:
-        TypeError: an argument is not floating-point, or `residual` has another dtype.
+        TypeError: a wrong dtype.
         ValueError: shapes or devices differ, or `casting` is unknown.
 
     >>> x = torch.randn(2, 5, 64)

@@ -1,7 +1,6 @@
-"""Rotary position embedding in one launch, computed in float32 and rounded once.
+"""Rotary position embedding in one launch, in float32, rounded once.
 
-Results and gradients have q's memory layout. Bytes: q and k read and written once; autograd copies an overwritten
-view's gradient.
+Results and gradients have q's memory layout. Bytes: q and k read and written once.
 """
 
 from __future__ import annotations
@@ -293,12 +292,12 @@ def liger_rotary_pos_emb(
         cos, sin: (B or 1, T, R), R <= D. The second half is not read: it repeats the first.
         position_ids: (B or 1, T) rows of `cos` and `sin`, if these are tables (positions, R).
         unsqueeze_dim: dimension of the heads, 1 or 2.
-        interleaved: whether pairs are neighbouring columns (GLM-4).
-        inplace: overwrite `q` and `k`, which must not share elements. Not for a checkpointed region's inputs: the
-            recompute would rotate them again.
+        interleaved: pairs are neighbouring columns (GLM-4).
+        inplace: overwrite `q` and `k`, which must not share elements. Don't use it on a checkpointed region's inputs:
+            the recompute would rotate them again.
 
     Raises:
-        TypeError: an argument is not floating-point.
+        TypeError: a wrong dtype.
         ValueError: shapes, dtypes or devices differ, `cos` or `sin` requires a gradient, or `inplace` is impossible.
         RuntimeError: `inplace` for a result of `split`, `chunk` or `unbind`.
 

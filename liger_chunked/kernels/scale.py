@@ -1,7 +1,4 @@
-"""Multiply gradients by the upstream scalar on the device.
-
-Bytes: each tensor read and written once, none if the scalar is 1.
-"""
+"""Multiply gradients by the upstream scalar. Bytes: each tensor read and written once, none if the scalar is 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Check targets and a teacher's top-k on the device.
-
-Bytes: the target and a mask; the top-k once, with k**2/2 comparisons per row.
-"""
+"""Check targets and a teacher's top-k on the device. Bytes: each read once, a mask of targets written."""
 
 from __future__ import annotations
 
@@ -146,9 +143,8 @@ def _survey_top_k_torch(logps: Tensor, ids: Tensor) -> Tensor:
 def survey_top_k(logps: Tensor, ids: Tensor) -> Tensor:
     """Check a top-k, (N, k) `logps` and integer `ids`, not empty; entries of -inf are absent.
 
-    Returns:
-        (5,) int64: `~min(0, ids)`, the highest id, and whether a row repeats an id, has a positive or NaN entry, or is
-        empty.
+    Return (5,) int64: `~min(0, ids)`, the highest id, and whether a row repeats an id, has a positive or NaN entry, or
+    is empty. Takes k**2/2 comparisons per row.
     """
     by_kernel = use_triton(logps) and ids.shape[1] <= TUNING[logps.device].survey_top_k_most
     return (_survey_top_k_triton if by_kernel else _survey_top_k_torch)(logps, ids)

@@ -129,13 +129,9 @@ def unround_logps_(
     options: LogitOptions,
     u: Tensor | None = None,
 ) -> Tensor:
-    """Correct `logps`, (N,) in the accumulation dtype, in place.
+    """Correct `logps` (N,), in the accumulation dtype, in place. Return `(1 - p')/(1 - p)`, a factor of its gradient.
 
-    `x` is (N, H), `target` (N,) int64; `maximum` and `sum_exp` are of the rounded logits. `u` (N, r) goes with
-    `head.up`.
-
-    Returns:
-        (N,) `(1 - p')/(1 - p)`, a factor for upstream gradients of `logps`.
+    `x` is (N, H), `u` (N, r); `maximum` and `sum_exp` are of the rounded logits.
     """
     side_by_side = all(a.stride(-1) == 1 or a.shape[-1] == 1 for a in (x, head.weight))
     compute = _move_triton if use_triton(logps) and side_by_side else _move_torch

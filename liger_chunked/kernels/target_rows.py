@@ -6,8 +6,7 @@ Upstream gradients are of `logps` and `lse` only.
     s = scale/sum (g_lse - g_logps),     a = scale/sum (g_logps rest + g_lse exp(z_y - c))
     dX = s (E W) + a W[y],               dW = E^T (s x), plus a[n] x[n] at row y[n]
 
-Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H.
-All matrices have contiguous rows.
+Bytes: `scale_rows` 4 N H, `add_target_rows_of_weight` 8 N H, `add_target_rows_` at most 10 N H. Rows are contiguous.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ def _scale_rows_kernel(
 def scale_rows(
     x: Tensor, exponentials: Exponentials, logps: Tensor | None, lse: Tensor | None, scale: float, scaled: Tensor | None
 ) -> RowScales:
-    """Return `s` and `a`; write `s x`, rounded once, to `scaled` if given.
-
-    `x` and contiguous `scaled` are (N, H); `logps` and `lse` are (N,) upstream gradients.
-    """
+    """Return `s` and `a`; write `s x`, rounded once, to `scaled`. `logps` and `lse` are upstream gradients."""
     n, hidden = x.shape
     scales = RowScales(*(torch.empty(n, dtype=torch.float32, device=x.device) for _ in RowScales._fields))
     most, num_warps = TUNING[x.device].hidden

@@ -1,9 +1,6 @@
 """Losses on an `lm_head`: formulas on token statistics, without weights or chunks.
 
-Call `Loss(beta=0.2)(weight, input, target)`, or `Loss(weight, input, target, beta=0.2)`, which mypy does not know.
-
-losses     cross_entropy.py; dpo.py, cpo.py, simpo.py, orpo.py, kto.py, bco.py; grpo.py; kl.py, jsd.py, tvd.py,
-           cosine.py
+losses     one file each, such as dpo.py
 bases      base.py (all losses), preference.py (pairs), unpaired.py (labels), policy.py (rollouts),
            distillation.py (a teacher)
 helpers    formulas.py, settings.py, rollouts.py, reference_model.py, reference_point.py (for KTO and BCO),

@@ -12,7 +12,7 @@ from liger_chunked.types import OUTPUTS, LogitOptions, LossHead, TokenStats
 
 
 def check_declared(loss: Any, name: str, scopes: tuple[str, ...]) -> None:
-    """Check a loss's `token_outputs` or `scope`, unless it is a property."""
+    """Check `token_outputs` and `scope`, unless they are properties."""
     outputs, scope = getattr(loss, "token_outputs", ()), getattr(loss, "scope", None)
     if isinstance(outputs, str) or not (hasattr(outputs, "__get__") or isinstance(outputs, (tuple, list))):
         example = (outputs if isinstance(outputs, str) else "entropy",)
@@ -42,10 +42,7 @@ class FusedLoss(nn.Module, metaclass=LossType):
 
 
 class StatsLoss(FusedLoss):
-    """A loss on token statistics: every loss except distillation.
-
-    Subclasses define these as properties or class attributes.
-    """
+    """A loss on token statistics: every loss except distillation. Subclasses override the properties."""
 
     _scopes: ClassVar[tuple[str, ...]] = ()  # the values that `scope` may have
 
@@ -59,7 +56,7 @@ class StatsLoss(FusedLoss):
 
     @property
     def _group(self) -> Group:
-        """What a chunk must not split."""
+        """The tokens that a chunk must not split."""
         raise NotImplementedError
 
     @property

@@ -21,12 +21,12 @@ class LigerFusedLinearBCOLoss(LigerFusedLinearUnpairedPreferenceBase):
 
     averaged over the batch, as in TRL; the paper adds the sides' means.
 
-    `delta` is a running mean: in the paper of `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` over earlier
-    calls, in TRL of all rewards, with this call's.
+    `delta` is a running mean: in the paper, of `(metrics.chosen_rewards + metrics.rejected_rewards) / 2` in earlier
+    calls; in TRL, of all rewards, also this call's.
 
-    `example_weights` implement the paper's distribution matching: 1 for a desirable sequence, else `p / (1 - p)`, with
-    `p` the probability that its prompt has a desirable sequence. TRL clamps them to [0.5, 10]. Constructor: see
-    `LigerFusedLinearUnpairedPreferenceBase`.
+    For the paper's distribution matching, `example_weights` are 1 for a desirable sequence, else `p / (1 - p)`, with
+    `p` the probability that its prompt has a desirable sequence. TRL clamps them to [0.5, 10]. Options: see
+    `LigerFusedLinearPreferenceBase`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)

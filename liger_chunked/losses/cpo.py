@@ -65,16 +65,10 @@ class LigerFusedLinearCPOLoss(LigerFusedLinearPreferenceBase):
     | `ipo` | `(d / beta - 1 / (2 beta)) ** 2` | `beta l'` |
     | `simpo` | `sigmoid` of `d - simpo_gamma` | `beta l'` |
 
-    AlphaPO (https://arxiv.org/abs/2501.03884) uses the reward `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`, or
-    the same of `l'`. TRL's `alphapo` is `loss_type="simpo"` with `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the
-    metrics are `l` or `l'`.
-
-    Args:
-        beta: scale of the rewards.
-        cpo_alpha: weight of the NLL of the chosen tokens.
-        alphapo_alpha: TRL's `alpha`; 0 leaves the reward unchanged.
-        label_smoothing, simpo_gamma: `eps` and the margin of `simpo`; refused where unread.
-        **options: see `LogitOptions`.
+    A nonzero `alphapo_alpha`, TRL's `alpha`, changes the reward to `beta (1 - exp(-alphapo_alpha l)) / alphapo_alpha`,
+    or the same of `l'` (AlphaPO, https://arxiv.org/abs/2501.03884). TRL's `alphapo` is `loss_type="simpo"` with
+    `cpo_alpha=0` and an `alphapo_alpha`. `logps` in the metrics are `l` or `l'`. `label_smoothing` is `eps`, refused
+    where unread, as is `simpo_gamma`. `**options`: see `LogitOptions`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens
     >>> target = torch.tensor([[1, 2, 3], [4, 5, -100]])

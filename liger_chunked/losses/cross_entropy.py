@@ -45,7 +45,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """A token's loss, in two parts with their own denominators."""
+    """A token's loss, in two parts with different denominators."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -146,14 +146,14 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
         lse_square_scale: weight of the z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5).
         ce_weight: (V,) class weights.
         focal_gamma: exponent of the factor `(1 - p_y) ** focal_gamma` (https://arxiv.org/abs/1708.02002, equation 4).
-        dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629; TRL's
-            `loss_type="dft"`). Like the focal factor, not in the denominator.
+        dft: multiply by the constant `p_y` (Dynamic Fine-Tuning, https://arxiv.org/abs/2508.05629). Like the focal
+            factor, not in the denominator.
         entropy_weight: weight of the entropy bonus (https://arxiv.org/abs/1701.06548).
         return_z_loss, return_token_accuracy, return_predicted_tokens: fields of `CrossEntropyMetrics` to return.
         **options: see `LogitOptions`.
 
     Raises:
-        ValueError: two of smoothing, focal loss and DFT are set, or an option is out of range.
+        ValueError: two of smoothing, focal loss and DFT are set.
 
     >>> weight, input = torch.randn(11, 4, requires_grad=True), torch.randn(2, 3, 4)
     >>> target = torch.tensor([[1, 2, -100], [3, 4, 5]])
@@ -231,11 +231,8 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
                 for the cross entropy), or 1 if that is 0.
             ce_weight: (V,) replaces the constructor's.
             vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
-            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
+            sequence_group: the ranks that split the sequences (`docs/distributed.md`). Loss and metrics are of whole
                 sequences, `predicted_tokens` and `reduction="none"` of this rank's positions.
-
-        Raises:
-            ValueError, TypeError: arguments do not fit together.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

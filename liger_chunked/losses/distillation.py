@@ -60,7 +60,7 @@ class _Given(NamedTuple):
 
 
 class LigerFusedLinearDistillationBase(FusedLoss, ABC):
-    """A subclass's divergence from a teacher, plus the targets' NLL; see `docs/writing-a-loss.md`.
+    """The base of distillation losses; see `docs/writing-a-loss.md`.
 
     Equal, for `n` tokens that count, to
 
@@ -70,11 +70,8 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         loss = weight_soft_loss * soft_loss + weight_hard_loss * hard_loss
 
     The factor `temperature ** 2` of Hinton et al. 2015 (https://arxiv.org/abs/1503.02531) is left to the caller.
-
-    Args:
-        weight_hard_loss, weight_soft_loss: not negative.
-        teacher_options: the teacher's `softcap`, `logit_scale` and `temperature`, if different.
-        **options: see `LogitOptions`. The budget covers both models' logits.
+    `teacher_options` has the teacher's `softcap`, `logit_scale` and `temperature`, if different. `**options`: see
+    `LogitOptions`. The budget covers both models' logits.
     """
 
     of_distributions: ClassVar[bool] = False
@@ -130,21 +127,15 @@ class LigerFusedLinearDistillationBase(FusedLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, num_items: as in `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens
-                count in neither loss; no target, no hard loss.
+            weight, input, target, bias, num_items, vocab_shard, sequence_group: as in
+                `LigerFusedLinearCrossEntropyLoss.forward`. Ignored tokens count in neither loss. Without a target,
+                there is no hard loss. A shard has the rows of both models.
             teacher_weight, teacher_input, teacher_bias: with any hidden size. Rows beyond V are ignored, also in the
                 softmax.
             teacher_logps: instead, (B, T, k) or (N, k) log-probabilities of k tokens in nats, at the loss's
                 temperature; -inf if missing. The divergence has k + 1 bins: these tokens, and all others.
-            teacher_ids: their distinct ids, in the same shape.
+            teacher_ids: their distinct ids in the whole vocabulary, in the same shape.
             mask: (B, T) or (N,) bool, False at more ignored tokens.
-            vocab_shard: the rows of both models' weights and biases, if ranks split the vocabulary. `teacher_ids` are
-                of the whole vocabulary.
-            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
-                sequences.
-
-        Raises:
-            ValueError, TypeError: arguments do not fit together, or the teacher is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -1,4 +1,4 @@
-"""DPO and other losses of TRL's trainer."""
+"""DPO and its variants."""
 
 from __future__ import annotations
 
@@ -207,8 +207,8 @@ PairLoss = Callable[[Pairs], Tensor]
 class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     """Direct preference optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7), fused.
 
-    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of chosen and rejected sequence in nats, `c'` and `r'`
-    the same per token. `d = c - r`, `d' = c' - r'`, `L = -log sigmoid` and `S = sigmoid`.
+    `c` and `r` are the log-ratios `log(pi(y|x) / pi_ref(y|x))` of chosen and rejected sequence in nats, `d = c - r`,
+    and `d'` is the same with means over tokens. `L = -log sigmoid`, and `S = sigmoid`.
 
     | loss_type | loss | paper |
     |---|---|---|
@@ -228,15 +228,14 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
     | `discopop` | `(1 - m) L(beta d) + m exp(-beta d)`, `m = S(beta d / tau)` | 2406.08414, equation 5 |
     | `sft` | mean NLL of the batch's chosen tokens | |
 
-    As in TRL, which ignores `label_smoothing` with `sigmoid`. Three options change them:
+    TRL has the same losses, but ignores `label_smoothing` with `sigmoid`. Three options change them:
 
     - `f_divergence_type` (f-DPO, https://arxiv.org/abs/2309.16240, table 1) replaces `c` and `r` in `d` by a score of
-      `t = pi / pi_ref`, with exponents up to 80, but not in the metrics. Losses of `c` or `r` alone are refused: the
-      normaliser cancels only in `d`.
+      `t = pi / pi_ref`, with exponents up to 80, but not in the metrics. Losses of `c` or `r` alone refuse it.
     - `ld_alpha`: LD-DPO (https://arxiv.org/abs/2409.06411), see `LigerFusedLinearPreferenceBase`.
     - `use_weighting` (WPO, https://arxiv.org/abs/2406.11827, equation 2) multiplies a pair's loss by the constant
-      `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. Not for `aot`,
-      `aot_unpaired` and `sft`.
+      `w(chosen) w(rejected)`, with `log w` the mean over tokens of `log p_y - log(sum of p ** 2)`. `aot`,
+      `aot_unpaired` and `sft` refuse it.
 
     | f_divergence_type | score |
     |---|---|
@@ -251,9 +250,8 @@ class LigerFusedLinearDPOLoss(LigerFusedLinearPreferenceBase):
         beta: strength of the KL constraint; IPO's tau.
         loss_type: a name from the table, a callable from `Pairs` to (n,), or a list of these.
         loss_weights: one per loss type; None for ones.
-        label_smoothing, discopop_tau: `eps` and `tau`.
+        label_smoothing, discopop_tau, f_alpha_divergence_coef: `eps`, `tau` and `alpha`.
         compute_nll_loss, alpha: RPO (https://arxiv.org/abs/2404.19733).
-        f_alpha_divergence_coef: `alpha` of `alpha_divergence`.
         use_ref_model: None warns once without a reference.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

@@ -43,7 +43,7 @@ def complement(logps: Tensor) -> Tensor:
     [9.999999717180685e-10, 9.999999960041972e-13]
     """
     logps = logps.clamp(max=-_CERTAIN)
-    # Near 0, exp() rounds to 1; far from it, the derivative of expm1 rounds to 0.
+    # Near 0, exp() rounds to 1. Far from 0, the derivative of expm1 rounds to 0.
     return torch.where(logps > -math.log(2), -torch.expm1(logps), 1 - logps.exp())
 
 

@@ -74,7 +74,7 @@ def _where(condition: Tensor, like: Tensor, value: float, otherwise: float) -> T
 
 
 def _clip(r: Rollouts, s: SurrogateSettings) -> Tensor:
-    # min(r A, clamp(r) A) is clamp(r) A with only the upper bound if A > 0, the lower if A < 0.
+    # min(r A, clamp(r) A) is clamp(r) A with one bound: the upper if A > 0, the lower if A < 0.
     delta, highest = math.inf if s.delta is None else s.delta, 1 + s.epsilon_high
     low = _where(r.advantages < 0, r.advantages, 1 - s.epsilon_low, -math.inf)
     high = _where(r.advantages > 0, r.advantages, min(delta, highest), max(delta, highest))
@@ -140,7 +140,7 @@ def _vespo(r: Rollouts, s: SurrogateSettings) -> Tensor:
 
 
 def _covariance(r: Rollouts) -> Tensor:
-    """Return (n, T), a token's part of the covariance of log-probabilities and advantages over the call's tokens."""
+    """Return (n, T), each token's part of the covariance of log-probabilities and advantages."""
 
     def centred(x: Tensor) -> Tensor:
         mean = torch.where(r.mask, x, 0.0).sum(dtype=torch.float64) / max(1, r.batch_tokens)
@@ -244,16 +244,14 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     | `clip_cov` | as `clip`, but 0 for `clip_cov_ratio` of the tokens | Clip-Cov, 2505.22617 |
     | `kl_cov` | `-r A`, plus `ppo_kl_coef abs(log r)` for `kl_cov_ratio` of the tokens | KL-Cov, 2505.22617 |
 
-    `c` is `min(r, e^epsilon_high)` for a positive `A`, `max(r, e^-epsilon_low)` for a negative one; the paper has 0.4
-    for both. `w` is the product over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo`
-    does not apply again.
+    `c` is `min(r, e^epsilon_high)` for a positive `A`, `max(r, e^-epsilon_low)` for a negative one. `w` is the product
+    over the sequence's tokens of `pi / pi_old` and the importance weights, which `vespo` does not apply again.
 
-    `clip_cov` and `kl_cov` choose the tokens with the highest `(log pi - mean log pi) (A - mean A)`, means over the
-    call's tokens, at least one. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that `clip`
-    does not clip. There the paper draws at random; a choice by value needs no generator and is the same for every
-    budget and rank of a split sequence.
+    `clip_cov` and `kl_cov` choose at least one token, those with the highest `(log pi - mean log pi) (A - mean A)`,
+    with means over the call's tokens. `clip_cov` chooses between `clip_cov_lb` and `clip_cov_ub`, among tokens that
+    `clip` does not clip; the paper draws them at random.
 
-    Without `old_logps`, `r` is 1 with the gradient of `log pi`. See `LigerFusedLinearPolicyBase`.
+    If `old_logps` is None, `r` is 1 with the gradient of `log pi`. For the rest, see `LigerFusedLinearPolicyBase`.
 
     TRL's and Liger-Kernel's default reduction is `"dapo"`, which gives long completions more weight. Variants:
 
@@ -277,13 +275,13 @@ class LigerFusedLinearGRPOLoss(LigerFusedLinearPolicyBase):
     budget; `clip_cov` and `kl_cov`, for a batch over budget.
 
     Args:
-        epsilon_low, epsilon_high: the ratio's largest distance from 1 under `clip`; infinity is no bound. For `cispo`,
-            `epsilon_high` is the largest ratio, as in TRL; the papers use about 5. For `gmpo`, bounds of `log r`.
-        cispo_epsilon_low: the smallest ratio, the paper's `1 - epsilon_low`, which is 0 there: no bound.
-        delta: upper bound of `clip`, above `1 + epsilon_high`.
+        epsilon_low, epsilon_high: infinity is no bound. `cispo` reads `epsilon_high` as the largest ratio, as in TRL;
+            the papers use about 5.
+        cispo_epsilon_low: the paper's `1 - epsilon_low`.
+        delta: above `1 + epsilon_high`.
         sapo_temperature_pos, sapo_temperature_neg: `tau` for positive and other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `lambda`; `neg` for negative advantages.
-        clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef: see above; verl's names and defaults.
+        clip_cov_ratio, clip_cov_lb, clip_cov_ub, kl_cov_ratio, ppo_kl_coef: verl's names and defaults.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # two completions of up to three tokens

@@ -21,12 +21,8 @@ class LigerFusedLinearJSDLoss(LigerFusedLinearDistillationBase):
         m = (1 - beta) * p + beta * q
         divergence = beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-    For beta 0 and 1, where this is 0, the loss is the limit of `divergence / (beta * (1 - beta))`, as in TRL:
-    `KL(q || p)` for beta 0, `KL(p || q)` for 1.
-
-    Args:
-        beta: in [0, 1].
-        **options: see `LigerFusedLinearDistillationBase`.
+    As in TRL, beta 0 gives `KL(q || p)` and beta 1 `KL(p || q)`, the limits of `divergence / (beta * (1 - beta))`.
+    `**options`: see `LigerFusedLinearDistillationBase`.
 
     >>> import torch
     >>> weight, input, target = torch.randn(11, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, -100], [3, 4, 5]])

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence: forward or reverse, plain or skewed."""
+"""Kullback-Leibler divergence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_chunked.types import Divergence, check_number
 
 
 class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
-    """Forward or reverse Kullback-Leibler divergence of teacher and student, fused.
+    """Kullback-Leibler divergence of teacher and student, fused.
 
     With the student's distribution `p` and the teacher's `q`, in nats per token:
 
@@ -24,7 +24,6 @@ class LigerFusedLinearKLDivLoss(LigerFusedLinearDistillationBase):
     (https://arxiv.org/abs/2306.08543) on given tokens.
 
     Args:
-        reverse: the direction.
         skew: in [0, 1), bounds the ratio (DistiLLM, https://arxiv.org/abs/2402.03898, section 3.1, proposes 0.1).
         **options: see `LigerFusedLinearDistillationBase`.
 

@@ -31,9 +31,7 @@ class LigerFusedLinearKTOLoss(LigerFusedLinearUnpairedPreferenceBase):
     `kto` requires `kl`, or `kl_input`, `kl_target` and their reference; `apo_zero_unpaired` refuses both. To average
     over ranks before clamping, as TRL does, compute `r` by `linear_token_stats` and pass `kl`.
 
-    Args:
-        desirable_weight, undesirable_weight: `w_d` and `w_u`, not negative.
-        beta, average_log_prob, use_ref_model, **options: see `LigerFusedLinearUnpairedPreferenceBase`.
+    `w_d` and `w_u` are `desirable_weight` and `undesirable_weight`. Other options: `LigerFusedLinearPreferenceBase`.
 
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)
     >>> target, labels = torch.tensor([[1, 2, 3], [4, 5, -100]]), torch.tensor([True, False])

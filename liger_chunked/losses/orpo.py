@@ -19,11 +19,7 @@ class LigerFusedLinearORPOLoss(LigerFusedLinearPreferenceBase):
         loss = nll(chosen) - beta * mean(log sigmoid(log odds(chosen) - log odds(rejected)))
 
     The NLL is a mean over the tokens of `nll_target`, or else `target`; TRL's includes the prompt. `logps` in the
-    metrics are means over tokens.
-
-    Args:
-        beta: weight of the odds ratio, the paper's lambda.
-        **options: see `LogitOptions`.
+    metrics are means over tokens. `beta` is the paper's lambda. `**options`: see `LogitOptions`.
 
     >>> import torch
     >>> weight, input = torch.randn(11, 4), torch.randn(2, 3, 4)        # one pair of three tokens

@@ -145,7 +145,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class LigerFusedLinearPolicyBase(StatsLoss, ABC):
-    """A policy loss from a subclass's costs of tokens; see `docs/writing-a-loss.md`.
+    """The base of policy losses; see `docs/writing-a-loss.md`.
 
         loss = sum over the valid tokens of (weight * cost + beta * kl) / denominator - entropy_coef * mean(entropy)
 
@@ -171,18 +171,16 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
     | `abs` | `abs(d)` |
 
     Args:
-        beta: weight of the KL; above 0, a reference is required.
+        beta: above 0, a reference is required.
         importance_level: of `Rollouts.ratio`: "token"; "sequence", the tokens' geometric mean `s` (GSPO,
             https://arxiv.org/abs/2507.18071); "sequence_token", `sg(s) pi / sg(pi)` with stopped gradient `sg`, for
             advantages per token (GSPO-token); "trajectory", their product.
-        max_completion_length: in tokens, for `dr_grpo` only.
-        kl_estimator: see above. Its gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2`
-            without; the gradient of `k1` without is zero on average.
-        use_bias_correction_kl: multiply `kl` by the importance ratio, for the true KL's gradient (DeepSeek-V3.2,
-            https://arxiv.org/abs/2512.02556).
+        kl_estimator: the gradient is the KL's for `k1` and `k3` with `use_bias_correction_kl`, and for `k2` without it.
+            The gradient of `k1` without it is zero on average.
+        use_bias_correction_kl: multiply `kl` by the importance ratio (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
         off_policy_mask_threshold: tokens with a negative advantage cost 0 where the sequence's mean of
             `old_logps - logps` is above it (DeepSeek-V3.2). The paper's old policy is the sampler.
-        entropy_coef: weight of the entropy bonus, always a mean as in `dapo`.
+        entropy_coef: the entropy is always a mean as in `dapo`.
         top_entropy_quantile: only this share, in [0, 1], of the call's tokens, at least one, with the highest entropy
             keeps cost and bonus (https://arxiv.org/abs/2506.01939). Costs one more GEMM if logits exceed the budget.
         clipped: returns where ratios are clipped; None if never.
@@ -270,7 +268,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         return ("logps", *(("entropy",) if self.entropy_coef else ()), *self.token_outputs)
 
     def kl(self, rollouts: Rollouts) -> Tensor:
-        """Return the estimate (n, T) of KL(policy || reference) in nats; needs `rollouts.ref_logps`."""
+        """Return the estimate (n, T) of KL(policy || reference) in nats."""
         assert rollouts.ref_logps is not None
         estimate = KL_ESTIMATORS[self.kl_estimator](rollouts.ref_logps - rollouts.logps)
         return estimate * rollouts.ratio if self.use_bias_correction_kl else estimate
@@ -299,19 +297,18 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, input, target, bias, vocab_shard, cu_seqlens, sequence_group: as in
+            weight, input, target, bias, ref_input, ref_weight, ref_bias, vocab_shard, cu_seqlens, sequence_group: as in
                 `LigerFusedLinearPreferenceBase.forward`, for (B, T) tokens.
             advantages: (B,) or (B, 1) per sequence, or (B, T) per token.
             attention_mask: (B, T), 0 at tokens to ignore, else 1.
             old_logps, ref_logps: (B, T) in nats, under the sampling policy (None on-policy) and the reference.
-            ref_input, ref_weight, ref_bias: instead of `ref_logps`: (B, T, H_ref), (V, H_ref), (V,).
             importance_weights: (B, T), (B,) or (B, 1).
             num_items: divisor of `dapo`: the valid tokens of all steps that accumulate gradients. If ranks average
-                gradients, pass all ranks' tokens divided by the number of ranks. A tensor below 1 counts as 1. With
-                other reductions, divide the loss by the number of steps.
+                gradients, pass all ranks' tokens divided by the number of ranks. With other reductions, divide the loss
+                by the number of steps.
 
         Raises:
-            ValueError, TypeError: arguments do not fit together, or no reference.
+            ValueError: a reference is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)
@@ -326,7 +323,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
                 check_side(name, x, target)
         if attention_mask is not None:
             if attention_mask.is_floating_point() and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-                # An additive mask is 0 where a 0/1 mask is 1.
+                # An additive mask would be read as its opposite.
                 low, high = (x.item() for x in attention_mask.aminmax())
                 raise ValueError(f"attention_mask must be 0 or 1 at every token, got {low:g} to {high:g}")
             target = target.masked_fill(attention_mask == 0, self.options.ignore_index)
@@ -401,7 +398,7 @@ class LigerFusedLinearPolicyBase(StatsLoss, ABC):
         importance_weights: Tensor | None,
         num_items: float | Tensor | None,
     ) -> RolloutBatch:
-        """Only `ref_logps` are dense."""
+        """`ref_logps` are already in the dense layout."""
         mask = arrange.mask
         lengths = mask.sum(-1, keepdim=True).to(arrange.dtype)
         denominator = REDUCTIONS[self.reduction].denominator(lengths, num_items, self.max_completion_length)

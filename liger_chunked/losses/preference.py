@@ -104,13 +104,13 @@ def _tail_weights(mask: Tensor, lengths: Tensor, tail: float, dtype: torch.dtype
 class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over pairs; see `docs/writing-a-loss.md`.
 
-    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, its probability is 1, as in
+    Pairs without valid tokens add 0, but count in the mean. If only one sequence is empty, it has probability 1, as in
     TRL.
 
     Args:
         beta: scale of the rewards, not negative.
-        alpha, compute_nll_loss: add `alpha` times the mean NLL, in nats, of the batch's chosen tokens: by default
-            (None) if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
+        alpha, compute_nll_loss: with True, add `alpha` times the mean NLL, in nats, of the batch's chosen tokens; with
+            None, if `alpha` is not 0. False raises unless `alpha` is 0 or 1.
         average_log_prob: `Pairs.logps` are means over tokens instead of sums.
         ld_alpha: weight, in [0, 1], of tokens beyond the pair's shorter length, under policy and reference. `lengths`
             count them fully.
@@ -154,7 +154,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
 
     @property
     def compute_nll_loss(self) -> bool:
-        """Whether there is an NLL term; None decides by `alpha`."""
+        """Whether there is an NLL term."""
         return self.alpha != 0 if self._compute_nll_loss is None else self._compute_nll_loss
 
     @compute_nll_loss.setter
@@ -202,7 +202,7 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
         """Compute the loss and its metrics.
 
         Args:
-            weight, bias: (V, H), or an `AdaptedWeight`, and (V,) or None: the `lm_head`.
+            weight, bias, vocab_shard, sequence_group: as in `LigerFusedLinearCrossEntropyLoss.forward`.
             input: (2 n, T, H) hidden states, all chosen sequences first.
             target: (2 n, T) token ids that `input` predicts (shift labels, see `shifted`), `ignore_index` at prompts
                 and padding.
@@ -210,14 +210,11 @@ class LigerFusedLinearPreferenceBase(StatsLoss, ABC):
             ref_logps: instead, its log-probabilities in nats: (2 n, T), or (2 n,) like `Pairs.logps` without
                 `ld_alpha`.
             nll_target: (2 n, T), of the NLL term; None for `target`.
-            vocab_shard: the rows of `weight` and `bias`, if ranks split the vocabulary.
             cu_seqlens: (2 n + 1,) int32, the rows where sequences start, and N: tensors of tokens are then (N, ...),
                 without padding.
-            sequence_group: the ranks that split the sequences, see `docs/distributed.md`. Loss and metrics are of whole
-                sequences.
 
         Raises:
-            ValueError, TypeError: arguments do not fit together, or a reference is missing or refused.
+            ValueError: a reference is missing or refused.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -35,8 +35,8 @@ def reference_logps(
 ) -> Tensor | None:
     """Return the reference's dense log-probabilities, detached, or None.
 
-    Per token, zero at ignored tokens, or per sequence like `ref_logps`. `required` is `use_ref_model`; `infix` is for
-    messages, as in `ref_{infix}input`. `target` is the caller's.
+    They are per token, zero at ignored tokens, or per sequence like `ref_logps`. `infix` is for messages, as in
+    `ref_{infix}input`. `target` is the caller's.
     """
     ref_input, ref_weight, ref_bias, ref_logps = reference
     input_name, logps_name, target_name = f"ref_{infix}input", f"ref_{infix}logps", f"{infix}target"

@@ -48,10 +48,7 @@ def mismatched_kl(
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
 ) -> Tensor:
-    """Return KTO's estimate of `KL(pi || pi_ref)`, float64 (); zero without completions.
-
-    max(0, mean over i of  log pi(y'_i | x_i) - log pi_ref(y'_i | x_i))
-    """
+    """Return KTO's estimate of `KL(pi || pi_ref)`, at least 0, float64 (); zero without completions."""
     kl_input, kl_target, ref_kl_input, ref_kl_logps = mismatched
     if kl_input is None or kl_target is None:
         given = [name for name, value in mismatched._asdict().items() if value is not None]
@@ -102,7 +99,7 @@ def reference_point(
     average_log_prob: bool,
     sequence_group: ProcessGroup | None,
 ) -> Tensor:
-    """Return `max(0, kl)`, `delta`, or zero, by `kind`: float64 () without gradient."""
+    """Return `max(0, kl)`, `delta`, or zero, detached float64 ()."""
     estimate = [name for name, value in mismatched._asdict().items() if value is not None]
     given = {"kl": [*(["kl"] if kl is not None else []), *estimate], "delta": ["delta"] if delta is not None else []}
     refused = [name for other, names in given.items() if other != kind for name in names]

@@ -1,4 +1,4 @@
-"""What the caller of a policy loss computes between steps: weights against the sampler, the entropy coefficient."""
+"""Values that the caller of a policy loss computes between steps."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ def rollout_importance_weights(
     | `sequence_truncate`, `sequence_mask` | product of `w` over the sequence | the bound, 0 |
     | `geometric_truncate`, `geometric_mask` | geometric mean of `w` over the sequence | the bound, 0 |
 
-    These are `vllm_importance_sampling_mode` and defaults of TRL, which has no geometric mean. To combine verl's
-    `rollout_is` and `rollout_rs`, multiply weights.
+    Modes and defaults are those of TRL's `vllm_importance_sampling_mode`, which has no geometric mean. Multiply weights
+    to combine verl's `rollout_is` and `rollout_rs`.
 
     Args:
         old_logps: (B, T) in nats, of the training engine.
-        sampling_logps: (B, T), of the sampler. A NaN, which vLLM returns for an unavailable one, counts as `old_logps`.
+        sampling_logps: (B, T), of the sampler. A NaN, vLLM's value for an unavailable one, counts as `old_logps`.
         mask: (B, T), True or 1 at the completion's tokens: `target != -100`.
-        mode: see above.
-        clip_min, clip_max: bounds of the ratio; None is no bound.
+        clip_min, clip_max: None is no bound.
         cu_seqlens: of sequences without padding, (N,) for (B, T), as in the loss.
 
     Returns:
@@ -105,14 +104,13 @@ def adaptive_entropy_coef(
     entropy_coef_min: float = 0.0,
     entropy_coef_max: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the next `coef`, and the `entropy_coef` of the next step, which keeps the entropy from falling further.
+    """Return the next `coef`, and the next step's `entropy_coef`, to keep the entropy from falling below a target.
 
-    From `c_0 = 0`, with entropy `e` and target `t` (Skywork-OR1, https://arxiv.org/abs/2505.22312):
+    With entropy `e` and target `t`, starting from `c_0 = 0` (Skywork-OR1, https://arxiv.org/abs/2505.22312):
 
         entropy_coef_k = c_k if e_k <= t else 0,  c_(k+1) = c_k + delta if e_k <= t else c_k - delta
 
-    As in TRL, whose names and defaults these are, `c` stays within bounds, and a step uses the last step's `e`, which
-    its metrics return.
+    Names and defaults are TRL's, as are the bounds of `c`, and the use of `e` from the last step's metrics.
 
     Args:
         coef: `c_k`; keep the returned one, also in checkpoints.

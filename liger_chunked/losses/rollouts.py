@@ -14,7 +14,7 @@ from liger_chunked.types import Rollouts, TokenStats
 
 
 def sum_of_logs(log_ratio: Tensor) -> Tensor:
-    """Sum over the sequence in float64: exp() makes the sum's error relative."""
+    """Sum over the sequence in float64: exp() makes the sum's rounding error relative."""
     return log_ratio.sum(-1, keepdim=True, dtype=torch.float64)
 
 
@@ -45,7 +45,7 @@ def rows(values: Tensor) -> Tensor:
 
 
 def check_side(name: str, x: Tensor, target: Tensor, n: int | None = None) -> None:
-    """Require one value per token, or per each of `n` sequences."""
+    """Require one value per token, or per sequence of `n`."""
     of_sequences = [] if n is None else [(n,), (n, 1)]
     if not isinstance(x, Tensor) or x.shape not in (target.shape, *of_sequences):
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

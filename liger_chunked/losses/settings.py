@@ -46,10 +46,7 @@ class Reader(Protocol):
 
 
 def refuse_unread(settings: Any, reads: Collection[str], by: str, table: Mapping[str, Reader]) -> None:
-    """Raise if a setting that only other rows read is not at its default.
-
-    `by` names what reads the fields `reads`.
-    """
+    """Raise unless settings outside `reads` are at their defaults. `by` names the reader of `reads`."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         readers = sorted(name for name, kind in table.items() if field.name in kind.reads)

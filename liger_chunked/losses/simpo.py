@@ -27,7 +27,6 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearPreferenceBase):
     `sigmoid` is TRL's `CPOTrainer` with `loss_type="simpo"`. `logps` in the metrics are means over tokens.
 
     Args:
-        beta: scale of the rewards.
         gamma: TRL's `simpo_gamma`, not its ratio to beta.
         alpha, compute_nll_loss: add `alpha` times the chosen tokens' NLL (CPO-SimPO).
         label_smoothing: `eps`; refused with "hinge".

@@ -76,12 +76,7 @@ class _Batch:
 class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
     """Mean of a subclass's `preference_loss` over sequences; see `docs/writing-a-loss.md`.
 
-    Sequences without valid tokens add 0, but count in the mean.
-
-    Args:
-        beta: scale of the rewards, not negative.
-        average_log_prob: `Examples.logps` are means over tokens instead of sums.
-        use_ref_model, **options: see `LigerFusedLinearPreferenceBase`.
+    Sequences without valid tokens add 0, but count in the mean. Options: see `LigerFusedLinearPreferenceBase`.
     """
 
     reference_point: ReferencePoint | None = None
@@ -146,15 +141,15 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
 
         Args:
             preference_labels: (n,) bool or integers, 1 if desirable, else 0.
-            kl: the reference point of a loss that reads "kl", in nats, clamped at zero.
+            kl: in nats, clamped at zero; for losses with this reference point.
             kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): this rank's completions of other prompts. Cost
                 one GEMM.
             ref_kl_input, ref_kl_logps: their reference.
-            delta: the reference point of a loss that reads "delta", in units of rewards.
+            delta: in units of rewards; for losses with this reference point.
             example_weights: (n,) factors; the mean divides by n.
 
         Raises:
-            ValueError, TypeError: arguments do not fit together, or a reference or reference point is missing.
+            ValueError: a reference or reference point is missing.
         """
         head = LossHead(weight, bias, vocab_shard)
         check_projection(head, input)

@@ -1,7 +1,4 @@
-"""Tuned constants, one file per architecture; `TUNING[device]` is a device's table.
-
-A new architecture needs a file with its `Tuning`, picked here.
-"""
+"""Tuned constants, one file per architecture, picked here; `TUNING[device]` is a device's table."""
 
 from __future__ import annotations
 
