@@ -57,6 +57,9 @@ class LossType(ABCMeta):
         return loss
 
 
+_traces: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
 class _Eager:
     """Holds untraced entry points as attributes: Dynamo cannot take functions from constants."""
 
@@ -119,6 +122,8 @@ def entry_point(function: Function) -> Function:
                     "torch.export cannot trace a fused loss: it waits for the device to count its tokens"
                 )
             return getattr(_EAGER, _kept_out_of_graphs(name))(*args, **kwargs)
+        if _traces() is not None:  # torch 2.11 would trace `checked` on its own
+            _kept_out_of_graphs(name)
         return getattr(_EAGER, name, checked)(*args, **kwargs)
 
     # Dynamo skips by code object, so each entry point needs its own.

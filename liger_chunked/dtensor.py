@@ -70,7 +70,7 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, x in arguments.items():
         if name in _BIASES or name in _BIASES.values():
             if x is not None and (shard is not None or any_dtensor([x])):
-                local[name] = _own_rows(name, x, weight, dim)
+                local[name] = _own_rows(name, x, weight, dim, arguments.get("sequence_group"))
         elif not any_dtensor([x]):
             continue
         elif name in _INPUTS and by_chunk:
@@ -90,11 +90,11 @@ def localized(arguments: dict[str, Any]) -> dict[str, Any]:
     return local
 
 
-def _own_rows(name: str, x: Any, weight: Any, dim: int | None) -> Any:
-    """Return this rank's rows of a weight or bias."""
+def _own_rows(name: str, x: Any, weight: Any, dim: int | None, sequence_group: Any) -> Any:
+    """Return this rank's rows of a weight or bias. Ranks that split sequences have shares of their gradient."""
     if isinstance(x, AdaptedWeight):
-        own = _own_rows(name, x.weight, weight, dim)
-        return AdaptedWeight(own, _own_rows(f"{name}.up", x.up, weight, dim), x.down)
+        own = _own_rows(name, x.weight, weight, dim, sequence_group)
+        return AdaptedWeight(own, _own_rows(f"{name}.up", x.up, weight, dim, sequence_group), x.down)
     if not isinstance(x, Tensor):
         return x  # the loss refuses it
     if dim is not None and x.ndim and x.shape[0] != weight.shape[0]:
@@ -107,7 +107,19 @@ def _own_rows(name: str, x: Any, weight: Any, dim: int | None) -> Any:
         x = distributed_like(weight, x)
     if _sharded_dim(name, x) != dim:
         raise TypeError(f"{name} must be distributed like weight {_placed(weight)}, got {_placed(x)}")
-    return x.to_local(grad_placements=x.placements)
+    return x.to_local(grad_placements=_grad_placements(x, sequence_group))
+
+
+def _grad_placements(x: Any, sequence_group: Any) -> list[Any]:
+    from torch.distributed.tensor import Partial
+
+    placements = list(x.placements)
+    if sequence_group is not None:
+        ranks = torch.distributed.get_process_group_ranks(sequence_group)
+        for dim in range(x.device_mesh.ndim):
+            if torch.distributed.get_process_group_ranks(x.device_mesh.get_group(dim)) == ranks:
+                placements[dim] = Partial()
+    return placements
 
 
 def _placed(x: Any) -> str:

@@ -144,3 +144,21 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         linear_token_stats(*batch(), **options)
     with pytest.raises(TypeError, match=r"top_k must be an int or None"):
         linear_token_stats(*batch(), top_k=2.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_of_the_mass(dtype: torch.dtype) -> None:
+    """A float32 sum of many probabilities reaches 1 before the last."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32000, 16, generator=generator).to(dtype)
+    input = torch.randn(4, 16, generator=generator).to(dtype)
+    target = (input @ weight.T).argmin(-1)
+    plain, kept = (linear_token_stats(weight, input, target, **options) for options in ({}, {"top_p": 1.0}))
+    assert plain.logps is not None and kept.logps is not None and torch.equal(plain.logps, kept.logps)
+    # As transformers keeps, in float64: the smallest ids that matter.
+    z = (input @ weight.T).double()
+    expected = warpers.TopPLogitsWarper(0.99999)(None, z) > -torch.inf
+    ids = z.argsort(-1)[:, 8000:20000:500]
+    stats = linear_token_stats(weight, input, target, top_p=0.99999, candidates=ids)
+    assert stats.candidate_logps is not None
+    assert torch.equal(stats.candidate_logps > -torch.inf, expected.gather(1, ids))

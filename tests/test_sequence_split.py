@@ -12,6 +12,8 @@ import torch.distributed as dist
 from fresh_process import FreshProcesses
 from table import ROWS, SMALL, Batch, Row, evaluate, relative_error
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_chunked import (
@@ -165,6 +167,18 @@ def results(rank: int, folder: str) -> None:
     zero = evaluate(rows["ce-smoothing"].ours, {**cut(batch, lengths), "sequence_group": world})
     assert all(not x.any() for x in zero.values())
 
+    # No sequences at all.
+    nothing = torch.zeros(0, 3, dtype=torch.long)
+    for loss in (LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)):
+        assert not loss(torch.randn(5, 4), torch.randn(0, 3, 4), nothing, sequence_group=world)
+
+    # A replicated DTensor: its gradient is the sum of the ranks' shares.
+    mesh = init_device_mesh("cpu", (2,))
+    batch = rows["ce-smoothing"].sample(SIZES, 0)
+    given = cut(batch, lengths) | {"weight": distribute_tensor(batch["weight"], mesh, [Replicate()])}
+    found = evaluate(rows["ce-smoothing"].ours, {**given, "sequence_group": world})["weight"].full_tensor()
+    assert relative_error(found, evaluate(rows["ce-smoothing"].ours, batch)["weight"]) < 1e-9
+
     # Three products for each token of this rank.
     weight, input = torch.randn(40, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
     target = torch.randint(40, (3, 8))
@@ -175,6 +189,8 @@ def results(rank: int, folder: str) -> None:
 
     with pytest.raises(TypeError, match=r"sequence_group must be a torch.distributed process group.*got int"):
         loss(weight, input, target, sequence_group=2)
+    with pytest.raises(TypeError, match=r"sequence_group must be a torch.distributed process group.*got int"):
+        LigerFusedLinearCrossEntropyLoss(reduction="none")(weight, input, target, sequence_group=2)
     with pytest.raises(ValueError, match=r"input must hold the same sequences .* got batches of \[2, 3\]"):
         loss(weight, input[: 2 + rank], target[: 2 + rank], sequence_group=world)
     few = own((1, 7))

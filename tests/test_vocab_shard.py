@@ -238,6 +238,10 @@ def scattered_contracts(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"target must be \(1, 64\), one token id for each row .* on each rank"):
         loss(w, x, target[:, : n // 2], vocab_shard=shard)
 
+    with pytest.raises(ValueError, match=r"target must be whole and the same on all ranks of vocab_shard"):
+        other = VocabShard(dist.new_group([0, 1]), shard.start, vocab, "reduce_scatter")
+        loss(w, x, (target + rank) % vocab, vocab_shard=other)
+
     # Sequences without padding, whose rows are split evenly.
     wide = torch.randn(n, hidden, generator=generator, dtype=torch.float64)
     whole = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)

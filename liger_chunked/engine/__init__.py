@@ -22,7 +22,7 @@ from liger_chunked.engine.checks import (
 from liger_chunked.engine.distillation import LossWeights, Teacher, distillation_loss, distillation_step
 from liger_chunked.engine.divergences import ByAutograd, ClosedForm
 from liger_chunked.engine.packed import Packing, Sequences, count, sequences_of, whole
-from liger_chunked.engine.sequence import SequenceSplit
+from liger_chunked.engine.sequence import SequenceSplit, check_group
 from liger_chunked.engine.stats import linear_token_stats, token_stats
 from liger_chunked.engine.step import LinearObjective, NegativeLogLikelihood, Objective, fused_loss
 from liger_chunked.engine.top_k import TopK
@@ -43,6 +43,7 @@ __all__ = [
     "Teacher",
     "TopK",
     "along",
+    "check_group",
     "check_projection",
     "check_target",
     "check_top_k",

@@ -294,7 +294,7 @@ class SplitLayout(Layout):
         """Gather the ranks' dense values."""
         if not self._of_tokens:
             return self.ranks.whole_values(dense)
-        rows = dense._make(None if f is None else f.view(self.ranks.batch, -1) for f in dense)
+        rows = dense._make(None if f is None else f.view(self.ranks.batch, self.ranks.own_length) for f in dense)
         return dense._make(None if f is None else f.reshape(-1) for f in self.ranks.whole_values(rows))
 
     def _scatter_tokens(self, values: Any) -> Any:
@@ -313,7 +313,8 @@ class SplitLayout(Layout):
             return super().compact(dense, chunk)
         if not self._of_tokens:
             return super().compact(dense[..., self.ranks.own], chunk)
-        own = self.whole.scatter(dense).view(self.ranks.batch, -1)[:, self.ranks.own].reshape(-1)
+        whole = self.whole.scatter(dense).view(self.ranks.batch, self.ranks.length)
+        own = whole[:, self.ranks.own].reshape(-1)
         return own if self.slots is None else own[self.slots]
 
     def index(self, chunk: Chunk) -> slice | Tensor:

@@ -231,6 +231,27 @@ def check_target(
         )
     if target.device != input.device:
         raise ValueError(f"{name} is on {target.device}, {input_name} on {input.device}: expected one device")
+    if head is not None and head.shard is not None and head.shard.input_grad == "reduce_scatter":
+        _check_same_targets(head.shard, target, name)
+
+
+_SAME_TARGETS: set[Any] = set()  # groups
+
+
+def _check_same_targets(shard: VocabShard, target: Tensor, name: str) -> None:
+    """Raise ValueError on all ranks unless their targets are the same. Once for each group."""
+    group = dist.group.WORLD if shard.group is None else shard.group
+    if group in _SAME_TARGETS:
+        return
+    some = target.reshape(-1)[:: max(1, target.numel() // 64)].tolist()
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (tuple(target.shape), some), group=group)
+    if any(part != parts[0] for part in parts):
+        raise ValueError(
+            f"{name} must be whole and the same on all ranks of vocab_shard, for input_grad='reduce_scatter', got "
+            f"{[part[0] for part in parts]} with different ids"
+        )
+    _SAME_TARGETS.add(group)
 
 
 def shifted(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

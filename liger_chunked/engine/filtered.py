@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_chunked.engine.batch import Tile, along
 from liger_chunked.engine.head import HeadPass, Tokens
 from liger_chunked.kernels import LogitsCotangents, PartialStats
-from liger_chunked.kernels.tuning.generic import UPCAST_BLOCK
+from liger_chunked.kernels.tuning.generic import SORT_BLOCK
 from liger_chunked.types import LogitOptions, TokenStats, accumulation_dtype, check_number
 
 UNFILTERED = ("mean_logits",)  # infinite with a filter
@@ -34,6 +34,8 @@ class SamplingFilter:
         given = f"top_k={top_k}" if top_p is None else f"top_p={top_p}"
         check_number("top_k", top_k, whole=True, optional=True)
         check_number("top_p", top_p, optional=True)
+        if isinstance(top_k, bool):
+            raise TypeError(f"top_k must be an int or None, got {top_k}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be 1 or more, or None, got {top_k}")
         if top_p is not None and not 0 < top_p <= 1:
@@ -48,7 +50,7 @@ class SamplingFilter:
             raise ValueError(f"outputs {unfit} are infinite for filtered logits, got {given}")
         if sharded:
             raise ValueError(f"a filter needs whole rows of logits, got {given} and vocab_shard")
-        return cls(top_k, top_p)
+        return None if top_k is None and top_p == 1 else cls(top_k, None if top_p == 1 else top_p)
 
     def smallest_kept(self, logits: Tensor, options: LogitOptions) -> Tensor:
         """Return (n,), the smallest logit that each row of untransformed logits (n, V) keeps."""
@@ -56,12 +58,12 @@ class SamplingFilter:
         if self.top_p is None:
             return logits.topk(k).values[:, -1]
         found = []
-        rows = max(1, UPCAST_BLOCK // logits.shape[1])  # a sort needs several copies
-        for block in logits.split(rows):
+        for block in logits.split(max(1, SORT_BLOCK // k)):
             largest = block.sort(descending=True).values if self.top_k is None else block.topk(k).values
             z = largest.to(accumulation_dtype(logits.dtype)) * (options.logit_scale / options.temperature)
-            p = z.softmax(-1)
-            n_kept = (p.cumsum(-1) - p < self.top_p).sum(-1, keepdim=True).clamp(min=1)
+            # From the smallest: a sum from the largest reaches 1 too early.
+            left = z.softmax(-1).flip(-1).cumsum(-1).flip(-1)
+            n_kept = (left > 1 - self.top_p).sum(-1, keepdim=True).clamp(min=1)
             found.append(largest.gather(1, n_kept - 1)[:, 0])
         return torch.cat(found)
 

@@ -25,6 +25,13 @@ from liger_chunked.types import LossHead, described
 Values = TypeVar("Values", bound=Any)
 
 
+def check_group(group: Any) -> None:
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"sequence_group must be a torch.distributed process group, as dist.group.WORLD, got {described(group)}"
+        )
+
+
 @dataclass(frozen=True)
 class SequenceSplit:
     """How many positions each rank has, in rank order."""
@@ -38,10 +45,7 @@ class SequenceSplit:
         """Return how ranks split `input`, (B, T_r, H) or (T_r, H). A collective, which waits for the device."""
         if group is None:
             return None
-        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise TypeError(
-                f"sequence_group must be a torch.distributed process group, as dist.group.WORLD, got {described(group)}"
-            )
+        check_group(group)
         *batch, length = head.token_shape(input)
         mine = torch.tensor([math.prod(batch), length], device=input.device)
         sizes, lengths = zip(*gather_tensor(mine, group).tolist(), strict=True)
@@ -62,6 +66,10 @@ class SequenceSplit:
         rank = dist.get_rank(self.group)
         start = sum(self.lengths[:rank])
         return slice(start, start + self.lengths[rank])
+
+    @property
+    def own_length(self) -> int:
+        return self.lengths[dist.get_rank(self.group)]
 
     def _pad(self, x: Tensor) -> Tensor:
         missing = max(self.lengths) - x.shape[-1]
@@ -89,6 +97,5 @@ class SequenceSplit:
 
     def slots(self, own: Tensor) -> Tensor:
         """Convert indices into this rank's flattened (B, T_r) to indices into the flattened (B, T)."""
-        part = self.own
-        length = max(1, part.stop - part.start)
-        return own.div(length, rounding_mode="floor") * self.length + part.start + own % length
+        length = max(1, self.own_length)
+        return own.div(length, rounding_mode="floor") * self.length + self.own.start + own % length

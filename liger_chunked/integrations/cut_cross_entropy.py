@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -77,7 +76,6 @@ def _shard(c: Tensor, options: Any) -> VocabShard | None:
     return VocabShard(options.group, options.start, size, "all_reduce" if options.reduce_e_grad else "partial")
 
 
-@functools.cache
 def _vocab_size(group: Any, stop: int, device: torch.device) -> int:
     size = torch.tensor(stop, device=device)
     dist.all_reduce(size, dist.ReduceOp.MAX, group=group)

@@ -16,6 +16,7 @@ from liger_chunked.engine import (
     Layout,
     NegativeLogLikelihood,
     SequenceSplit,
+    check_group,
     check_projection,
     check_target,
     lay_out,
@@ -250,6 +251,7 @@ class LigerFusedLinearCrossEntropyLoss(StatsLoss):
             dft=self.dft,
             class_weight=_class_weight(self.ce_weight if ce_weight is None else ce_weight, head),
         )
+        check_group(sequence_group)
         split = None if self.reduction == "none" else SequenceSplit.of(sequence_group, head, input)
         target = whole(target.long(), split)
         if weights is not None:

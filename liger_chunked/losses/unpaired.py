@@ -142,8 +142,8 @@ class LigerFusedLinearUnpairedPreferenceBase(StatsLoss, ABC):
         Args:
             preference_labels: (n,) bool or integers, 1 if desirable, else 0.
             kl: in nats, clamped at zero; for losses with this reference point.
-            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'): this rank's completions of other prompts. Cost
-                one GEMM.
+            kl_input, kl_target: instead of `kl`, (m, T', H) and (m, T'), padded: this rank's completions of other
+                prompts; with `sequence_group`, its positions of them. Cost one GEMM.
             ref_kl_input, ref_kl_logps: their reference.
             delta: in units of rewards; for losses with this reference point.
             example_weights: (n,) factors; the mean divides by n.

@@ -54,6 +54,7 @@ MAX_ROW = 1 << 15  # columns of a norm; wider rows would spill registers
 TORCH_BLOCK = {"cpu": 1 << 18}  # elements of a torch block, for the cache
 TORCH_BLOCK_DEFAULT = 1 << 24  # elsewhere
 UPCAST_BLOCK = 1 << 20  # elements that a CPU upcasts at a time
+SORT_BLOCK = 1 << 24  # logits that a sampling filter sorts at a time
 REMEMBERED = 1 << 10  # variants per kernel, and shapes of norms: "Host time"
 
 # Chunks: "Chunk sizes"
