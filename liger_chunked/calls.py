@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from liger_chunked import arguments
 from liger_chunked.dtensor import any_dtensor, localized
-from liger_chunked.kernels.operands import plain
+from liger_chunked.kernels.operands import all_plain, plain
 from liger_chunked.types import AdaptedWeight, Weight
 
 T = TypeVar("T")
@@ -92,19 +92,18 @@ def entry_point(function: Function) -> Function:
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     is_method = positional[0] == "self"
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        binds = True
+    def as_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if any_dtensor(args) or any_dtensor(kwargs.values()):
             named = dict(zip(positional, args, strict=False))
-            binds = len(named) == len(args) and named.keys().isdisjoint(kwargs)
-            if binds:
-                named = localized(named | kwargs)
-                args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
-        if binds:  # else `function` raises
-            args = plain(positional, args)
-            given = tuple(kwargs.values())
-            served = plain(tuple(kwargs), given)
-            kwargs = kwargs if served is given else dict(zip(kwargs, served, strict=True))
+            if len(named) < len(args) or not named.keys().isdisjoint(kwargs):
+                return args, kwargs  # `function` raises
+            named = localized(named | kwargs)
+            args, kwargs = args[:is_method], {name: x for name, x in named.items() if name != "self"}
+        return plain(positional, args), dict(zip(kwargs, plain(tuple(kwargs), tuple(kwargs.values())), strict=True))
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not (all_plain(args) and all_plain(kwargs.values())):
+            args, kwargs = as_plain(args, kwargs)
         try:
             return function(*args, **kwargs)
         except TypeError as error:

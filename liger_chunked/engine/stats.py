@@ -94,7 +94,7 @@ def _savable(x: Tensor | None) -> Tensor | None:
 class _LinearTokenStats(torch.autograd.Function):
     """`apply(input, weight, bias, u, up, plan)`: the plan's fields of `TokenStats`.
 
-    The pass, with the last tile's logits, stays on `ctx`. Active hooks on saved tensors drop it, to save memory.
+    The plan, and the pass with the last tile's logits, stay on `ctx`. Active hooks on saved tensors drop their tensors.
     """
 
     @staticmethod
@@ -114,10 +114,9 @@ class _LinearTokenStats(torch.autograd.Function):
         of_tokens = maximum, sum_exp, entropy, head_pass.logps_grad_scale, head_pass.smallest_kept
         ctx.save_for_backward(input, weight, bias, u, up, *of_tokens, *_tensors_of(plan))
         head_pass.normalisers = head_pass.logps_grad_scale = head_pass.smallest_kept = None
-        if head_pass.candidates is not None:
-            head_pass.candidates = None
-        ctx.plan, ctx.returned = _holding(plan), _returned(plan)
-        ctx.head_pass = None if hooks_active() else head_pass
+        head_pass.candidates = None
+        ctx.returned = _returned(plan)
+        ctx.plan, ctx.head_pass = (_holding(plan), None) if hooks_active() else (plan, head_pass)
         differentiable = (*DIFFERENTIABLE, "candidate_logps")
         ctx.mark_non_differentiable(*(getattr(dense, name) for name in ctx.returned if name not in differentiable))
         return tuple(getattr(dense, name) for name in ctx.returned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -22,6 +22,19 @@ _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", l
 _forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
 
+def all_plain(values: Iterable[Any]) -> bool:
+    """Whether the tensors among `values` are plain and dense, outside transforms: nothing to replace or refuse."""
+    if _transforms_are_active() or _forward_mode._current_level >= 0:
+        return False
+    for x in values:
+        if type(x) in _PLAIN:
+            if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
+                return False
+        elif isinstance(x, (Tensor, AdaptedWeight)):
+            return False
+    return True
+
+
 def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with tensors as plain dense `torch.Tensor`, also those of an `AdaptedWeight`.
 
@@ -29,16 +42,7 @@ def plain(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
         TypeError: a nested, sparse, complex or quantized tensor, or one with `__torch_dispatch__`.
         NotImplementedError: a `torch.func` transform or forward-mode differentiation is active.
     """
-    if torch.compiler.is_compiling():  # the tracer handles tensor types
-        return values
-    served = not _transforms_are_active() and _forward_mode._current_level < 0
-    for x in values:
-        if type(x) in _PLAIN:
-            if x.layout is not torch.strided or x.is_nested or x.dtype in _NOT_REAL:
-                served = False
-        elif isinstance(x, (Tensor, AdaptedWeight)):
-            served = False
-    if served:
+    if torch.compiler.is_compiling() or all_plain(values):  # the tracer handles tensor types
         return values
     return tuple(_plain(names[i] if i < len(names) else "an argument", x) for i, x in enumerate(values))
 
