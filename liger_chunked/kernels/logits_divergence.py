@@ -5,7 +5,6 @@ Bytes: forward 2 (JSD and TVD 4), backward 3 times one model's logits.
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any, Literal
 
 import torch
@@ -103,7 +102,8 @@ def _divergence(
     names = ("student_logits", "teacher_logits", "shift_labels")
     student, teacher, labels = plain(names, (student, teacher, labels))
     _check(student, teacher, labels, reduction)
-    how = (*astuple(divergence), LogitOptions(temperature=temperature).temperature)
+    d = divergence
+    how = d.kind, d.beta, d.on_student, d.on_teacher, LogitOptions(temperature=temperature).temperature
     rows = _LogitsDivergence.apply(student, teacher, inplace, *how).view(student.shape[:-1])
     valid = None if labels is None else labels != ignore_index
     if reduction == "none":
