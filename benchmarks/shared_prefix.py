@@ -3,7 +3,7 @@
 python -m benchmarks.shared_prefix                                  every shape, uneven batches, and the packing alone
 python -m benchmarks.shared_prefix GRPO:qwen2.5-0.5b:8:2048:512     loss:model:sequences:prompt:completion
 
-GRPO has one prompt for all sequences of a batch, DPO one for each pair. A step is packing, forward and backward, with
+GRPO has one prompt for 8 sequences, DPO one for each pair. A step is packing, forward and backward, with
 random weights in bfloat16, all layers checkpointed (not reentrant), and an optimizer that changes nothing. Both
 contenders use the same fused loss. The padded batch has SDPA without a mask, its fastest form.
 
@@ -11,8 +11,8 @@ contenders use the same fused loss. The padded batch has SDPA without a mask, it
     tokens      through the backbone
     graphs      that torch.compile made until then
 
-An uneven task runs 30 steps whose prompts and completions have random lengths, up to those of its name. Its `ms` is
-the median of all steps, "slowest" that of the slowest after the first.
+An uneven task runs `--uneven-steps` steps whose prompts and completions have random lengths, up to those of its name.
+Its `ms` is the median of all steps, "slowest" that of the slowest after the first.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from liger_chunked.integrations.transformers.trie import gather_rows, pack_trie
 from liger_chunked.integrations.transformers.trie_attention import trie_mask
 from liger_chunked.types import Head
 
-SHAPES = ["GRPO:qwen2.5-0.5b:8:2048:512", "GRPO:llama-3.2-1b:8:2048:512", "DPO:llama-3.2-1b:16:1024:512"]
+SHAPES = ["GRPO:qwen2.5-0.5b:16:2048:512", "GRPO:llama-3.2-1b:8:2048:512", "DPO:llama-3.2-1b:16:1024:512"]
 SMALL = ["GRPO:tiny-qwen2:4:24:8", "DPO:tiny-llama:4:24:8"]
 PADDED, SHARED = f"{STOCK}, padded", f"{OURS}, shared"
-UNEVEN_STEPS = 30
+GROUP = 8  # sequences of a prompt in GRPO
 PACKED = (64, 4096) if DEVICE == "cuda" else (8, 64)  # sequences and tokens of the packing alone
 IGNORE_INDEX = -100
 
@@ -69,7 +69,7 @@ class Batch:
 
     @staticmethod
     def n_prompts(loss: str, n: int) -> int:
-        return 1 if loss == "GRPO" else n // 2
+        return max(1, n // GROUP) if loss == "GRPO" else n // 2
 
     @classmethod
     def even(cls, loss: str, n: int, vocabulary: int, prompt: int, completion: int) -> Batch:
@@ -77,9 +77,9 @@ class Batch:
         return cls.random(loss, n, vocabulary, torch.full((n,), prompt), torch.full((n,), completion))
 
     @classmethod
-    def uneven(cls, loss: str, n: int, vocabulary: int, prompt: int, completion: int) -> Iterator[Batch]:
+    def uneven(cls, loss: str, n: int, vocabulary: int, prompt: int, completion: int, *, steps: int) -> Iterator[Batch]:
         torch.manual_seed(2)
-        for _ in range(UNEVEN_STEPS):
+        for _ in range(steps):
             prompts = torch.randint(prompt // 4, prompt + 1, (cls.n_prompts(loss, n),)).repeat(n)[:n]
             yield cls.random(loss, n, vocabulary, prompts, torch.randint(completion // 8, completion + 1, (n,)))
 
@@ -203,7 +203,7 @@ def _sequences(n_prompts: int) -> Tensor:
 def measure(table: Table, loss: str, model: str, n: int, prompt: int, completion: int) -> None:
     shape = (loss, n, models.vocabulary(model), prompt, completion)
     for kind in ("", "uneven "):
-        batches = list(Batch.uneven(*shape)) if kind else [Batch.even(*shape)]
+        batches = list(Batch.uneven(*shape, steps=table.args.uneven_steps)) if kind else [Batch.even(*shape)]
         fills = {
             name: partial(fill, table=table, loss=loss, name=model, batches=batches, shares=shares)
             for name, shares in ((PADDED, False), (SHARED, True))
@@ -213,6 +213,7 @@ def measure(table: Table, loss: str, model: str, n: int, prompt: int, completion
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "loss:model:sequences:prompt:completion", repeats=5, seconds=0)
+    parse.add_argument("--uneven-steps", type=int, default=30)
     args = parse.parse_args(arguments)
     table = Table("shared_prefix", args, whole=not args.shapes)
     packing = {

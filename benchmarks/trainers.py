@@ -4,6 +4,7 @@ python -m benchmarks.trainers                               every trainer, Llama
 python -m benchmarks.trainers DPO:qwen2.5-0.5b:8:4096       trainer:model:sequences:length
 python -m benchmarks.trainers --longest --task SimPO        the longest sequences that fit, two at a time
 python -m benchmarks.trainers --offload-activations DPO:llama-3.2-1b:8:2048      offload activations to the CPU
+python -m benchmarks.trainers --share                       shared prompts: trainer:model:sequences:length:prompt
 
 A step is `training_step`, then AdamW, on one prepared batch: nothing is generated, tokenized or loaded. All contenders
 start from the same random weights, in bfloat16 under TRL's default mixed precision. All layers are checkpointed,
@@ -13,7 +14,9 @@ library's loss instead.
 
 References are Gaussian steps away from the policy. Qwen2.5-0.5B has a teacher with the shape of Qwen2.5-1.5B,
 Llama-3.2-1B one with its own shape; the divergence is the symmetric JSD, beta 0.5. DPO, KTO, ORPO and SimPO train on
-the second half of each sequence, the others on the last three quarters.
+the second half of each sequence, the others on the last three quarters. With `--share`, a shape names the length of its
+prompts, a GRPO batch has one prompt for every 8 sequences, and one more contender is ours with `share_prefix="auto"`.
+`--sequences-per-prompt 1` is a batch where nothing is shared.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ from liger_chunked.integrations import trl as integration
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
 OURS_WITH_LOSS = f"{OURS}, loss="
+OURS_SHARED = f"{OURS}, share_prefix=auto"
 GRID = 1024  # tokens: step of the search for the longest sequences
 TEACHERS = {"qwen2.5-0.5b": "qwen2.5-1.5b"}  # others: the student's shape
 REFERENCE_NOISE = 0.1  # relative to the standard deviation of the policy's weights
@@ -71,16 +75,16 @@ disable_progress_bars()
 
 @dataclass(frozen=True)
 class Completions:
-    """Sequences (n, T) without padding; the first `n_prompt` tokens are the prompt, which both of a pair share."""
+    """Sequences (n, T) without padding; the first `n_prompt` tokens are a prompt, which `group` sequences share."""
 
     ids: Tensor
     n_prompt: int
 
     @classmethod
-    def random(cls, n: int, length: int, n_prompt: int, vocabulary: int) -> Completions:
+    def random(cls, n: int, length: int, n_prompt: int, vocabulary: int, group: int = 2) -> Completions:
         torch.manual_seed(1)
         ids = torch.randint(3, vocabulary, (n, length), device=DEVICE)
-        ids[n // 2 :, :n_prompt] = ids[: n // 2, :n_prompt]
+        ids[:, :n_prompt] = ids[: n // group, :n_prompt].repeat(group, 1)
         return cls(ids, n_prompt)
 
     @property
@@ -178,6 +182,7 @@ class Kind:
     - `prompt`: share of a sequence that it does not train on
     - `sequences`: sequences per batch
     - `loss`: the library's loss that equals the trainer's, if our trainer keeps TRL's loss
+    - `group`: sequences per prompt, with `--share`
     """
 
     stock: type
@@ -190,6 +195,7 @@ class Kind:
     prompt: float = 0.5
     sequences: int = 8
     loss: Callable[[], torch.nn.Module] | None = None
+    group: int = 2
 
 
 _PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
@@ -228,6 +234,7 @@ KINDS = {
         reward,
         prompt=0.25,
         loss=partial(LigerFusedLinearGRPOLoss.from_loss_type, "dapo"),
+        group=8,
     ),
     "GKD": Kind(
         GKDTrainer,
@@ -253,15 +260,24 @@ KINDS = {
 }
 SHAPES = [f"{name}:{model}:{kind.sequences}:2048" for model in MODELS for name, kind in KINDS.items()]
 LONGEST = [f"{name}:{MODELS[0]}:2:2048" for name in KINDS]
+SHARED = [
+    "GRPO:qwen2.5-0.5b:16:2560:2048",
+    "GRPO:llama-3.2-1b:8:2560:2048",
+    "DPO:llama-3.2-1b:16:1536:1024",
+    "ORPO:llama-3.2-1b:16:1536:1024",
+]
+SHARED_LONGEST = ["GRPO:llama-3.2-1b:8:2560:2048"]
+SHARED_SMALL = ["GRPO:tiny-qwen2:8:40:32", "DPO:tiny-llama:4:40:24", "ORPO:tiny-llama:4:40:24"]
 SMALL = [f"{name}:{model}:4:32" for name, model in zip(KINDS, ["tiny-llama", "tiny-qwen2"] * len(KINDS), strict=False)]
 
 
 class Contender(NamedTuple):
-    """A kind's trainer class, the context manager that patches its models, and whether it passes the library's loss."""
+    """A kind's trainer class, the context manager that patches its models, and what it passes to the trainer."""
 
     side: Literal["stock", "ours"]
     kernels: Callable[..., Any]
     brings_loss: bool = False
+    shares: bool = False
 
 
 CONTENDERS = {
@@ -269,6 +285,7 @@ CONTENDERS = {
     OURS: Contender("ours", models.ours),
     OURS_WITH_LOSS: Contender("ours", models.ours, brings_loss=True),
     LAYERS: Contender("stock", models.liger_kernel),
+    OURS_SHARED: Contender("ours", models.ours, shares=True),
 }
 
 
@@ -291,7 +308,7 @@ def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batc
     """Build a trainer in the state after `train()` has begun."""
     batch_size = {"per_device_train_batch_size": n}
     if kind.config is GRPOConfig:
-        batch_size["num_generations"] = n
+        batch_size["num_generations"] = n  # whatever the batches hold: nothing is generated
     trainer = trainer_class(
         model=policy,
         args=kind.config(
@@ -317,22 +334,26 @@ def build(kind: Kind, trainer_class: type, policy: PreTrainedModel, others: Batc
     return trainer
 
 
-def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> None:
+def fill(row: Any, table: Table, name: str, model: str, n: int, length: int, prompt: int | None, group: int) -> None:
+    """Measure a contender. `prompt` is the length of all prompts; None for the kind's share of a sequence."""
     before = allocated_mib()
     kind = KINDS[name]
-    side, kernels, brings_loss = CONTENDERS[row.name]
+    side, kernels, brings_loss, shares = CONTENDERS[row.name]
     policy = models.build(model, checkpointing=not table.args.no_checkpointing)
 
     def data(length: int) -> Batch:
-        n_prompt = int(length * kind.prompt)
-        return kind.batch(Completions.random(n, length, n_prompt, models.vocabulary(model)), policy)
+        n_prompt = int(length * (kind.prompt if prompt is None else prompt / whole))
+        return kind.batch(Completions.random(n, length, n_prompt, models.vocabulary(model), group), policy)
 
+    whole = length
     batch = data(length)
     others = kind.others(model)
     every = [policy, *(x for x in others.values() if isinstance(x, PreTrainedModel))]
     if brings_loss:
         assert kind.loss is not None
         others["loss"] = kind.loss()
+    if shares:
+        others["share_prefix"] = "auto"
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)
         # The context that `activation_offloading=True` puts around a step; GRPO's config lacks that field.
@@ -352,21 +373,33 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int) -> 
             row.fill(step_on(batch), n * length, table.args.repeats, before)
 
 
-def measure(table: Table, name: str, model: str, n: int, length: int) -> None:
+def measure(table: Table, name: str, model: str, n: int, length: int, prompt: int | None = None) -> None:
+    kind, share = KINDS[name], table.args.share
+    group = table.args.sequences_per_prompt or (kind.group if share else 2)
+    data = {"name": name, "model": model, "n": n, "length": length, "prompt": prompt, "group": group}
     fills = {
-        contender: partial(fill, table=table, name=name, model=model, n=n, length=length)
-        for contender, (_, _, brings_loss) in CONTENDERS.items()
-        if not brings_loss or KINDS[name].loss is not None
+        contender: partial(fill, table=table, **data)
+        for contender, (_, _, brings_loss, shares) in CONTENDERS.items()
+        if (not brings_loss or (kind.loss is not None and not share)) and share >= shares
     }
-    compare(table, {"trainer": name, "model": model}, n, length, fills)
+    names = {"trainer": name, "model": model}
+    if share:
+        names |= {"prompt": f"prompt {prompt}", "group": f"{group} a prompt"}
+    compare(table, names, n, length, fills)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     parse = steps_parser(__doc__ or "", "trainer:model:sequences:length", repeats=5, seconds=30)
     parse.add_argument("--offload-activations", action="store_true", help="TRL's activation_offloading=True")
+    parse.add_argument("--share", action="store_true", help="compare with shared prompts")
+    parse.add_argument("--sequences-per-prompt", type=int, help="default: 2; with --share, 8 for GRPO")
     args = parse.parse_args(arguments)
     default = SMALL if DEVICE == "cpu" else LONGEST if args.longest else SHAPES
-    family = "trainers_longest" if args.longest else "trainers_offloading" if args.offload_activations else "trainers"
+    if args.share:
+        default = SHARED_SMALL if DEVICE == "cpu" else SHARED_LONGEST if args.longest else SHARED
+    family = "_".join(["trainers", *["shared"] * args.share, *["longest"] * args.longest])
+    if args.offload_activations:
+        family = "trainers_offloading"
     table = Table(family, args, whole=not args.shapes)
     for shape in args.shapes or default:
         measure(table, *parts(shape))

@@ -359,6 +359,8 @@ def _long(seed: int, lengths: tuple[int, ...] = (300, 200, 100, 17, 250)) -> tup
 def test_blocks(window: int | None) -> None:
     end, depth = _long(0)
     mask, expected = trie_mask(end, depth, window), dense_mask(end, depth, window)
+    for index in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
+        assert index is not None and index.is_contiguous()  # FlexAttention's kernels do not look at their strides
     n = end.shape[1] // BLOCK
     by_block = expected.view(len(end), 1, n, BLOCK, n, BLOCK).transpose(3, 4).flatten(4)
     computed, full = mask.to_dense().bool(), torch.zeros(by_block.shape[:4], dtype=torch.bool)

@@ -94,8 +94,11 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows' numbers of True blocks, and indices, those first."""
-    order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
+    """Return rows' numbers of True blocks, and indices, those first.
+
+    Both are contiguous: FlexAttention's backward kernel assumes it, and would read other blocks.
+    """
+    order = (~blocks).contiguous().to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
