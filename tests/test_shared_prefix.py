@@ -283,7 +283,7 @@ def test_hidden_states_of_trailing_padding(name: str) -> None:
     model = build(name)
     ids, mask = padded([s for s in SEQUENCES if s], extra=2, token=40)
     ids, mask = torch.cat([ids[:, -1:], ids], dim=1), torch.cat([0 * mask[:, -1:], mask], dim=1)
-    batch = shared_prefix._share(model, ids, mask, with_trailing=True)
+    batch = shared_prefix._share(model, shared_prefix._plan(model, ids, mask, with_trailing=True))
     got = batch.hidden_states(model.model(**batch.inputs).last_hidden_state)
     expected = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     assert_same(got[:, 1:], expected[:, 1:])
@@ -404,7 +404,8 @@ def test_flex_attention(setting: str) -> None:
         leaves.append(sinks)
     with_sinks = "sinks" in setting
     sinks_by_head = sinks[None, :, None] if with_sinks else None
-    got = trie_attention._attend(q, k, v, mask.blocks, "0.3", "1.5" if softcap else None, sinks_by_head)
+    parts = mask.blocks, mask.end, mask.depth, mask.window
+    got = trie_attention._attend(q, k, v, *parts, sinks_by_head, 0.3, softcap)
     expected = trie_attention._attend_densely(q, k, v, mask, 0.3, softcap, sinks if with_sinks else None)
     upstream = torch.randn_like(got)
     # Sinks need the logsumexp of FlexAttention, which is float32.
@@ -426,7 +427,7 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    compiled = trie_attention._compiled_attend.__wrapped__()
+    monkeypatch.setattr(trie_attention, "_compiled", functools.cache(trie_attention._compiled.__wrapped__))
     # The first mask has as many blocks as heads. That must not make the number of blocks a constant.
     for length, window in ((512, None), (768, 9), (256, None), (1280, 9)):
         end = torch.full((1, length), length, dtype=torch.int32)
@@ -435,7 +436,7 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         q = q.transpose(1, 2).flatten(2).view(1, length, 4, 8).transpose(1, 2)  # a view, as in models
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                compiled(q, k, v, mask.blocks, "0.3", "1.5", sinks[None, :, None])
+                trie_attention._run_compiled(q, k, v, mask, sinks[None, :, None], 0.3, 1.5)
     assert len(graphs) == 2
     torch._dynamo.reset()
 

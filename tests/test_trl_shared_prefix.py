@@ -29,7 +29,7 @@ from liger_chunked import (
 )
 from liger_chunked.integrations.transformers import shared_prefix
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
-from liger_chunked.integrations.transformers.trie import PackedTrie
+from liger_chunked.integrations.transformers.trie import TriePlan
 from liger_chunked.integrations.trl import base
 
 pytestmark = [
@@ -56,13 +56,14 @@ class Passes:
             self.shared += [] if batch is None else [batch.trie]
             return batch
 
-        def packed(*args: Any, **options: Any) -> PackedTrie:
-            self.saved.append(pack(*args, **options).saved)
-            return pack(*args, **options)
+        def planned(*args: Any, **options: Any) -> TriePlan:
+            found = plan(*args, **options)
+            self.saved.append(found.saved)
+            return found
 
-        stock, pack = base._share, shared_prefix.pack_trie
+        stock, plan = base._share, shared_prefix.plan_trie
         monkeypatch.setattr(base, "_share", watched)
-        monkeypatch.setattr(shared_prefix, "pack_trie", packed)
+        monkeypatch.setattr(shared_prefix, "plan_trie", planned)
 
     def check(self, least: float) -> None:
         """Check that a pass shared if and only if it saves `least` of its tokens, and that most passes shared."""

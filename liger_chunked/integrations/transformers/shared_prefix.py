@@ -9,7 +9,6 @@ The model's own forward runs on a trie (`trie.py`), so wrappers, adapters, hooks
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import warnings
 import weakref
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from liger_chunked.integrations.transformers.detect import backbone_of, inner_model
 from liger_chunked.integrations.transformers.head import HeadFn, HeadInput, _kept
 from liger_chunked.integrations.transformers.head_forward import attach_head
-from liger_chunked.integrations.transformers.trie import PackedTrie, gather_rows, pack_trie
+from liger_chunked.integrations.transformers.trie import PackedTrie, TriePlan, gather_rows, pack_trie, plan_trie
 from liger_chunked.integrations.transformers.trie_attention import BLOCK, TRIES_ONLY, dense_mask, serve, trie_mask
 from liger_chunked.types import Head
 
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 WORTHWHILE = 0.1  # least share of tokens to save
 _DENSE = 1024  # longest row: with a dense mask on a GPU, with any on a CPU
+_TAKE_DENSE = ("sdpa", "eager")  # implementations
 _ROW = 1 << 16  # longest row for FlexAttention
 
 
@@ -80,7 +80,8 @@ def share_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     reason = why_not_shared(model)
     if reason is not None:
         raise ValueError(f"{type(inner_model(model)).__name__} cannot share prompts: {reason}")
-    return _share(inner_model(model), input_ids, attention_mask)
+    inner = inner_model(model)
+    return _share(inner, _plan(inner, input_ids, attention_mask))
 
 
 def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> SharedBatch | None:
@@ -88,9 +89,9 @@ def maybe_share(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | No
     inner = inner_model(model)
     reason = why_not_shared(model)
     if reason is None:
-        batch = _share(inner, input_ids, attention_mask)
+        plan = _plan(inner, input_ids, attention_mask)
         # The next batch may save more: log nothing yet.
-        return _logged(inner, batch) if batch.trie.saved >= WORTHWHILE else None
+        return _logged(inner, _share(inner, plan)) if plan.saved >= WORTHWHILE else None
     _log_refusal(inner, reason)
     return None
 
@@ -107,18 +108,18 @@ def share_pass(
         always: share if anything is saved, or raise ValueError.
         with_trailing: as in `pack_trie`.
     """
-    batch = None
+    plan = None
     reason = _reason_of_arguments(arguments) or why_not_shared(model)
     if reason is None:
-        batch = _share(model, arguments["input_ids"], arguments.get("attention_mask"), with_trailing)
-        reason = _reason_of_padding(model, batch.trie, with_trailing)
+        plan = _plan(model, arguments["input_ids"], arguments.get("attention_mask"), with_trailing)
+        reason = _reason_of_padding(model, plan, with_trailing)
     if reason is not None:
         if always:
             raise ValueError(f"{type(model).__name__} cannot share prompts: {reason}")
         _log_refusal(model, reason)
         return None
-    assert batch is not None
-    return _logged(model, batch) if batch.trie.saved >= (0 if always else WORTHWHILE) else None
+    assert plan is not None
+    return _logged(model, _share(model, plan)) if plan.saved >= (0 if always else WORTHWHILE) else None
 
 
 _KNOWN_ARGUMENTS = (
@@ -145,13 +146,13 @@ def _reason_of_arguments(arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _reason_of_padding(model: PreTrainedModel, trie: PackedTrie, with_trailing: bool) -> str | None:
-    if trie.padding == "between":
+def _reason_of_padding(model: PreTrainedModel, plan: TriePlan, with_trailing: bool) -> str | None:
+    if plan.padding == "between":
         return "there is padding between the tokens of a sequence, which counts in their positions"
-    if trie.padding == "left" and not _facts(model).relative:
+    if plan.padding == "left" and not _facts(model).relative:
         return "its positions are absolute, and count the padding on the left"
     window = min((w for w in _windows(model.config).values() if w is not None), default=None)
-    if with_trailing and window is not None and trie.trailing >= window:
+    if with_trailing and window is not None and plan.most_trailing >= window:
         return f"the metrics of this trainer read padding, here beyond the sliding window of {window} tokens"
     return None
 
@@ -209,20 +210,24 @@ def _hidden_states(head: Head, input: HeadInput) -> Tensor:
     return input.hidden_states
 
 
-def _share(
+def _plan(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, with_trailing: bool = False
-) -> SharedBatch:
-    implementation = _implementation(model)
-    pack = functools.partial(pack_trie, input_ids, attention_mask, with_trailing=with_trailing)
+) -> TriePlan:
     if input_ids.is_cuda:
-        trie = pack(row_tokens=_ROW, multiple=2 * BLOCK)
-        is_short = trie.input_ids.shape[1] <= _DENSE or _dtype(model) == torch.float64
-        dense = is_short and implementation in ("sdpa", "eager")
+        row_tokens, multiple = _ROW, 2 * BLOCK
     else:
-        dense = implementation in ("sdpa", "eager")
-        trie = pack(row_tokens=_DENSE, multiple=8 if dense else 2 * BLOCK)
+        row_tokens, multiple = _DENSE, 8 if _implementation(model) in _TAKE_DENSE else 2 * BLOCK
+    return plan_trie(input_ids, attention_mask, row_tokens=row_tokens, multiple=multiple, with_trailing=with_trailing)
+
+
+def _share(model: PreTrainedModel, plan: TriePlan) -> SharedBatch:
+    implementation = _implementation(model)
+    dense = implementation in _TAKE_DENSE
+    if plan.input_ids.is_cuda:
+        dense = dense and (plan.row_length <= _DENSE or _dtype(model) == torch.float64)
     if not dense:
         serve(implementation)
+    trie = plan.pack()
     return SharedBatch(trie, _inputs(model, trie, implementation, dense))
 
 

@@ -72,6 +72,15 @@ def pack_trie(
     >>> packed.node.tolist()
     [[0, 1, 2, 3], [0, 1, 4, -1]]
     """
+    plan = plan_trie(input_ids, attention_mask, row_tokens=row_tokens, multiple=multiple, with_trailing=with_trailing)
+    return plan.pack()
+
+
+def plan_trie(
+    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
+    with_trailing: bool = False,
+) -> TriePlan:  # fmt: skip
+    """Do the part of `pack_trie` that tells what is saved: far less work, if nothing is."""
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must have shape (B, T) with B > 0 and T > 0, got {tuple(input_ids.shape)}")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -79,69 +88,125 @@ def pack_trie(
             f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}: sharing "
             "needs the padding mask of the batch"
         )
-    batch = input_ids.cpu().numpy()
-    # torch would start a thread pool.
-    places = _places(batch, None if attention_mask is None else attention_mask.cpu().numpy() != 0)
+    batch, valid = _on_host(input_ids, attention_mask)
+    places = _places(batch, valid)
     sequences = [row[place] for row, place in zip(batch, places, strict=True)]
     behind = [_behind(place, batch.shape[1]) for place in places]
     trailing = [batch.shape[1] - n if with_trailing else 0 for n in behind]
-
     order = _depth_first_order(sequences)
-    shared = [0] * len(sequences)  # prefix shared with the sequence before
+    shared = [0] * len(sequences)
     for before, i in itertools.pairwise(order):
         shared[i] = _n_common(sequences[before], sequences[i])
     fresh = [len(sequence) - n for sequence, n in zip(sequences, shared, strict=True)]
     sizes = [n + extra for n, extra in zip(fresh, trailing, strict=True)]
     rows = _rows(order, sizes, shared, row_tokens)
     row_length = max(1, -(-max(sum(sizes[i] for i in row) for row in rows) // multiple)) * multiple
+    return TriePlan(input_ids, batch, places, behind, trailing, shared, fresh, rows, row_length)
 
-    shape = len(rows), row_length
-    host = _buffer(shape, batch.shape, pinned=input_ids.is_cuda)
-    all_ids, all_depths, all_ends, node = (x.numpy() for x in _parts(host, shape, batch.shape))
-    node.fill(-1)
-    depth = np.arange(batch.shape[1])
-    for r, row in enumerate(rows):
-        ids, depths, ends = all_ids[r], all_depths[r], all_ends[r]
-        path = _Path(ends)
-        for i in row:
-            path.leave(shared[i])
-            own = path.enter(fresh[i])
-            ids[own], depths[own] = sequences[i][shared[i] :], depth[shared[i] : len(sequences[i])]
-            node[i, places[i]] = path.nodes(r * row_length)
-            if trailing[i]:
-                last, own = len(sequences[i]), path.skip(trailing[i])
-                ids[own], depths[own] = batch[i, behind[i] :], np.arange(last, last + trailing[i])
-                # Padding behind tokens does not attend to itself.
-                ends[own] = np.arange(own.start, own.stop) + (last == 0)
-                node[i, behind[i] :] = np.arange(own.start, own.stop) + r * row_length
-        path.leave(0)
-        filler = slice(path.place, row_length)
-        ids[filler], depths[filler], ends[filler] = 0, 0, np.arange(path.place, row_length) + 1
-    packed_ids, positions, end, nodes = _parts(host.to(input_ids.device, non_blocking=True), shape, batch.shape)
-    return PackedTrie(
-        input_ids=packed_ids.to(input_ids.dtype),
-        position_ids=positions,
-        end=end,
-        node=nodes,
-        tokens=sum(map(len, sequences)) + sum(trailing),
-        nodes=sum(sizes),
-        padding=_side(places),
-        trailing=max(batch.shape[1] - n for n in behind),
-    )
+
+def _on_host(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[_Array, _Array | None]:
+    """Return ids (int32) and mask (bool), in one copy."""
+    n, ids = input_ids.numel(), input_ids.int()
+    valid = [] if attention_mask is None else [(attention_mask != 0).flatten()]
+    device_bytes = torch.cat([x.view(torch.uint8) for x in (ids.flatten(), *valid, (ids == input_ids).all().view(1))])
+    host_bytes = torch.empty(device_bytes.shape, dtype=torch.uint8, pin_memory=input_ids.is_cuda)
+    values = host_bytes.copy_(device_bytes).numpy()
+    if not values[-1]:
+        raise ValueError("input_ids must be of 32 bits, got larger ones: no vocabulary has them")
+    shape = tuple(input_ids.shape)
+    mask = None if attention_mask is None else values[4 * n : 5 * n].view(np.bool_).reshape(shape)
+    return values[: 4 * n].view(np.int32).reshape(shape), mask
+
+
+@dataclass(frozen=True)
+class TriePlan:
+    """How a batch becomes a trie.
+
+    - `batch` (B, T): its tokens on the host; `places` index each sequence's, `behind` is the place behind its last
+    - `trailing`: padding behind each sequence that is packed too
+    - `shared`, `fresh`: tokens that each sequence shares with the one before, and others
+    - `rows`: numbers of the sequences in each row, in the order of packing; `row_length`: after rounding
+    """
+
+    input_ids: Tensor
+    batch: _Array
+    places: list[Any]
+    behind: list[int]
+    trailing: list[int]
+    shared: list[int]
+    fresh: list[int]
+    rows: list[list[int]]
+    row_length: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.shared) + sum(self.fresh) + sum(self.trailing)
+
+    @property
+    def saved(self) -> float:
+        """As of `PackedTrie`."""
+        return 1 - len(self.rows) * self.row_length / max(self.tokens, 1)
+
+    @property
+    def padding(self) -> str:
+        """As of `PackedTrie`."""
+        return _side(self.places)
+
+    @property
+    def most_trailing(self) -> int:
+        return max(self.batch.shape[1] - n for n in self.behind)
+
+    def pack(self) -> PackedTrie:
+        batch, places, trailing, shared = self.batch, self.places, self.trailing, self.shared
+        shape = len(self.rows), self.row_length
+        host = _buffer(shape, batch.shape, pinned=self.input_ids.is_cuda)
+        all_ids, all_depths, all_ends, node = (x.numpy() for x in _parts(host, shape, batch.shape))
+        node.fill(-1)
+        depth = np.arange(batch.shape[1], dtype=np.int32)
+        for r, row in enumerate(self.rows):
+            ids, depths, ends = all_ids[r], all_depths[r], all_ends[r]
+            path = _Path(ends)
+            for i in row:
+                path.leave(shared[i])
+                own, n = path.enter(self.fresh[i]), shared[i] + self.fresh[i]
+                ids[own], depths[own] = batch[i, places[i]][shared[i] :], depth[shared[i] : n]
+                node[i, places[i]] = path.nodes(r * self.row_length)
+                if trailing[i]:
+                    own = path.skip(trailing[i])
+                    ids[own], depths[own] = batch[i, self.behind[i] :], np.arange(n, n + trailing[i])
+                    # Padding behind tokens does not attend to itself.
+                    ends[own] = np.arange(own.start, own.stop) + (n == 0)
+                    node[i, self.behind[i] :] = np.arange(own.start, own.stop) + r * self.row_length
+            path.leave(0)
+            filler = slice(path.place, self.row_length)
+            ids[filler], depths[filler] = 0, 0
+            ends[filler] = np.arange(path.place, self.row_length, dtype=np.int32) + 1
+        device = self.input_ids.device
+        ids, positions, end, nodes = _parts(host.to(device, non_blocking=True), shape, batch.shape)
+        return PackedTrie(
+            input_ids=ids.type(self.input_ids.dtype),
+            position_ids=positions.long(),
+            end=end,
+            node=nodes.long(),
+            tokens=self.tokens,
+            nodes=sum(self.fresh) + sum(trailing),
+            padding=self.padding,
+            trailing=self.most_trailing,
+        )
 
 
 def _buffer(packed: tuple[int, ...], padded: tuple[int, ...], pinned: bool) -> Tensor:
-    """Return memory for all results, copied at once."""
-    size = 3 * math.prod(packed) + math.prod(padded)  # half of `end` is unused: it is int32
+    """Return memory for all results, copied at once. A batch has less than 2^31 tokens."""
+    size = 3 * math.prod(packed) + math.prod(padded)
     if pinned:
-        return torch.empty(size, dtype=torch.int64, pin_memory=True)
-    return torch.from_numpy(np.empty(size, np.int64))  # NumPy uses huge pages, which are faster
+        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+    return torch.from_numpy(np.empty(size, np.int32))  # NumPy uses huge pages, which are faster
 
 
 def _parts(buffer: Tensor, packed: tuple[int, ...], padded: tuple[int, ...]) -> tuple[Tensor, ...]:
     n = math.prod(packed)
     ids, depths, ends, nodes = buffer.split([n, n, n, math.prod(padded)])
-    return ids.view(packed), depths.view(packed), ends.view(torch.int32)[:n].view(packed), nodes.view(padded)
+    return ids.view(packed), depths.view(packed), ends.view(packed), nodes.view(padded)
 
 
 def _places(batch: _Array, valid: _Array | None) -> list[Any]:
@@ -170,7 +235,7 @@ def _side(places: list[Any]) -> str:
 
 def _depth_first_order(sequences: list[_Array]) -> list[int]:
     """Return the lexicographic order of sequences."""
-    # Big-endian bytes sort fast. If ids agree in the last 32 bits, less is shared.
+    # Big-endian bytes sort fast.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 

@@ -11,6 +11,7 @@ The mask decides which attention runs, not the config, so that checkpointing rec
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.fx.experimental import _config as fx_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from liger_chunked.kernels.tuning import TUNING
 
 BLOCK = 128  # tokens
 TRIES_ONLY = "liger_tries_only"
@@ -45,14 +48,17 @@ class TrieMask(BlockMask):
 
     - `end`, `depth` (R, L): int32
     - `window` (): a tensor, so that all layers share a compiled function; None if no layer has one
-    - `blocks`: a plain `BlockMask` for torch.compile
+    - `blocks`: numbers and indices of blocks, in the order of `_KINDS`
     """
 
     end: Tensor
     depth: Tensor
     window: Tensor | None
-    blocks: BlockMask
+    blocks: tuple[Tensor, ...]
     ndim = 4  # some models read it
+
+
+_KINDS = ("kv", "full_kv", "q", "full_q")  # of blocks: those that a mask cuts and whole ones, by query and by key
 
 
 def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_windows: bool = False) -> TrieMask:
@@ -83,14 +89,23 @@ def trie_mask(end: Tensor, depth: Tensor, window: int | None = None, *, has_wind
         every &= most[:, :, None] - least[:, None, :] < window
     partial, full = (some & ~every)[:, None], (some & every)[:, None]
 
-    kinds = {"kv": partial, "full_kv": full, "q": partial.mT, "full_q": full.mT}
-    arguments: dict[str, Any] = {"seq_lengths": (length, length), "BLOCK_SIZE": (BLOCK, BLOCK)}
-    for kind, by in kinds.items():
-        arguments[f"{kind}_num_blocks"], arguments[f"{kind}_indices"] = _ordered(by)
-    arguments["mask_mod"] = _mask_mod(end, depth, limit)
-    mask = TrieMask(**arguments)
-    mask.end, mask.depth, mask.window, mask.blocks = end, depth, limit, BlockMask(**arguments)
+    by_kind = [_ordered(blocks) for blocks in (partial, full, partial.mT, full.mT)]
+    blocks = tuple(x for pair in by_kind for x in pair)
+    mask = TrieMask(**_block_mask_arguments(blocks, length, end, depth, limit))
+    mask.end, mask.depth, mask.window, mask.blocks = end, depth, limit, blocks
     return mask
+
+
+def _block_mask_arguments(
+    blocks: tuple[Tensor, ...], length: int, end: Tensor, depth: Tensor, window: Tensor | None
+) -> dict[str, Any]:
+    names = [f"{kind}_{what}" for kind in _KINDS for what in ("num_blocks", "indices")]
+    return {
+        **dict(zip(names, blocks, strict=True)),
+        "seq_lengths": (length, length),
+        "BLOCK_SIZE": (BLOCK, BLOCK),
+        "mask_mod": _mask_mod(end, depth, window),
+    }
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,23 +132,25 @@ def _mask_mod(end: Tensor, depth: Tensor, window: Tensor | None) -> Callable[...
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: str, softcap: str | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Tensor, ...], end: Tensor, depth: Tensor,
+    window: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+    kernel_options: dict[str, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return (R, heads, L, head size). `sinks` is (1, heads, 1).
 
-    `scale` and `softcap` are strings: torch.compile makes numbers variables; FlexAttention needs constants.
+    The mask comes in parts because torch.compile checks tensors faster than objects.
     """
-    cap = float(softcap or "inf")
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
 
     options: dict[str, Any] = {
-        "block_mask": block_mask,
+        "block_mask": BlockMask(**_block_mask_arguments(blocks, query.shape[2], end, depth, window)),
         "score_mod": capped if softcap else None,
-        "scale": float(scale),
+        "scale": scale,
         "enable_gqa": query.shape[1] != key.shape[1],
+        "kernel_options": kernel_options,
     }
     if sinks is None:
         return flex_attention(query, key, value, **options)
@@ -142,17 +159,48 @@ def _attend(
     return (output * share[..., None]).to(query.dtype)
 
 
-@functools.cache
-def _compiled_attend() -> Callable[..., Tensor]:
-    compiled = torch.compile(_attend, fullgraph=True, dynamic=True)
+class _Compiled:
+    """`_attend`, compiled once for all lengths. Its other properties are those of the first call."""
 
-    @functools.wraps(_attend)
-    def attend_at_any_length(*args: Any) -> Tensor:
-        # Else sizes equal in the first call must stay equal.
+    def __init__(self) -> None:
+        # torch.compile counts recompilations of a code object, so this one has its own.
+        own = types.FunctionType(_attend.__code__.replace(), _attend.__globals__, "attend_to_trie")
+        self._run: Callable[..., Tensor] = torch.compile(own, fullgraph=True)
+        self._is_first = True
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Tensor, ...], end: Tensor, depth: Tensor,
+        *others: Any,
+    ) -> Tensor:  # fmt: skip
+        if not self._is_first:
+            return self._run(query, key, value, blocks, end, depth, *others)
+        self._is_first = False
+        for x in (query, key, value):
+            torch._dynamo.maybe_mark_dynamic(x, [0, 2])
+        for x in (end, depth):
+            torch._dynamo.maybe_mark_dynamic(x, [0, 1])
+        for x in blocks:
+            torch._dynamo.maybe_mark_dynamic(x, [0, *range(2, x.ndim)])
+        # Else sizes that are equal in the first call must stay equal.
         with fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            return compiled(*args)
+            return self._run(query, key, value, blocks, end, depth, *others)
 
-    return attend_at_any_length
+
+@functools.cache
+def _compiled(*kind: Any) -> _Compiled:
+    return _Compiled()
+
+
+def _run_compiled(
+    query: Tensor, key: Tensor, value: Tensor, mask: TrieMask, sinks: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    run = _compiled(
+        query.shape[0] == 1, query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype, query.device,
+        torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
+        mask.window is None, None if sinks is None else (sinks.requires_grad,), scale, softcap,
+    )  # fmt: skip
+    tuned = TUNING[query.device].attention_small_heads if query.shape[3] <= 64 else None
+    return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, tuned)
 
 
 def _attend_densely(
@@ -185,7 +233,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return a layer's attention (R, L, heads, head size), for `AttentionInterface`.
 
-    Compiles once each with and without gradients, for all lengths.
+    Compiles once for all lengths, for each kind of layer, with gradients and without.
     """
     if dropout:
         raise ValueError(f"shared prompts need attention without dropout, got {dropout}: set attention_dropout=0")
@@ -196,10 +244,12 @@ def attend(
         output = _attend_densely(query, key, value, mask, scaling, softcap, s_aux)
     else:
         sinks = None if s_aux is None else s_aux[None, :, None]
-        run = _attend if torch.compiler.is_compiling() else _compiled_attend()
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        cap = None if softcap is None else str(softcap)
-        output = run(query, key, value, mask.blocks, str(scale), cap, sinks)
+        if torch.compiler.is_compiling():
+            parts = mask.blocks, mask.end, mask.depth, mask.window
+            output = _attend(query, key, value, *parts, sinks, scale, softcap)
+        else:
+            output = _run_compiled(query, key, value, mask, sinks, scale, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -37,6 +37,9 @@ class Tuning(NamedTuple):
     norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
+    # FlexAttention's kernel_options for heads of up to 64 values; None for its defaults: "Shared prompts"
+    attention_small_heads: dict[str, int] | None = None
+
     # Others
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
     rope: Launch = Launch(2048, 4)  # pairs of columns

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from liger_chunked.kernels.tuning.generic import Tuning
 
-HOPPER = Tuning()
+HOPPER = Tuning(
+    attention_small_heads={
+        "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4,
+        "bwd_num_stages": 3,
+    },
+)  # fmt: skip
 
 
 class Tiling(NamedTuple):
