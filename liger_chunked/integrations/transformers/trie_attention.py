@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_chunked.kernels.tuning import TUNING
 
 BLOCK = 128  # tokens
+_SMALL_HEADS = 64  # values
 TRIES_ONLY = "liger_tries_only"
 _SERVED = "_liger_serves_tries"  # attribute of a wrapped function
 
@@ -199,8 +200,10 @@ def _run_compiled(
         torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         mask.window is None, None if sinks is None else (sinks.requires_grad,), scale, softcap,
     )  # fmt: skip
-    tuned = TUNING[query.device].attention_small_heads if query.shape[3] <= 64 else None
-    return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, tuned)
+    options: dict[str, int] = {"IS_DIVISIBLE": True}  # by BLOCK; torch cannot tell for a variable length
+    if query.shape[3] <= _SMALL_HEADS:
+        options |= TUNING[query.device].attention_small_heads
+    return run(query, key, value, mask.blocks, mask.end, mask.depth, mask.window, sinks, scale, softcap, options)
 
 
 def _attend_densely(

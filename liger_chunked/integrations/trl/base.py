@@ -269,7 +269,7 @@ class LigerTrainerMixin(_Trainer):
         self, *args: Any, loss: nn.Module | None = None, logits_budget: int | float | str | None = None, **kwargs: Any
     ) -> None:
         budget = budget_bytes(logits_budget)  # raises before loading
-        config = next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
+        config = _config(args, kwargs)
         if getattr(config, "use_liger_kernel", False):
             raise ValueError(
                 "use_liger_kernel=True activates the package Liger-Kernel, whose losses would replace these heads: "
@@ -374,14 +374,23 @@ class SharedPromptsMixin(LigerTrainerMixin):
             batch's tokens is saved. True raises ValueError for other models. See docs/shared_prefix.md.
     """
 
-    def __init__(self, *args: Any, share_prefix: bool | str = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, share_prefix: bool | str = "auto", **kwargs: Any) -> None:
         if share_prefix not in (True, False, "auto"):
             raise ValueError(f"share_prefix must be 'auto', True or False, got {share_prefix!r}")
+        parallelism = getattr(_config(args, kwargs), "parallelism_config", None)
+        if getattr(parallelism, "cp_size", 1) > 1 or getattr(parallelism, "sp_size", 1) > 1:
+            if share_prefix is True:
+                raise ValueError("share_prefix=True needs whole sequences, and parallelism_config splits them")
+            share_prefix = False
         self.share_prefix = share_prefix
         super().__init__(*args, **kwargs)
         reason = why_not_shared(self.model) if share_prefix is True else None
         if reason is not None:
             raise ValueError(f"{type(inner_model(self.model)).__name__} cannot share prompts: {reason}")
+
+
+def _config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingArguments | None:
+    return next((x for x in (*args, kwargs.get("args")) if isinstance(x, TrainingArguments)), None)
 
 
 _MISSING: Any = object()

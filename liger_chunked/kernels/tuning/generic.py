@@ -5,6 +5,8 @@ Quotes name sections of docs/tuning.md, by default "Launch sizes".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -37,8 +39,8 @@ class Tuning(NamedTuple):
     norm_pipelined_bytes: int = 1 << 14  # of a tile that fits shared memory thrice: "Launch sizes"
     norm_sums: tuple[int, int, int] = (256, 16, 8)  # programs and columns of a tile, warps
 
-    # FlexAttention's kernel_options for heads of up to 64 values; None for its defaults: "Shared prompts"
-    attention_small_heads: dict[str, int] | None = None
+    # FlexAttention's kernel_options for heads of up to 64 values, other than its defaults: "Shared prompts"
+    attention_small_heads: Mapping[str, int] = MappingProxyType({})
 
     # Others
     glu: Launch = Launch(1024, 4)  # columns: "Norms and gated units"
