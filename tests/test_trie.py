@@ -57,10 +57,11 @@ def n_prefixes(sequences: Sequences) -> int:
     return len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
 
 
-def check(packed: PackedTrie, sequences: Sequences, ids: Tensor, mask: Tensor) -> None:
+def check(packed: PackedTrie, sequences: Sequences, ids: Tensor, mask: Tensor, cut: bool = False) -> None:
     """Check all that a model needs: each token sees exactly its own prefix, at the right depths."""
     n_rows, length = packed.input_ids.shape
-    assert packed.tokens == sum(map(len, sequences)) and packed.nodes == n_prefixes(sequences)
+    assert packed.tokens == sum(map(len, sequences))
+    assert n_prefixes(sequences) <= packed.nodes <= packed.tokens if cut else packed.nodes == n_prefixes(sequences)
     assert torch.equal(packed.node >= 0, mask.bool())
     q, k = torch.arange(length)[:, None], torch.arange(length)
     sees = (k <= q) & (q < packed.end[:, None, :])
@@ -118,6 +119,26 @@ def test_any_forest(
         trees = [depth_first([s for s in sequences if s[:1] == [first]]) for first in {s[0] for s in sequences if s}]
         longest = max([row_tokens, *map(len, trees)])
         assert length <= -(-longest // multiple) * multiple
+
+
+@settings(max_examples=100, deadline=None)
+@given(forests(), st.sampled_from(["left", "right"]), st.booleans(), st.sampled_from([1, 6, 12]))
+def test_any_forest_of_small_trees(sequences: Sequences, side: str, with_trailing: bool, tokens: int) -> None:
+    ids, mask = padded(sequences, side, extra=2)
+    packed = pack_trie(ids, mask, row_tokens=tokens, tree_tokens=tokens, multiple=1, with_trailing=with_trailing)
+    if not with_trailing:
+        check(packed, sequences, ids, mask, cut=True)
+    assert packed.input_ids.shape[1] <= max(tokens, ids.shape[1])
+
+
+def test_where_trees_are_cut() -> None:
+    """At the shallowest branch, and at the middle one of equals."""
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7, 8], [1, 6, 7, 9]])
+    packed = pack_trie(ids, row_tokens=5, tree_tokens=5, multiple=1)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5], [1, 6, 7, 8, 9]]
+    ids = torch.tensor([[1, 2, i] for i in range(4)])
+    assert pack_trie(ids, row_tokens=4, tree_tokens=4, multiple=1).input_ids.tolist() == [[1, 2, 0, 1], [1, 2, 2, 3]]
+    assert pack_trie(ids, row_tokens=4, multiple=1).input_ids.tolist() == [[1, 2, 0, 1, 2, 3]]
 
 
 def test_padding_on_both_sides_and_between() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from peft import LoraConfig, PromptTuningConfig
 from test_cost import Memory
 from test_trl_trainers import KINDS, PLAIN, SEQUENCES, SHARING, Log, build, run
 from torch import Tensor
+from trl import DPOConfig
 
 from liger_chunked import (
     LigerFusedLinearDPOLoss,
@@ -30,7 +32,8 @@ from liger_chunked import (
 from liger_chunked.integrations.transformers import shared_prefix
 from liger_chunked.integrations.transformers.shared_prefix import SharedBatch
 from liger_chunked.integrations.transformers.trie import TriePlan
-from liger_chunked.integrations.trl import base
+from liger_chunked.integrations.trl import LigerDPOTrainer, base
+from liger_chunked.integrations.trl.base import SharedPromptsMixin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -196,7 +199,26 @@ def test_auto_steps_aside_where_little_is_saved(tmp_path, monkeypatch):
 
 def test_off(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "share_pass", None)
-    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"))  # the default
+    run(tmp_path, "ORPO", True, PLAIN, train_dataset=long_prompts("ORPO"), share_prefix=False)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "ORPO"])
+def test_auto_is_the_default(tmp_path, kind):
+    assert build(tmp_path, kind, True).share_prefix == "auto"
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_split_sequences_are_not_shared(tmp_path, monkeypatch, size):
+    """Context and sequence parallelism put a prompt and its completion on different ranks."""
+    config = DPOConfig(str(tmp_path), use_cpu=True)
+    config.parallelism_config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, size: 2})
+    with pytest.raises(ValueError, match="share_prefix=True needs whole sequences, and parallelism_config splits them"):
+        LigerDPOTrainer(tiny.model(), args=config, share_prefix=True)
+    trainer = SharedPromptsMixin.__new__(SharedPromptsMixin)
+    with monkeypatch.context() as patch:
+        patch.setattr(base.LigerTrainerMixin, "__init__", lambda *_, **__: None)
+        trainer.__init__(tiny.model(), args=config)
+    assert trainer.share_prefix is False
 
 
 def test_what_cannot_be_shared(tmp_path):

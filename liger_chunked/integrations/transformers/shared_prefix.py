@@ -30,7 +30,8 @@ from liger_chunked.types import Head
 logger = logging.getLogger(__name__)
 
 WORTHWHILE = 0.1  # least share of tokens to save
-_DENSE = 1024  # longest row: with a dense mask on a GPU, with any on a CPU
+_DENSE = 1024  # longest row with a dense mask on a GPU
+_SHORT = 256  # tokens of a row that is short enough on a CPU
 _TAKE_DENSE = ("sdpa", "eager")  # implementations
 _ROW = 1 << 16  # longest row for FlexAttention
 
@@ -214,10 +215,15 @@ def _plan(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, with_trailing: bool = False
 ) -> TriePlan:
     if input_ids.is_cuda:
-        row_tokens, multiple = _ROW, 2 * BLOCK
+        row_tokens, tree_tokens, multiple = _ROW, None, 2 * BLOCK
     else:
-        row_tokens, multiple = _DENSE, 8 if _implementation(model) in _TAKE_DENSE else 2 * BLOCK
-    return plan_trie(input_ids, attention_mask, row_tokens=row_tokens, multiple=multiple, with_trailing=with_trailing)
+        # Attention with a dense mask grows with the square of a row. Twice the width holds any pair.
+        row_tokens = tree_tokens = max(2 * input_ids.shape[1], _SHORT)
+        multiple = 8 if _implementation(model) in _TAKE_DENSE else 2 * BLOCK
+    return plan_trie(
+        input_ids, attention_mask, row_tokens=row_tokens, tree_tokens=tree_tokens, multiple=multiple,
+        with_trailing=with_trailing,
+    )  # fmt: skip
 
 
 def _share(model: PreTrainedModel, plan: TriePlan) -> SharedBatch:

@@ -54,14 +54,16 @@ class PackedTrie:
 
 
 def pack_trie(
-    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
-    with_trailing: bool = False,
+    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None,
+    tree_tokens: int | None = None, multiple: int = 128, with_trailing: bool = False,
 ) -> PackedTrie:  # fmt: skip
     """Merge a padded batch's sequences into a trie, on the host. Waits for the device once.
 
     Args:
         input_ids, attention_mask: as in `share_batch`.
         row_tokens: longest row, unless a tree is larger; None for one row.
+        tree_tokens: largest tree. Larger ones are cut at their shallowest branches, and each part has its own copy of
+            what they shared. None cuts no tree.
         multiple: round the rows' length up to a multiple of this.
         with_trailing: also pack padding behind last tokens.
 
@@ -72,13 +74,16 @@ def pack_trie(
     >>> packed.node.tolist()
     [[0, 1, 2, 3], [0, 1, 4, -1]]
     """
-    plan = plan_trie(input_ids, attention_mask, row_tokens=row_tokens, multiple=multiple, with_trailing=with_trailing)
+    plan = plan_trie(
+        input_ids, attention_mask, row_tokens=row_tokens, tree_tokens=tree_tokens, multiple=multiple,
+        with_trailing=with_trailing,
+    )  # fmt: skip
     return plan.pack()
 
 
 def plan_trie(
-    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None, multiple: int = 128,
-    with_trailing: bool = False,
+    input_ids: Tensor, attention_mask: Tensor | None = None, *, row_tokens: int | None = None,
+    tree_tokens: int | None = None, multiple: int = 128, with_trailing: bool = False,
 ) -> TriePlan:  # fmt: skip
     """Do the part of `pack_trie` that tells what is saved: far less work, if nothing is."""
     if input_ids.ndim != 2 or not input_ids.numel():
@@ -97,6 +102,9 @@ def plan_trie(
     shared = [0] * len(sequences)
     for before, i in itertools.pairwise(order):
         shared[i] = _n_common(sequences[before], sequences[i])
+    if tree_tokens is not None:
+        lengths = [len(sequence) + extra for sequence, extra in zip(sequences, trailing, strict=True)]
+        _cut_trees(order, lengths, shared, tree_tokens)
     fresh = [len(sequence) - n for sequence, n in zip(sequences, shared, strict=True)]
     sizes = [n + extra for n, extra in zip(fresh, trailing, strict=True)]
     rows = _rows(order, sizes, shared, row_tokens)
@@ -247,15 +255,33 @@ def _n_common(a: _Array, b: _Array) -> int:
     return first if n and differs[first] else n
 
 
-def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
-    """Cut the order into rows. Trees, largest first, go into the first row where they fit."""
-    if row_tokens is None or sum(sizes) <= row_tokens:
-        return [order]
+def _trees(order: list[int], shared: list[int]) -> list[list[int]]:
     trees: list[list[int]] = []
     for i in order:
         if not shared[i]:
             trees.append([])
         trees[-1].append(i)
+    return trees
+
+
+def _cut_trees(order: list[int], lengths: list[int], shared: list[int], largest: int) -> None:
+    """Set `shared` to 0 at branches until no tree of several sequences is larger."""
+    trees = _trees(order, shared)
+    while trees:
+        tree = trees.pop()
+        if len(tree) == 1 or sum(lengths[i] - shared[i] for i in tree) <= largest:
+            continue
+        # Of equal branches, the one in the middle.
+        place = min(range(1, len(tree)), key=lambda k: (shared[tree[k]], abs(2 * k - len(tree))))
+        shared[tree[place]] = 0
+        trees += [tree[:place], tree[place:]]
+
+
+def _rows(order: list[int], sizes: list[int], shared: list[int], row_tokens: int | None) -> list[list[int]]:
+    """Cut the order into rows. Trees, largest first, go into the first row where they fit."""
+    if row_tokens is None or sum(sizes) <= row_tokens:
+        return [order]
+    trees = _trees(order, shared)
     of_trees = [sum(sizes[i] for i in tree) for tree in trees]
     room = max(row_tokens, *of_trees)
     rows: list[list[int]] = []
