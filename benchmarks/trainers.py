@@ -16,7 +16,7 @@ References are Gaussian steps away from the policy. Qwen2.5-0.5B has a teacher w
 Llama-3.2-1B one with its own shape; the divergence is the symmetric JSD, beta 0.5. DPO, KTO, ORPO and SimPO train on
 the second half of each sequence, the others on the last three quarters. With `--share`, a shape names the length of its
 prompts, a GRPO batch has one prompt for every 8 sequences, and one more contender is ours with `share_prefix="auto"`.
-`--sequences-per-prompt 1` is a batch where nothing is shared.
+The other contenders share nothing. `--sequences-per-prompt 1` is a batch where nothing is shared.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from benchmarks.harness import DEVICE, OURS, STOCK, Table
 from benchmarks.steps import TrainingStep, allocated_mib, compare, parts, steps_parser
 from liger_chunked import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss
 from liger_chunked.integrations import trl as integration
+from liger_chunked.integrations.trl.base import SharedPromptsMixin
 
 MODELS = ["llama-3.2-1b", "qwen2.5-0.5b"]
 LAYERS = "liger-kernel layers"
@@ -352,8 +353,8 @@ def fill(row: Any, table: Table, name: str, model: str, n: int, length: int, pro
     if brings_loss:
         assert kind.loss is not None
         others["loss"] = kind.loss()
-    if shares:
-        others["share_prefix"] = "auto"
+    if issubclass(getattr(kind, side), SharedPromptsMixin):
+        others["share_prefix"] = "auto" if shares else False
     with tempfile.TemporaryDirectory() as folder, kernels(*every, fused=False):
         trainer = build(kind, getattr(kind, side), policy, others, folder, n)
         # The context that `activation_offloading=True` puts around a step; GRPO's config lacks that field.
